@@ -29,6 +29,13 @@ if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["WEIGHIN_LOCK"] = str(lock)
     atexit.register(lock.unlink, missing_ok=True)
 
+# An environment in which someone installed torchvision may have a build that does not fit torch.
+# transformers would import it, and no test needs it but those of the zoo, which have their own.
+try:
+    import torchvision  # noqa: F401
+except (ImportError, RuntimeError):
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+
 # The files that take longest, which start first so that no process of xdist ends long after the others.
 LONGEST = (
     "test_documented_runs.py",

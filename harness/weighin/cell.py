@@ -1,8 +1,12 @@
 """Describe a measurement: one strategy loads (or saves) one model once, under given limits."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal
+
+from weighin.text import printable
 
 CacheState = Literal["cold", "warm"]
 Operation = Literal["load", "save"]
@@ -25,7 +29,8 @@ class ModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Replace the package name that weighin's own builders had before 0.2."""
+        """Clean the name, and replace the package name that weighin's builders had before 0.2."""
+        object.__setattr__(self, "name", printable(self.name))
         former = _OUR_MODELS.replace("weighin.", _FORMER_PACKAGE)
         if self.builder.startswith(former):
             object.__setattr__(self, "builder", _OUR_MODELS + self.builder.removeprefix(former))
@@ -39,14 +44,18 @@ class ModelSpec:
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
-        text = ",".join(f"{key}={_short(self.kwargs[key])}" for key in sorted(self.kwargs))
-        if len(text) > _LONGEST_ARGUMENTS:
-            text = f"{text[:_KEPT_ARGUMENTS]}...{_digest(text)[:8]}"
-        return f"{self.builder}({text})" if text else self.builder
+        return with_arguments(self.builder, self.kwargs)
+
+
+class _Named:
+    """A place beside a cell's fields, so that its name is computed once."""
+
+    __slots__ = ("_series",)
+    _series: str
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(_Named):
     """One measurement to take. Limits are in bytes; None means no limit.
 
     ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is
@@ -76,8 +85,11 @@ class Cell:
     @property
     def series(self) -> str:
         """The name that all repeats of this cell share: a hash of every field except ``repeat``."""
-        fields = asdict(self)
+        if name := getattr(self, "_series", ""):
+            return name
+        fields = {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
         del fields["repeat"]
+        fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         if self.model.builder.startswith(_OUR_MODELS):  # keeps the series names of 0.1
             fields["model"]["builder"] = self.model.builder.replace("weighin.", _FORMER_PACKAGE, 1)
         for name in ("vram_limit_bytes", "ram_high_bytes"):
@@ -88,7 +100,8 @@ class Cell:
         if self.ranks == 1:
             del fields["ranks"]
         text = json.dumps(fields, sort_keys=True, default=str)
-        return f"{self.strategy}-{_digest(text)[:10]}"
+        object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")
+        return self._series
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -138,6 +151,14 @@ class Job:
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None
+
+
+def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:
+    """Return a name followed by arguments, without spaces: "nets:build(width=64)"."""
+    text = ",".join(f"{key}={_short(kwargs[key])}" for key in sorted(kwargs))
+    if len(text) > _LONGEST_ARGUMENTS:
+        text = f"{text[:_KEPT_ARGUMENTS]}...{_digest(text)[:8]}"
+    return f"{name}({text})" if text else name
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@
      x StillRunning           a process goes on after SIGKILL                              exit 4
      x MachineBusy            another run is measuring on this machine                     exit 4
      x NoNodeLeft             no node of a fleet can run the remaining cells               exit 4
-     x Interrupted            Ctrl-C or SIGTERM, raised once everything is cleaned up      exit 130
+     x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up       exit 130
 
 ``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns any other
 ``OSError`` into a HarnessError (``explain``).

@@ -23,7 +23,7 @@ MEANINGS: Final = {
     3: "an isolation is not available",
     4: "a cell could not be measured, or another run is measuring on this machine",
     5: "a strategy loaded wrong weights or failed",
-    130: "stopped by Ctrl-C or SIGTERM",
+    130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
 """Every exit code of ``weighin``."""
 

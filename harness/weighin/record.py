@@ -18,6 +18,21 @@ IMPORT_TRANSFORMERS: Final = "import transformers"
 IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
 """The phases in which a worker imports a model's class, one for each library."""
 
+OURS: Final = (
+    "import",
+    *IMPORTS_OF_LIBRARIES,
+    "prepare",
+    "touch",
+    "sync",
+    "verify",
+    "forward",
+    "other",
+)
+"""The names of weighin's own phases. A strategy must not use them."""
+
+NOT_DROPPED: Final = "not dropped"
+"""The page-cache state of a cell that was to be cold, and whose checkpoint was in the page cache."""
+
 USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 
@@ -27,6 +42,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     OOM_KILLED = "oom_killed"
+    CHILD_KILLED = "child_killed"
     CUDA_OOM = "cuda_oom"
     TIMEOUT = "timeout"
     STRATEGY_FAILED = "strategy_failed"
@@ -210,6 +226,15 @@ class Result:
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
         return self.peaks.rss_bytes - self.baseline.rss_bytes
+
+    @property
+    def cache(self) -> str:
+        """The page-cache state of the cell; ``NOT_DROPPED`` if the pages stayed before a cold cell."""
+        return (
+            NOT_DROPPED
+            if self.cell.cache == "cold" and self.cached_bytes_at_start
+            else self.cell.cache
+        )
 
     @property
     def page_bytes(self) -> int:

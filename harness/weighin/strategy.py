@@ -101,7 +101,11 @@ class Load(Protocol):
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest."""
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
+
+        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
+        such as ``touch``, raise a ValueError.
+        """
         ...
 
 
@@ -129,7 +133,11 @@ class Save(Protocol):
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest."""
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
+
+        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
+        such as ``touch``, raise a ValueError.
+        """
         ...
 
 

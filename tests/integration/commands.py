@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class CommandLine:
             "TERM": "dumb",
         }
         process = subprocess.Popen(
-            [*before, sys.executable, "-m", "weighin", *arguments],
+            [*before, sys.executable, "-P", "-m", "weighin", *arguments],
             cwd=self.folder,
             env=environment | variables,
             stdin=subprocess.DEVNULL,
@@ -84,6 +85,15 @@ class Started:
             self.process.send_signal(number)
         out, err = self.process.communicate(timeout=patience_s)
         return Ended(self.process.returncode, out, err, self.left())
+
+    def wait_for_handlers(self) -> None:
+        """Return when the command takes signals; before, Python starts and imports weighin."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        while self.process.poll() is None:
+            caught = next(line for line in status.read_text().split("\n") if "SigCgt" in line)
+            if int(caught.split()[1], 16) & 1 << signal.SIGTERM - 1:
+                return
+            time.sleep(0.005)
 
     def at_work(self) -> bool:
         """Tell whether a worker of it runs: then its cgroup is there, too."""

@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "arguments that the model does not take": (
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
         2,
-        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\n"
+        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny(widht=3)\n"
         "error: builder weighin.models.gpt2:gpt2 failed: gpt2() got an unexpected keyword argument"
         " 'widht'\ncorrect the model's arguments: `kwargs` in its YAML, or --kwargs\n",
     ),

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,16 @@ def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, 
         "resume it: weighin bench --resume run --trust",
     ]
     assert len(records(command)) == CELLS - 2
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
+def test_sigterm_in_the_first_seconds_is_as_ctrl_c(
+    command: CommandLine, nodes: Nodes, hold: Path, after_s: float
+) -> None:
+    started = start(command, nodes)
+    started.wait_for_handlers()
+    time.sleep(after_s)
+    stopped = started.end(signal.SIGTERM)
+    assert (stopped.code, stopped.left) == (130, []), stopped.err
+    assert "Traceback" not in stopped.err
+    leftovers.wait_until(lambda: nodes.left() == [], "a node goes on")

@@ -28,6 +28,8 @@ def test_the_nodes_of_the_manifest_have_a_slot_and_no_memory_monitor() -> None:
     line = f"ray start --resources={workers['rayStartParams']['resources']}"
     (typed,) = [word for word in shlex.split(line) if word.startswith("--resources=")]
     assert json.loads(typed.removeprefix("--resources=")) == {"weighin_slot": 1}
+    # The operator itself strips quotes from both ends and reads JSON, without unescaping anything.
+    assert json.loads(workers["rayStartParams"]["resources"].strip("'\"")) == {"weighin_slot": 1}
     for group in (spec["headGroupSpec"], workers):
         (container,) = group["template"]["spec"]["containers"]
         assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in container["env"]
@@ -48,10 +50,9 @@ def array_job(command: CommandLine, task: int, count: int) -> subprocess.Complet
         "PYTHONPATH": str(ROOT / "harness"),
         "WEIGHIN_CACHE": str(command.cache),
         "SLURM_ARRAY_TASK_ID": str(task),
-        "SLURM_ARRAY_TASK_COUNT": str(count),
     }
     return subprocess.run(
-        [str(EXAMPLES / "slurm-array.sh"), "suite.yaml", "runs"],
+        [str(EXAMPLES / "slurm-array.sh"), "suite.yaml", "runs", str(count)],
         cwd=command.folder,
         env=environment,
         capture_output=True,

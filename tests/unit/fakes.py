@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from weighin.isolation.base import Exit
-from weighin.probes.observer import Observer
+from weighin.probes.observer import Observation, Observer
 from weighin.protocol import encode_event
-from weighin.record import Memory
+from weighin.record import Memory, Sample
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -43,6 +43,27 @@ class FakeChannel:
         self.closed += 1
 
 
+class Silent:
+    """An observer that sees nothing and does nothing."""
+
+    oom_kills = last_peak_rss_bytes = watcher = None
+    others = (0, 0)
+
+    def look(self) -> Observation:
+        return Observation()
+
+    def reset_peak(self) -> bool:
+        return True
+
+    def raise_limit(self) -> None: ...
+
+    def kill(self) -> bool:
+        return False
+
+    def stop(self) -> list[Sample]:
+        return []
+
+
 class FakeRunning:
     """A worker without a process. ``hangs`` is how many of its waits time out."""
 
@@ -63,6 +84,7 @@ class FakeRunning:
         self.cgroup = cgroup
         self.unseen = unseen
         self.kills = 0
+        self.read_only = False
         self._ended = ended
         self._hangs = hangs
         self._inside = inside

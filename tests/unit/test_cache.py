@@ -45,18 +45,21 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, torch_threads_restored: None) -> list[list[str]]:
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, torch_threads_restored: None
+) -> list[dict[str, Any]]:
     """Run the maker in this process: a second torch import a call would take most of the time."""
     from weighin.checkpoint import __main__ as maker
 
-    calls: list[list[str]] = []
+    calls: list[dict[str, Any]] = []
 
     def run(
-        arguments: list[str], *, permit: Callable[[int], None], **_: object
+        request: dict[str, Any], *, permit: Callable[[int], None], **_: object
     ) -> dict[str, float]:
-        calls.append(arguments)
+        calls.append(request)
         monkeypatch.setattr(maker._Meter, "permit", lambda self, needed: permit(needed))
-        return maker._run(maker._parser().parse_args(arguments))
+        parent = SimpleNamespace(send=lambda *_, **__: None)
+        return maker.answer(request, parent)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cache, "run_maker", run)
     return calls
@@ -111,14 +114,14 @@ def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root: Path) -> 
 
 
 def test_another_seed_or_other_arguments_are_another_entry(
-    in_process: list[list[str]], root: Path
+    in_process: list[dict[str, Any]], root: Path
 ) -> None:
     other = ModelSpec(TIED.name, TIED.builder, {**TIED.kwargs, "n_layers": 2})
     found = {cache.ensure(TIED, "pt").path, cache.ensure(TIED, "pt", seed=1).path}
     assert len(found | {cache.ensure(other, "pt").path}) == 3
 
 
-def test_both_formats_live_in_one_entry(in_process: list[list[str]]) -> None:
+def test_both_formats_live_in_one_entry(in_process: list[dict[str, Any]]) -> None:
     one, other = cache.ensure(TIED, "pt"), cache.ensure(TIED, "per_param")
     assert one.manifest_path == other.manifest_path
     assert other.path.name == "per_param"
@@ -126,7 +129,7 @@ def test_both_formats_live_in_one_entry(in_process: list[list[str]]) -> None:
 
 
 def test_other_values_from_another_torch_make_the_old_formats_void(
-    in_process: list[list[str]],
+    in_process: list[dict[str, Any]],
 ) -> None:
     one = cache.ensure(TIED, "pt")
     text = one.manifest_path.read_text().replace('"float32": "', '"float32": "f', 1)
@@ -140,6 +143,7 @@ def test_other_values_from_another_torch_make_the_old_formats_void(
     ("harm", "what"),
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-1]), r"model\.pt has [\d,]+ bytes, not [\d,]+"),
+        (lambda p: os.utime(p, ns=(1, 1)), r"model\.pt was changed after it was made"),
         (Path.unlink, r"model\.pt is missing"),
         (lambda p: (p.parents[1] / "pt.json").write_text("{"), "its marker is damaged"),
         (lambda p: (p.parents[1] / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
@@ -147,10 +151,11 @@ def test_other_values_from_another_torch_make_the_old_formats_void(
     ],
 )
 def test_a_damaged_entry_is_made_again_with_a_warning(
-    in_process: list[list[str]], harm: Callable[[Path], object], what: str
+    in_process: list[dict[str, Any]], harm: Callable[[Path], object], what: str
 ) -> None:
     good = cache.ensure(TIED, "pt")
     content = good.path.read_bytes()
+    assert good.path.stat().st_mode & 0o777 == 0o444
     harm(good.path)
     again = cache.ensure(TIED, "pt")
     assert again.made
@@ -162,7 +167,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(
 
 
 def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
-    in_process: list[list[str]], monkeypatch: pytest.MonkeyPatch, root: Path
+    in_process: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     free = [2**60]
     asked: list[int] = []
@@ -226,7 +231,7 @@ def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
     assert names(prepared.manifest_path.parent) == ["manifest.json", "pt", "pt.json"]
 
 
-def test_whoever_waits_for_another_is_told_so(in_process: list[list[str]], root: Path) -> None:
+def test_whoever_waits_for_another_is_told_so(in_process: list[dict[str, Any]], root: Path) -> None:
     prepared = cache.ensure(TIED, "pt")
     lock = FileLock(
         root / "locks" / f"{prepared.manifest_path.parent.name}.lock", thread_local=False
@@ -245,7 +250,7 @@ def test_whoever_waits_for_another_is_told_so(in_process: list[list[str]], root:
 
 
 def test_a_users_own_file_is_read_once_and_again_when_it_changes(
-    in_process: list[list[str]], tmp_path: Path
+    in_process: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.pt"
     shutil.copy(cache.ensure(TIED, "pt").path, path)
@@ -261,7 +266,7 @@ def test_a_users_own_file_is_read_once_and_again_when_it_changes(
         cache.ensure(TIED, "pt", checkpoint=tmp_path / "none")
 
 
-def test_listing_and_clearing(in_process: list[list[str]], root: Path, tmp_path: Path) -> None:
+def test_listing_and_clearing(in_process: list[dict[str, Any]], root: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("x")
@@ -283,7 +288,7 @@ def test_listing_and_clearing(in_process: list[list[str]], root: Path, tmp_path:
 
 
 def test_a_models_name_cannot_lead_out_of_the_cache(
-    in_process: list[list[str]], root: Path
+    in_process: list[dict[str, Any]], root: Path
 ) -> None:
     spec = ModelSpec("../../evil", TIED.builder, TIED.kwargs)
     assert cache.ensure(spec, "pt").path.is_relative_to(root / "models")

@@ -2,12 +2,14 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from pytest import MonkeyPatch
 from rich.console import Console
 
+from weighin import child_process
 from weighin.errors import ConfigError, HarnessError
 from weighin.probes import environment
 from weighin.recommend import calibration
@@ -93,7 +95,8 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 
 
 def test_a_torch_that_does_not_run_is_an_error(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_TORCH", "raise SystemExit('no wheel for this machine')")
+    answer = child_process.Answer(1, [], b"no wheel for this machine\n")
+    monkeypatch.setattr(child_process, "ask", lambda *_, **__: answer)
     with pytest.raises(HarnessError) as caught:
         calibration._ask_torch()
     assert caught.value.message == "cannot calibrate: torch does not run: no wheel for this machine"
@@ -107,11 +110,18 @@ def test_torch_tells_what_only_it_can() -> None:
         assert all(value > 0 for value in found.values())
 
 
-def test_each_round_imports_the_modules_that_it_times(monkeypatch: MonkeyPatch) -> None:
-    same = "assert 'torch._dynamo' not in sys.modules\n    modules_before ="
-    script = calibration._TORCH.replace("modules_before =", same)
-    monkeypatch.setattr(calibration, "_TORCH", script)
-    assert len(calibration._ask_torch()) == 3
+def test_a_torch_that_hangs_is_an_error(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_TORCH_TIMEOUT_S", 0)
+    with pytest.raises(HarnessError) as caught:
+        calibration._ask_torch()
+    assert caught.value.message == "cannot calibrate: torch takes longer than 0 s"
+
+
+def test_each_round_imports_the_modules_that_it_times() -> None:
+    import_it = "import weighin.recommend.torch_costs, sys; print('torch._dynamo' in sys.modules)"
+    command = (sys.executable, "-P", "-c", import_it)
+    with child_process.Child(command, child_process.environment()) as child:
+        assert child.receive(60) == b"False"
 
 
 def test_the_table_has_a_line_for_each_figure(folder: Path) -> None:

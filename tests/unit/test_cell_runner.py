@@ -1,6 +1,7 @@
 """One cell, from an isolation's start to a Result: what is written beside the record."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +9,16 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import FakeRunning, done, event, ready
-from scripts import JOB
+from fakes import FakeRunning, Silent, done, event, ready
+from scripts import BASELINE, JOB
 
 from weighin.cell import Job
 from weighin.probes import page_cache
+from weighin.probes.observer import Observation
+from weighin.record import Outcome
 from weighin.records import sources
 from weighin.run import page_preconditioning
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import Setting, measure, take
 from weighin.units import MIB
 
 
@@ -25,8 +28,10 @@ class _Isolation:
     name = "process"
     limits = False
 
-    def __init__(self, script: list[Any]) -> None:
+    def __init__(self, script: list[Any], *, read_only: bool = False, inside: Any = None) -> None:
         self._script = script
+        self._inside = inside
+        self._read_only = read_only
 
     def check(self) -> None: ...
 
@@ -36,9 +41,11 @@ class _Isolation:
         return []
 
     def start(self, job: Job) -> Any:
-        return FakeRunning(self._script)
+        running = FakeRunning(self._script, inside=self._inside)
+        running.read_only = self._read_only
+        return running
 
-    def remove_stale(self) -> list[str]:
+    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         return []
 
     def describe(self) -> dict[str, str]:
@@ -166,3 +173,52 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
     result = measure(Setting(_Isolation(script), tmp_path, {}), JOB, [], None)
     assert result.cached_bytes_at_start == left
     assert result.warnings == warnings
+
+
+def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
+    class Escaped(Silent):
+        def look(self) -> Observation:
+            return Observation(escape="left its cgroup")
+
+    setting = Setting(_Isolation([*BASELINE, done()], inside=Escaped()), tmp_path, {})
+    result = measure(setting, JOB, [], None)
+    assert (result.outcome, result.message) == (
+        Outcome.STRATEGY_FAILED,
+        "the worker left its cgroup, so neither its figures nor its limit hold; it ended with ok",
+    )
+
+
+@pytest.mark.parametrize(
+    ("read_only", "outcome", "who"),
+    [
+        (False, Outcome.STRATEGY_FAILED, "the strategy"),
+        (True, Outcome.MEASUREMENT_FAILED, "another program"),
+    ],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(b"longer"),
+        lambda path: path.with_name("new").replace(path),
+        lambda path: os.utime(path, ns=(1, 1)),
+        Path.unlink,
+    ],
+)
+def test_a_checkpoint_that_changed_during_the_cell_voids_it(
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    read_only: bool,
+    outcome: Outcome,
+    who: str,
+) -> None:
+    checkpoint = tmp_path / "model.pt"
+    checkpoint.write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"old")
+    script = [*BASELINE, lambda: change(checkpoint), done()]
+    setting = Setting(_Isolation(script, read_only=read_only), tmp_path, {})
+    measured = take(setting, JOB, [checkpoint], None)
+    assert measured.changed == (checkpoint,)
+    assert measured.result.outcome is outcome
+    assert measured.result.message == (
+        f"{who} changed the checkpoint's files during the cell: model.pt; it ended with ok"
+    )

@@ -201,8 +201,11 @@ def test_a_process_that_is_gone_has_no_groups_and_no_start() -> None:
 def test_a_process_is_named_for_good() -> None:
     name = cgroup.this_process()
     assert cgroup.is_alive(name)
-    pid, ticks = name.split("-")
-    assert not cgroup.is_alive(f"{pid}-{int(ticks) + 1}")  # another that got the same pid
+    pid, ticks, namespace = name.split("-")
+    assert not cgroup.is_alive(f"{pid}-{int(ticks) + 1}-{namespace}")  # another with the same pid
+    assert cgroup.is_alive(
+        f"{pid}-{int(ticks) + 1}-{int(namespace) + 1}"
+    )  # not to be seen from here
     assert not cgroup.is_alive(f"{pid}-None")
     assert not cgroup.is_alive("somebody")
 
@@ -212,15 +215,15 @@ def test_only_runs_with_the_same_lock_remove_what_a_process_left(
 ) -> None:
     monkeypatch.setenv(cgroup.LOCK_VARIABLE, "/run/a.lock")
     name = cgroup.owned_name(3)
-    pid, rest = name.split("-", 1)
-    ended = f"{pid}-1.{rest.partition('.')[2]}"  # the pid belongs to another process now
+    pid, _, rest = name.split("-", 2)
+    ended = f"{pid}-1-{rest}"  # the pid belongs to another process now
     assert cgroup.is_left_behind(ended)
     assert not cgroup.is_left_behind(name)
     monkeypatch.setenv(cgroup.LOCK_VARIABLE, "/run/b.lock")
     assert not cgroup.is_left_behind(ended)
     monkeypatch.delenv(cgroup.LOCK_VARIABLE)
     assert not cgroup.is_left_behind(ended)
-    assert cgroup.is_left_behind(f"{pid}-1.3")
+    assert cgroup.is_left_behind(f"{pid}-1-{rest.partition('.')[0]}.3")
 
 
 def test_the_start_of_a_process_whose_name_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:

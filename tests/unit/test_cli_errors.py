@@ -178,8 +178,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     records.write_text("\n".join([first, json.dumps(edited), third, '{"schema": 99}', '{"sch']))
     code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
     said = (
-        "outcome: input should be 'ok', 'oom_killed', 'cuda_oom', 'timeout', 'strategy_failed',"
-        " 'wrong_weights', 'skipped' or 'measurement_failed', got 'okay'"
+        "outcome: input should be 'ok', 'oom_killed', 'child_killed', 'cuda_oom', 'timeout',"
+        " 'strategy_failed', 'wrong_weights', 'skipped' or 'measurement_failed', got 'okay'"
     )
     torn, wrong, newer, *error = text.splitlines()
     assert torn.startswith(f"note: {records}, line 5 is incomplete")

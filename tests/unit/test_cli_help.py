@@ -19,6 +19,7 @@ VERBS = {
         [
             "weighin doctor",
             "weighin doctor --calibrate --json -",
+            "weighin doctor --clean",
             "weighin doctor --engine ray --address head:6379",
         ],
     ),

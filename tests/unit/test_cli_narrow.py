@@ -1,7 +1,11 @@
 """In a terminal of 60 columns no table breaks a word, and none is wider than the terminal."""
 
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +120,21 @@ def test_a_table_that_is_too_wide_becomes_blocks() -> None:
         "    again",
         "  figure: 2.345 GiB",
     ]
+
+
+def test_a_terminal_of_ascii_gets_a_mark_for_each_letter_that_it_lacks(tmp_path: Path) -> None:
+    published = Path(__file__).parents[2] / "results" / "published" / "gpt2-medium-floors"
+    shutil.copytree(published, tmp_path / "run")
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-P", "-m", "weighin", "report", "run", "--format", "csv"]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "gpt2-medium" in ended.stdout
+    assert "?" in ended.stdout

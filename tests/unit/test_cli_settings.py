@@ -108,7 +108,7 @@ def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
     monkeypatch.chdir(inner)
     bench = asked("bench")
     assert [one.name for one in bench.suite.strategies] == ["../../mine.py", "dcp"]
-    assert bench.checkpoint == Path("../../w.pt")
+    assert bench.settings.checkpoint == Path("../../w.pt")
 
 
 def test_a_model_with_its_arguments(asked: Measured) -> None:
@@ -116,7 +116,11 @@ def test_a_model_with_its_arguments(asked: Measured) -> None:
     bench = asked("bench")
     assert (bench.suite.sources, bench.kwargs) == (["my.nets:build"], {"width": 64})
     other = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
-    assert (other.suite.sources, other.kwargs, other.checkpoint) == (["gpt2-tiny"], {}, None)
+    assert (other.suite.sources, other.kwargs, other.settings.checkpoint) == (
+        ["gpt2-tiny"],
+        {},
+        None,
+    )
 
 
 @pytest.mark.parametrize(

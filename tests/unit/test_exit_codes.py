@@ -17,7 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("outcomes", "code"),
     [
-        ([Outcome.OK, Outcome.OOM_KILLED, Outcome.TIMEOUT, Outcome.CUDA_OOM, Outcome.SKIPPED], 0),
+        (
+            [
+                Outcome.OK,
+                Outcome.OOM_KILLED,
+                Outcome.CHILD_KILLED,
+                Outcome.TIMEOUT,
+                Outcome.CUDA_OOM,
+                Outcome.SKIPPED,
+            ],
+            0,
+        ),
         ([Outcome.OK, Outcome.MEASUREMENT_FAILED], 4),
         ([Outcome.OK, Outcome.WRONG_WEIGHTS], 5),
         ([Outcome.OOM_KILLED, Outcome.STRATEGY_FAILED], 5),

@@ -167,7 +167,7 @@ def test_what_prometheus_is_told() -> None:
 
 def test_names_survive_the_openmetrics_escapes() -> None:
     samples = families(evil())["weighin_repeats"].samples
-    assert samples[0].labels["model"] == 'a "name"\\ with {everything} <b>=1'
+    assert samples[0].labels["model"] == 'a "name"\\ with?{everything} <b>=1'
 
 
 def test_parquet_has_the_cells_unrounded() -> None:

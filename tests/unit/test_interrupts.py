@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeRunning
 from scripts import DONE, JOB
 
+from weighin import child_process
 from weighin.errors import Interrupted
 from weighin.run import interrupts
 from weighin.run.cell_runner import Setting, measure
@@ -19,7 +20,7 @@ def stop(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_is_one_error_that_says_what_is_left(number: int) -> None:
     with pytest.raises(Interrupted) as caught, interrupts.stoppable():
         stop(number)
@@ -89,6 +90,28 @@ def test_the_handlers_of_before_come_back() -> None:
     interrupts.check()
 
 
+def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.stoppable():
+            stop(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_in_a_command_stops_as_a_run_and_the_command_cleans_up_in_peace() -> None:
+    with pytest.raises(Interrupted), interrupts.stoppable(interrupts.Stopped):
+        try:
+            with interrupts.stoppable():
+                stop()
+        finally:
+            stop(signal.SIGHUP)
+    with pytest.raises(interrupts.Stopped), interrupts.stoppable(interrupts.Stopped):
+        with interrupts.stoppable():
+            pass
+        stop(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("step", ["start", "run", "close"])
 def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) -> None:
     done: list[str] = []
@@ -111,3 +134,18 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
     with pytest.raises(Interrupted), interrupts.stoppable():
         measure(setting, JOB, [], None)
     assert done == ["started", "closed"]
+
+
+def test_a_stop_inside_an_exec_still_gives_the_exit_code(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from weighin.run import interrupts
+try:
+    with interrupts.stoppable(interrupts.Stopped):
+        exec("os.kill(os.getpid(), signal.SIGHUP)")
+except interrupts.Stopped:
+    sys.exit(130)
+"""
+    (tmp_path / "stopping.py").write_text(code)
+    command = child_process.module("stopping")
+    assert child_process.ask(command, child_process.environment([str(tmp_path)])).code == 130

@@ -17,6 +17,7 @@ from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.record import Result
 from weighin.run.runner import Run
+from weighin.run.settings import RunSettings
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB
@@ -32,7 +33,7 @@ def run_with(*limits: int | None, **changes: Any) -> Run:
     info = registry.strategies("load")["streaming"]
     cell = replace(make_cell("streaming", format="safetensors"), device="cpu")
     planned = [Planned.of(replace(cell, ram_limit_bytes=limit), info) for limit in limits]
-    return Run(Path("run"), planned, ProcessIsolation(), **changes)
+    return Run(Path("run"), planned, ProcessIsolation(), RunSettings(**changes))
 
 
 def refused(task: Run, count: int = 2) -> str:

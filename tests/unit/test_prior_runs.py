@@ -77,7 +77,16 @@ def test_a_newer_kernel_is_the_same_machine(tmp_path: Path) -> None:
     assert find([run(tmp_path, before)], WANTED).keys() == {("streaming", "pt")}
 
 
-def test_a_damaged_run_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> None:
+    run(tmp_path / "a", measured())
+    damaged = run(tmp_path / "b", measured())
+    (damaged / run_folder.RECORDS).write_text("{}\n")
+    texts: list[str] = []
+    assert find([tmp_path], WANTED, texts.append).keys() == {("streaming", "pt")}
+    assert [text.startswith(str(damaged / run_folder.RECORDS)) for text in texts] == [True]
+
+
+def test_a_damaged_run_that_was_named_is_an_error(tmp_path: Path) -> None:
     folder = run(tmp_path, measured())
     (folder / run_folder.RECORDS).write_text("{}\n")
     with pytest.raises(DamagedRecord):

@@ -56,7 +56,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "first")
     monkeypatch.setattr(sources, "_PACKAGE", root / "harness" / "weighin")
-    monkeypatch.setattr(registry, "_PACKAGE", root / "harness" / "weighin")
+    monkeypatch.setattr(registry, "CODE_PATH", (str(root / "harness"), str(root)))
     return root
 
 

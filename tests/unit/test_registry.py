@@ -230,7 +230,8 @@ def test_a_model_by_its_name() -> None:
 
 
 def test_arguments_are_laid_over_those_of_the_file() -> None:
-    spec = registry.model("gpt2-xl", {"n_layers": 2, "vocab_size": 100})
+    spec = registry.model("gpt2-xl", {"n_layers": 2, "vocab_size": 100, "n_heads": 25})
+    assert spec.title == "gpt2-xl(n_layers=2,vocab_size=100)"  # no series of gpt2-xl
     assert spec.kwargs == {"emb_dim": 1600, "n_layers": 2, "n_heads": 25, "vocab_size": 100}
 
 
@@ -348,3 +349,13 @@ def test_a_suite_by_its_name_from_any_folder(
 
 def test_each_suite_says_what_it_measures() -> None:
     assert all(read_suite(path).description for path in registry.suites().values())
+
+
+def test_a_name_that_would_move_the_cursor_is_cleaned_or_refused(tmp_path: Path) -> None:
+    strategy = tmp_path / "a\x1bcb.py"
+    strategy.write_text("def load(job):\n    pass\n")
+    with pytest.raises(ConfigError) as caught:
+        registry.read_strategy(strategy)
+    assert "a?cb.py has characters that cannot be shown" in caught.value.message
+    assert caught.value.repair == "rename the file"
+    assert ModelSpec("a\x1b[2Jb\0", "m:f").title == "a?[2Jb?"

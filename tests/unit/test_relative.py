@@ -39,7 +39,7 @@ def test_times_are_multiples_of_the_first_ones() -> None:
     assert cells == [
         ["baseline", "ok", "1.00", "1.00"],
         ["mmap_assign", "ok", "0.02", "0.30"],
-        ["streaming", "ok", "1.50 (1.00..2.00)", "1.50 (1.00..2.00)"],
+        ["streaming", "ok", "1.00 (1.00..2.00)", "1.00 (1.00..2.00)"],
         ["broken", "strategy_failed", "-", "-"],
     ]
     assert lines[7] == "Times are multiples of the first line's: load 18.0 s, ready 18.0 s."

@@ -16,6 +16,7 @@ from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.run import gpu_check
 from weighin.run.request import Request, resume, start
+from weighin.run.settings import RunSettings
 from weighin.suite.config import check_suite
 from weighin.units import GIB
 
@@ -54,13 +55,16 @@ def test_a_request_becomes_a_run() -> None:
         ("streaming", 1),
     ]
     assert isinstance(run.isolation, ProcessIsolation)
-    assert (run.folder, run.seed, run.checkpoint, run.timeout_s) == (Path("run"), 0, None, 5)
+    assert run.folder == Path("run")
+    assert run.settings.timeout_s == 5
+    assert (run.settings.seed, run.settings.checkpoint) == (0, None)
 
 
 def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
     suite = check_suite({"models": "gpt2-tiny", "strategies": "./mine.py", "isolation": "process"})
-    start(Request(suite, {"n_layers": 2}, Path("weights.pt"), 7, Path("run"), "base:1"))
+    settings = RunSettings(seed=7, checkpoint=Path("weights.pt"), base_image="base:1")
+    start(Request(suite, settings, {"n_layers": 2}, Path("run")))
     plan = json.loads((here / "run/plan.json").read_text())
     assert plan["settings"] == {
         "seed": 7,
@@ -72,10 +76,9 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         "trace": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
-        "python_path": plan["settings"]["python_path"],
+        "python_path": [],
         "mounts": [],
     }
-    assert plan["settings"]["python_path"][0] == str(here)
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 
@@ -104,14 +107,12 @@ def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
         "models": "gpt2-tiny", "strategies": ["./mine.py", "baseline"], "isolation": "process",
         "repeats": 2, "timeout_s": 5, "cache": "warm",
     })  # fmt: skip
-    started, _ = start(Request(suite, {}, Path("weights.pt"), 7, Path("run")))
+    settings = RunSettings(seed=7, checkpoint=Path("weights.pt"))
+    started, _ = start(Request(suite, settings, folder=Path("run")))
     resumed = resume(Path("run"), trusted=True)
     assert resumed.planned == started.planned
-    assert (resumed.seed, resumed.checkpoint, resumed.timeout_s) == (
-        started.seed,
-        started.checkpoint,
-        started.timeout_s,
-    )
+    assert resumed.settings == started.settings
+    assert (resumed.settings.seed, resumed.settings.timeout_s) == (7, 5)
     assert isinstance(resumed.isolation, ProcessIsolation)
 
 
@@ -202,7 +203,8 @@ def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> 
 def training(key: str, **options: Any) -> Request:
     suite = asked(strategies=[{"name": "streaming", "options": {"key": key}}], **options).suite
     torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
-    return Request(suite, {}, Path("train.pt"), selection=Selection("model"), folder=Path("run"))
+    settings = RunSettings(checkpoint=Path("train.pt"), selection=Selection("model"))
+    return Request(suite, settings, folder=Path("run"))
 
 
 def test_a_strategy_may_select_what_the_run_selects() -> None:
@@ -265,7 +267,7 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     (here / "run/plan.json").write_text(json.dumps(plan | {"settings": settings}))
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
-    assert caught.value.message.startswith("run/plan.json lacks the setting ")
+    assert caught.value.message.startswith("run/plan.json lacks the path of the strategy ")
     assert caught.value.repair == "start a new run: this one cannot be resumed"
 
 
@@ -309,5 +311,5 @@ def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch)
     )
     run, _ = start(asked(device="cuda", vram=["8g", "none"], trace=True))
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]
-    assert run.trace
-    assert resume(Path("run")).trace
+    assert run.settings.trace
+    assert resume(Path("run")).settings.trace

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,24 @@ def test_it_ends_when_the_process_ends(child: Child) -> None:
     assert not sampler._thread.is_alive()
     assert child.process.poll() == 0 or child.process.wait(10) == 0
     assert sampler.stop() == sampler.samples
+
+
+def test_a_process_whose_name_is_not_text_is_sampled() -> None:
+    named = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff\\x1dVmRSS: 1'); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", named])
+    try:
+        while not Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"\xff"):
+            time.sleep(0.01)
+        sampler = Sampler(process.pid, None, 0.001)
+        sampler.start()
+        sample = wait_for(sampler, lambda _: True)
+        assert sample.rss_bytes > MIB
+        sampler.stop()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:

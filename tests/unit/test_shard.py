@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from weighin.errors import ConfigError
 from weighin.records.shard import Shard, parse
 from weighin.run.request import Request, resume, start
+from weighin.run.settings import RunSettings
 from weighin.suite.config import check_suite
 
 
@@ -34,7 +35,9 @@ def test_a_text_that_is_no_shard(text: str) -> None:
 def asked(shard: str) -> Request:
     suite = {"models": "gpt2-tiny", "strategies": ["baseline", "streaming", "sequential"]}
     return Request(
-        check_suite(suite | {"isolation": "process"}), folder=Path("run"), shard=parse(shard)
+        check_suite(suite | {"isolation": "process"}),
+        RunSettings(shard=parse(shard)),
+        folder=Path("run"),
     )
 
 

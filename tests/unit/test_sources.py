@@ -1,5 +1,6 @@
 """Which of our sources decide a cell's figures, and the hash of them that its record keeps."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -95,3 +96,19 @@ def test_no_source_is_imported_for_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_digest_of_the_code_changes_with_any_file(tmp_path: Path) -> None:
+    program = "from weighin.records import sources; print(sources.digest_of_all())"
+    shutil.copytree(ROOT / "harness", tmp_path / "harness")
+    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
+
+    def digest() -> str:
+        command = [sys.executable, "-P", "-c", program]
+        variables = {"PYTHONPATH": str(tmp_path / "harness")}
+        return subprocess.check_output(command, env=variables, text=True).strip()
+
+    assert digest() == sources.digest_of_all()
+    with (tmp_path / "harness/weighin/report/tables.py").open("a") as file:
+        file.write("# changed\n")
+    assert digest() != sources.digest_of_all()

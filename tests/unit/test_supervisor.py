@@ -8,12 +8,13 @@ from typing import Any
 import fakes
 import pytest
 from fake_nvml import Nvml
-from fakes import FakeRunning, begin, done, event, failed, phase, ready
+from fakes import FakeRunning, Silent, begin, done, event, failed, phase, ready
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
 
 from weighin.isolation.base import Exit
+from weighin.probes.observer import Observation
 from weighin.record import Outcome, Sample
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
@@ -105,6 +106,24 @@ def test_a_worker_that_takes_too_long_is_killed(script: tuple[bytes, ...], where
     assert result.outcome is Outcome.TIMEOUT
     assert result.message == f"still running after 2.5 s, {where}"
     assert (running.kills, result.exit_code) == (1, 137)
+
+
+class Growing(Silent):
+    """Observes a cell that takes more memory from the moment at which its limit is lifted."""
+
+    def __init__(self) -> None:
+        self.running, self.peak_bytes = FakeRunning([*BASELINE, TimeoutError], inside=self), 256
+
+    def look(self) -> Observation:
+        return Observation(peak_bytes=self.peak_bytes)
+
+    def raise_limit(self) -> None:
+        self.peak_bytes = 300 if self.running.kills else 1000
+
+
+def test_the_peak_of_a_cell_that_is_killed_is_one_under_its_limit() -> None:
+    result = watched(Growing().running)
+    assert (result.outcome, result.peaks.cgroup_bytes) == (Outcome.TIMEOUT, 256)
 
 
 def test_a_worker_that_lives_on_after_its_last_event_is_killed() -> None:

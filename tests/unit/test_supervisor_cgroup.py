@@ -176,18 +176,19 @@ def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
 
 
 @pytest.mark.parametrize(
-    ("kills", "warning"),
+    ("kills", "message"),
     [
         (1, "the kernel killed 1 process of this cell for lack of memory"),
         (3, "the kernel killed 3 processes of this cell for lack of memory"),
     ],
 )
-def test_a_child_that_was_killed_is_a_warning(
-    tmp_path: Path, sampler: type[FakeSampler], kills: int, warning: str
+def test_a_cell_that_lost_a_child_has_an_outcome_of_its_own(
+    tmp_path: Path, sampler: type[FakeSampler], kills: int, message: str
 ) -> None:
     group = Group(tmp_path, 1)
     result = watched(FakeRunning([*DONE, group.has(oom_kills=kills)], pid=1, cgroup=group.start()))
-    assert (result.outcome, result.warnings) == (Outcome.OK, (warning,))
+    assert (result.outcome, result.message) == (Outcome.CHILD_KILLED, message)
+    assert (result.last_phase, result.warnings) == (None, ())
 
 
 def test_the_limit_is_lifted_before_a_thrashing_worker_is_killed(

@@ -139,9 +139,7 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
 ) -> None:
     planned()
     forge(strategy)
-    run_folder.append(
-        Path("run"), make_result(restore(Path("run"), trusted=True)[0].planned[0].cell)
-    )
+    run_folder.append(Path("run"), make_result(restore(Path("run"), trusted=True).planned[0].cell))
     with pytest.raises(ConfigError) as caught:
         check.check(Path("run"))
     assert caught.value.message == (
@@ -160,7 +158,7 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
 ) -> None:
     planned()
     forge(lambda plan: plan["settings"].update(python_path=[str(here)]))
-    run = restore(Path("run"))[0]
+    run = restore(Path("run"))
     run_folder.append(Path("run"), make_result(run.planned[0].cell))
     used: list[Any] = []
     monkeypatch.setattr(check, "predict", lambda *_, python_path, **__: used.append(python_path))

@@ -54,7 +54,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder.write_plan(Path("parts/1"), [make_cell("streaming"), make_cell("baseline")])
     run_folder.append(Path("parts/1"), make_result(make_cell("streaming")))
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
-    monkeypatch.setattr(doctor, "examine", lambda _: EXAMINATION)
+    monkeypatch.setattr(doctor, "examine", lambda _, **__: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)
     monkeypatch.setattr(floor_search.Search, "perform", _perform)
     monkeypatch.setattr(floor_search, "start", _start_search)
@@ -79,7 +79,7 @@ def _run(task: Any, _: Any) -> Any:
 
 
 def _start_search(request: Any) -> Any:
-    return floor_search.Search(runner.Run(request.folder, [], None), request.within), ""  # type: ignore[arg-type]
+    return floor_search.Search(runner.Run(request.folder, [], None), request.settings.within), ""  # type: ignore[arg-type]
 
 
 def _perform(search: floor_search.Search, _: Any) -> Any:

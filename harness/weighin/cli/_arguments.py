@@ -1,6 +1,5 @@
 """Read the arguments of the verbs. An option that would have no effect is an error."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +8,12 @@ import click
 
 from weighin.cli import _console
 from weighin.errors import ConfigError
+from weighin.foreign import parse_json
 
 if TYPE_CHECKING:
     from weighin.formats.pretrained_choice import FolderChoice
     from weighin.formats.selection import Selection
+    from weighin.run.request import Request
     from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
 
@@ -124,13 +125,34 @@ def pipeline(typed: dict[str, Any]) -> Path | None:
     name = typed["model"] or typed["model_option"]
     if not name or typed.get("suite") or (typed["model"] and typed["model_option"]):
         return None
-    path = path_of(Path(name))
+    path = path_of(Path(name), typed.get("revision") or "")
     return path if pipelines.is_pipeline(path) and pipelines.read(path).models else None
 
 
 def names(texts: Iterable[str]) -> list[str]:
     """Return the names in ``texts``, each of which may hold several names separated by commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request":
+    """Return the run that was asked for; ``settings`` are those of one verb only."""
+    from weighin.run.request import Request
+    from weighin.run.settings import RunSettings
+
+    return Request(
+        suite,
+        RunSettings(
+            seed=typed["seed"],
+            checkpoint=typed["checkpoint"],
+            selection=selection(typed),
+            base_image=typed["base_image"],
+            mounts=tuple(map(str, typed["mounts"])),
+            **settings,
+        ),
+        kwargs=json_object(typed["kwargs"]),
+        folder=typed["folder"],
+        choice=choice(typed),
+    )
 
 
 def selection(typed: dict[str, Any]) -> "Selection":
@@ -174,7 +196,7 @@ def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
 def json_object(text: str) -> dict[str, Any]:
     """Return the JSON object in the text of --kwargs."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"--kwargs is not JSON: {error}", """write --kwargs '{"width": 64}'"""

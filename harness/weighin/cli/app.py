@@ -6,6 +6,7 @@ A verb imports its modules inside its function, so that ``weighin list`` answers
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Final, NoReturn
 
 import click
@@ -28,6 +29,7 @@ from weighin.cli.predict import predict
 from weighin.cli.recommend import recommend
 from weighin.cli.report import report
 from weighin.errors import HarnessError, Interrupted, explain
+from weighin.run import interrupts
 
 PANELS: Final[dict[str, Sequence[click.Command]]] = {
     "Before a run": (doctor, list_),
@@ -57,14 +59,20 @@ def app(context: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit; a HarnessError is printed as two lines on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal may have no letter for a character
+            stream.reconfigure(errors="replace")
     try:
-        sys.exit(app(standalone_mode=False, prog_name="weighin", color=_console.colour()) or 0)
+        # No clause for errors catches Stopped; a run raises Interrupted.
+        with interrupts.stoppable(interrupts.Stopped):
+            code = app(standalone_mode=False, prog_name="weighin", color=_console.colour())
+        sys.exit(code or 0)
     except HarnessError as error:
         _end(error)
     except OSError as error:
         _drop_unwritable_output()
         _end(explain(error))
-    except click.Abort:  # Ctrl-C, also at a question
+    except (click.Abort, interrupts.Stopped):  # Ctrl-C, also at a question
         sys.exit(Interrupted.exit_code)
     except click.ClickException as error:
         error.show()

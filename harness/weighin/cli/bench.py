@@ -181,24 +181,23 @@ def _planned(typed: dict[str, Any]) -> "Iterator[tuple[Run, Engine]]":
     patience_s = math.inf if typed["wait"] else 0
     if typed["resume"]:
         task = request.resume(typed["resume"], trusted=typed["trust"])
-        settings = dict(task.engine)
+        settings = dict(task.settings.engine)
         if typed["address"]:
             settings |= base.settings(settings.get("name", "local"), typed["address"], ())
-            settings["labels"] = task.engine["labels"]
+            settings["labels"] = task.settings.engine["labels"]
         with base.opened(settings) as engine:
             yield replace(task, patience_s=patience_s), engine
         return
     settings = base.settings(typed["engine"], typed["address"], typed["labels"], typed["jobs"])
     with base.opened(settings) as engine:
-        task, note = request.start(replace(_request(typed), engine=settings), engine.site)
+        task, note = request.start(_request(typed, settings), engine.site)
         if note:
             _console.note(note)
         yield replace(task, patience_s=patience_s), engine
 
 
-def _request(typed: dict[str, Any]) -> "Request":
+def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
     from weighin.records.shard import parse
-    from weighin.run.request import Request
 
     asked = {name: typed[name] for name in _OF_SUITE} | {
         "models": [_arguments.one_model(typed["model"], typed["model_option"])],
@@ -214,15 +213,6 @@ def _request(typed: dict[str, Any]) -> "Request":
         asked["strategies"] = names
     if typed["fmt"]:
         asked["format"] = _arguments.names([typed["fmt"]])
-    return Request(
-        suite=_arguments.read_suite(typed["suite"], asked),
-        kwargs=_arguments.json_object(typed["kwargs"]),
-        checkpoint=typed["checkpoint"],
-        selection=_arguments.selection(typed),
-        choice=_arguments.choice(typed),
-        seed=typed["seed"],
-        folder=typed["folder"],
-        base_image=typed["base_image"],
-        mounts=typed["mounts"],
-        shard=parse(typed["shard"]) if typed["shard"] else None,
-    )
+    shard = parse(typed["shard"]) if typed["shard"] else None
+    suite = _arguments.read_suite(typed["suite"], asked)
+    return _arguments.request(typed, suite, shard=shard, engine=engine)

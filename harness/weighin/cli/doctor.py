@@ -17,6 +17,7 @@ NO_LIMIT_EXIT = 3
     examples=(
         "weighin doctor",
         "weighin doctor --calibrate --json -",
+        "weighin doctor --clean",
         "weighin doctor --engine ray --address head:6379",
     ),
 )
@@ -26,12 +27,18 @@ NO_LIMIT_EXIT = 3
     help="Measure how fast this machine reads, copies and allocates, so that `weighin recommend`"
     " can predict times.",
 )
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Also remove what killed runs with another lock file left on this machine (WEIGHIN_LOCK).",
+)
 @_options.engine
 @_options.json
 @click.pass_context
 def doctor(
     context: click.Context,
     calibrate: bool,
+    clean: bool,
     engine: str,
     address: str | None,
     labels: tuple[str, ...],
@@ -47,15 +54,16 @@ def doctor(
     from weighin.engines import base
 
     if settings := base.settings(engine, address, labels):
-        if calibrate:
+        if calibrate or clean:
             raise ConfigError(
-                "--calibrate measures this machine, and not a fleet", "leave out --engine ray"
+                f"{'--calibrate' if calibrate else '--clean'} is for this machine, and not for a fleet",
+                "leave out --engine ray",
             )
         _examine_fleet(context, settings, json_file)
         return
     from weighin.doctor import doctor as doctors
 
-    examination = doctors.examine(_console.note)
+    examination = doctors.examine(_console.note, clean=clean)
     tables, document = [doctors.table(examination)], examination.as_json()
     if calibrate:
         from dataclasses import asdict

@@ -89,7 +89,6 @@ def floor(context: click.Context, /, **_: Any) -> None:
 def _search(typed: dict[str, Any]) -> "Search":
     """Return the search to perform, which is a new search or the search to resume."""
     from weighin.run import floor_search
-    from weighin.run.request import Request
 
     if typed["resume"]:
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
@@ -105,18 +104,8 @@ def _search(typed: dict[str, Any]) -> "Search":
             asked["environment"] = variables
         if typed["fmt"]:
             asked["format"] = _arguments.names([typed["fmt"]])
-        request = Request(
-            suite=_arguments.read_suite(None, asked),
-            kwargs=_arguments.json_object(typed["kwargs"]),
-            checkpoint=typed["checkpoint"],
-            selection=_arguments.selection(typed),
-            choice=_arguments.choice(typed),
-            seed=typed["seed"],
-            folder=typed["folder"],
-            base_image=typed["base_image"],
-            mounts=typed["mounts"],
-            within=_arguments.share(typed["within"]),
-        )
+        suite = _arguments.read_suite(None, asked)
+        request = _arguments.request(typed, suite, within=_arguments.share(typed["within"]))
         search, note = floor_search.start(request)
         if note:
             _console.note(note)

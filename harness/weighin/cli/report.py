@@ -54,7 +54,7 @@ def show_run(
 
     if json_file != _console.STDOUT:
         _console.show(terminal_table(records.results, records.warnings))
-    files = write_report(run, formats)
+    files = write_report(run, formats, records)
     _console.files(files, json_file)
     if json_file:
         content = of_run(run, records.results, files, records.warnings, records.missing)

@@ -18,7 +18,7 @@ from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.doctor.capabilities import Capability, figures
 from weighin.errors import HarnessError
-from weighin.isolation import select
+from weighin.isolation import delegation, select
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
@@ -60,13 +60,14 @@ class Examination:
         }
 
 
-def examine(say: Callable[[str], None]) -> Examination:
+def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` gets a line before each step that takes long.
 
-    The function removes the containers and cgroups that killed runs left behind, and reports them.
+    The function removes the containers and cgroups that killed runs left behind, and reports them;
+    with ``clean`` also those of runs with another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
-    limits = [finding for one in isolations for finding in _isolation(one, say)]
+    limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
     return Examination((*limits, *figures(), *_machine()))
 
 
@@ -79,14 +80,16 @@ def table(examination: Examination) -> Table:
     return shown
 
 
-def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
+def _isolation(
+    isolation: Isolation, say: Callable[[str], None], any_lock: bool
+) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
         isolation.check()
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
-    for line in isolation.remove_stale():
+    for line in isolation.remove_stale(any_lock=any_lock):
         yield Capability("left behind by a killed run", "good", f"removed: {line}")
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
@@ -123,8 +126,9 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
 def _machine() -> Iterator[Capability]:
     machine = environment.machine()
     yield _hierarchy()
-    free, total = environment.free_ram_bytes(), machine["ram_bytes"]
-    yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
+    total, free = delegation.ram_bytes()
+    limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
+    yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
     disk = shutil.disk_usage(cache.folder()).free
     yield Capability(
         "disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}"

@@ -14,7 +14,13 @@ from weighin.exit_codes import BROKEN
 from weighin.record import Outcome
 from weighin.records.series import STRATEGY, Series, selects
 
-EXPECTABLE: Final = (Outcome.OOM_KILLED, Outcome.CUDA_OOM, Outcome.TIMEOUT, Outcome.SKIPPED)
+EXPECTABLE: Final = (
+    Outcome.OOM_KILLED,
+    Outcome.CHILD_KILLED,
+    Outcome.CUDA_OOM,
+    Outcome.TIMEOUT,
+    Outcome.SKIPPED,
+)
 _ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")
 _REPAIR: Final = (
     f"write it as in baseline=oom_killed; outcomes that can be expected: {', '.join(EXPECTABLE)}"

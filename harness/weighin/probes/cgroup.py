@@ -15,6 +15,8 @@ LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """Environment variable that names another lock file for runs than the machine's default."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _VMSTAT = Path("/proc/vmstat")
+_UNLIMITED: Final = 2**60
+_PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
 def read_kernel(path: Path) -> str:
@@ -34,33 +36,61 @@ def start_time(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
+def all_pids() -> list[int]:
+    """Return the pids of all processes that are visible here."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the pid of a process's parent; None if the process has ended."""
+    try:
+        return int(read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def this_process() -> str:
-    """Return a unique name for this process: its pid and start time, as "pid-ticks"."""
-    return f"{os.getpid()}-{start_time(os.getpid())}"
+    """Return a unique name for this process: "pid-ticks-namespace".
+
+    The name has its pid, its start time and the inode number of its pid namespace.
+    """
+    return f"{os.getpid()}-{start_time(os.getpid())}-{_pid_namespace()}"
 
 
 def is_alive(name: str) -> bool:
-    """Tell whether a process still runs, by the name that ``this_process`` gave it."""
-    pid, _, ticks = name.partition("-")
+    """Tell whether a process may still run, by the name that ``this_process`` gave it.
+
+    A process of another pid namespace cannot be seen from here, so it may run.
+    """
+    pid, _, rest = name.partition("-")
+    ticks, _, namespace = rest.partition("-")
+    if namespace and namespace != _pid_namespace():
+        return True
     return pid.isdigit() and ticks == str(start_time(int(pid)))
 
 
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").stat().st_ino)
+
+
 def owned_name(number: int) -> str:
-    """Return a name for a thing that this process owns: "pid-ticks.number".
+    """Return a name for a thing that this process owns: "pid-ticks-namespace.number".
 
     If the environment names a lock file for runs, a digest of the file's path follows.
     """
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
-def is_left_behind(name: str) -> bool:
+def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
     """Tell whether this process may remove the thing to which ``owned_name`` gave this name.
 
-    The thing's owner must have ended, and must have used the same lock file: runs with different
-    lock files run at the same time, and do not touch each other's leftovers.
+    The thing's owner must be of this pid namespace, must have ended, and must have used the same
+    lock file: runs with different lock files run at the same time, and do not touch each other's
+    leftovers, unless ``any_lock`` is given.
     """
     owner, _, number = name.rpartition(".")
-    return "".join(number.partition("-")[1:]) == lock_suffix() and not is_alive(owner)
+    same_lock = "".join(number.partition("-")[1:]) == lock_suffix()
+    return (any_lock or same_lock) and not is_alive(owner)
 
 
 def lock_suffix() -> str:
@@ -108,6 +138,18 @@ def memory_cgroup_of(pid: int) -> Path | None:
         return None
     folder = _folder(hierarchy[1], path)
     return folder if folder.is_dir() else None
+
+
+def has_left(pid: int, group: Path) -> bool:
+    """Tell whether a running process is neither in this memory cgroup nor in one below it."""
+    now = memory_cgroup_of(pid)
+    if now is None or now.is_relative_to(group):
+        return False
+    try:  # cgroup v1 shows a process that is exiting in the root group
+        flags = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[6]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not int(flags) & _PF_EXITING
 
 
 def pressure_file_of(pid: int) -> Path | None:
@@ -206,6 +248,11 @@ class MemoryCgroup:
         """The file whose line ``oom_kill N`` counts kills in this group, not in child groups."""
         return self._name("memory.oom_control", "memory.events.local")
 
+    def read_limit(self) -> int | None:
+        """Return the limit, in bytes; None if there is none ("max" on v2)."""
+        text = (_read(self.limit_path) or "").strip()
+        return int(text) if text.isdigit() else None
+
     def read_usage(self) -> int | None:
         """Return the current charge, in bytes."""
         return _read_int(self.usage_path)
@@ -247,6 +294,16 @@ class MemoryCgroup:
                     path.write_text("-1" if self.version == 1 else "max")
             except OSError:  # not writable; the kill then takes longer
                 return
+
+
+def limits_around(folder: Path) -> list[tuple[int, Path]]:
+    """Return (limit, group) of each limited group among ``folder`` and those above it.
+
+    The smallest limit comes first. Limits above those visible here are not known. v1 has a huge
+    number instead of no limit.
+    """
+    limits = [(MemoryCgroup(group).read_limit(), group) for group in (folder, *folder.parents)]
+    return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
 class PeakMark:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from weighin.probes.cgroup import MemoryCgroup, PeakMark, pressure_file_of
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, has_left, pressure_file_of
+from weighin.probes.other_processes import OtherProcesses
 from weighin.probes.sampler import Sampler
 from weighin.record import Memory, Sample
 
@@ -20,6 +21,7 @@ class Observation:
     """The figures of the worker's cgroup at one instant; all None if the worker has no cgroup.
 
     ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
+    ``escape`` tells how the worker got out of its limit, such as "left its cgroup".
     """
 
     usage_bytes: int | None = None
@@ -29,6 +31,7 @@ class Observation:
     full_ns: int | None = None
     oom_kills: int | None = None
     limit_events: dict[str, int] | None = None
+    escape: str = ""
 
 
 class Observer(Protocol):
@@ -42,6 +45,11 @@ class Observer(Protocol):
     @property
     def last_peak_rss_bytes(self) -> int | None:
         """The last sampled ``VmHWM`` of the worker."""
+        ...
+
+    @property
+    def others(self) -> tuple[int, int]:
+        """The most other processes of the cell at once, and their most private memory, in bytes."""
         ...
 
     @property
@@ -75,10 +83,17 @@ class LocalObserver:
 
     watcher: Memory | None = None
 
-    def __init__(self, pid: int, cgroup: Path | None, interval_s: float) -> None:
+    def __init__(
+        self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
+    ) -> None:
+        """``is_alone`` is False for a worker whose ranks are sampled one by one."""
+        self._pid = pid
         self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
+        self._limit_bytes = self._cgroup.read_limit() if self._cgroup else None
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
-        self._sampler = Sampler(pid, self._cgroup, interval_s)
+        self._others = OtherProcesses(pid, self._cgroup)
+        others = self._others if is_alone else None
+        self._sampler = Sampler(pid, self._cgroup, interval_s, others)
         self._sampler.start()
 
     @property
@@ -88,6 +103,10 @@ class LocalObserver:
     @property
     def last_peak_rss_bytes(self) -> int | None:
         return self._sampler.last_peak_rss_bytes
+
+    @property
+    def others(self) -> tuple[int, int]:
+        return self._others.number, self._others.private_bytes
 
     def look(self) -> Observation:
         if self._cgroup is None or self._mark is None:
@@ -101,7 +120,15 @@ class LocalObserver:
             full_ns=full_ns,
             oom_kills=self._cgroup.read_oom_kills(),
             limit_events=self._cgroup.read_limit_events(),
+            escape=self._escape(self._cgroup),
         )
+
+    def _escape(self, cgroup: MemoryCgroup) -> str:
+        if has_left(self._pid, cgroup.path):
+            return "left its cgroup"
+        if cgroup.path.exists() and cgroup.read_limit() != self._limit_bytes:
+            return "changed the limit of its cgroup"
+        return ""
 
     def reset_peak(self) -> bool:
         return self._mark is not None and self._mark.reset()
@@ -109,6 +136,7 @@ class LocalObserver:
     def raise_limit(self) -> None:
         if self._cgroup:
             self._cgroup.raise_limit()
+            self._limit_bytes = self._cgroup.read_limit()
 
     def kill(self) -> bool:
         return False

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
-_DROP_ATTEMPTS = 20
+_RETRY_S = 0.1
 _FAR_BYTES = 1024**3  # larger than any folio of the page cache
 _MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,11 +43,19 @@ class _Cachestat(ctypes.Structure):
 def drop(files: Iterable[Path]) -> int | None:
     """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
 
-    The function retries, because pages in a per-CPU batch or in a mapping survive the first
-    attempt. The result is None if the pages of a file cannot be counted, so that the drop is not
+    Pages in a per-CPU batch or in a mapping survive the first attempt. The function retries for all
+    of these files together, so that files on a tmpfs, which keeps its pages, cost one retry and not
+    one each. The result is None if the pages of a file cannot be counted, so that the drop is not
     verified.
     """
-    return _sum(map(_drop, files))
+    left = {file: _drop(file) for file in files}
+    deadline = time.monotonic() + _RETRY_S
+    while any(left.values()):
+        time.sleep(0.005)
+        left |= {file: _drop(file) for file, size in left.items() if size}
+        if time.monotonic() > deadline:
+            break
+    return _sum(left.values())
 
 
 def cached(files: Iterable[Path]) -> int | None:
@@ -81,12 +89,8 @@ def _drop(file: Path) -> int | None:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        for _ in range(_DROP_ATTEMPTS):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            if not (remaining := cached_bytes(descriptor)):
-                break
-            time.sleep(0.005)
-        return remaining
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return cached_bytes(descriptor)
     finally:
         os.close(descriptor)
 

@@ -18,7 +18,7 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
 def parse_status(text: str) -> dict[str, int]:
     """Return the memory fields that a status text contains, in bytes."""
     fields = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # the process's name may contain other ends of lines
         name, _, value = line.partition(":")
         if name in _STATUS_FIELDS:
             fields[name] = int(value.split()[0]) * KIB
@@ -32,6 +32,15 @@ def read_pss(pid: int | str = "self") -> int:
     """
     lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
     return next(int(line.split()[1]) * KIB for line in lines if line.startswith("Pss:"))
+
+
+def read_private(pid: int) -> int:
+    """Return the memory of a process in pages that no other process maps, in bytes.
+
+    The kernel walks the whole address space, as for ``read_pss``.
+    """
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return sum(int(line.split()[1]) * KIB for line in lines if line.startswith("Private_"))
 
 
 def memory_of(status: dict[str, int]) -> Memory:
@@ -56,6 +65,6 @@ def parse_faults(text: str) -> tuple[int, int]:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a small file."""
-    with open(path) as file:  # noqa: PTH123 (see the module's docstring)
+    """Return the text of a small file of the kernel, whose names may be any bytes."""
+    with open(path, errors="surrogateescape") as file:  # noqa: PTH123 (see the module's docstring)
         return file.read()

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from weighin.probes.cgroup import read_kernel
+from weighin.probes.cgroup import all_pids, parent_of, read_kernel
 from weighin.probes.sampler import Sampler
 from weighin.record import Sample
 
@@ -16,7 +16,11 @@ class RankSamplers:
     """
 
     def __init__(self, worker: int, interval_s: float) -> None:
-        found = {rank: pid for pid in _children(worker) if (rank := _rank(pid)) is not None}
+        found = {
+            rank: pid
+            for pid in all_pids()
+            if parent_of(pid) == worker and (rank := _rank(pid)) is not None
+        }
         self._samplers = {
             rank: Sampler(pid, None, interval_s * len(found)) for rank, pid in found.items()
         }
@@ -34,24 +38,11 @@ class RankSamplers:
         return [peak for peak in peaks if peak is not None]
 
 
-def _children(pid: int) -> list[int]:
-    """Return the pids of a process's children; empty if the process has ended."""
-    children = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = read_kernel(folder / "stat").rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if int(fields[1]) == pid:
-                children.append(int(folder.name))
-    return children
-
-
 def _rank(pid: int) -> int | None:
     """Return the variable RANK of a process; None if it has none or is not visible."""
     try:
         variables = os.fsencode(read_kernel(Path(f"/proc/{pid}/environ"))).split(b"\0")
     except OSError:
         return None
-    return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
+    values = (line[5:] for line in variables if line.startswith(b"RANK="))
+    return next((int(value) for value in values if value.isdigit()), None)

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from weighin.probes.cgroup import MemoryCgroup, parse_field
+from weighin.probes.other_processes import OtherProcesses
 from weighin.probes.process import parse_faults, parse_status
 from weighin.record import Sample
 
@@ -24,8 +25,14 @@ class Sampler:
     """Samples a process and its cgroup, until the process ends or ``stop`` is called."""
 
     def __init__(
-        self, pid: int, cgroup: MemoryCgroup | None, interval_s: float = DEFAULT_INTERVAL_S
+        self,
+        pid: int,
+        cgroup: MemoryCgroup | None,
+        interval_s: float = DEFAULT_INTERVAL_S,
+        others: OtherProcesses | None = None,
     ) -> None:
+        """``others`` are sampled too, at their own longer intervals."""
+        self._others = others
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
@@ -74,6 +81,8 @@ class Sampler:
             except (ProcessLookupError, KeyError):  # the process ended: a zombie has no memory
                 self._read_oom_kills()
                 return
+            if self._others:
+                self._others.sample()
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
@@ -124,7 +133,7 @@ class Sampler:
         return parse_field(text, name), parse_field(text, "shmem")
 
     def _read(self, name: str) -> str:
-        return os.pread(self._files[name], 16384, 0).decode()
+        return os.fsdecode(os.pread(self._files[name], 16384, 0))  # names may be any bytes
 
 
 def write_samples(path: Path, samples: list[Sample]) -> None:

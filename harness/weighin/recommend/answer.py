@@ -73,13 +73,15 @@ class Question:
 class Advice:
     """The answer: all candidates, best first, and the code of the best candidate.
 
-    ``incomplete`` has a text for each run among the sources that was stopped before its last cell.
+    ``incomplete`` has a text for each run among the sources that was stopped before its last cell,
+    and ``left_out`` one for each run that cannot be read.
     """
 
     question: Question
     candidates: tuple[Candidate, ...]
     code: str = ""
     incomplete: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     import_bytes: int | None = None
     """The memory of the process after ``import torch``, which each candidate's memory includes."""
 
@@ -94,6 +96,9 @@ class Advice:
         """Notes on costs or steps that the answer leaves out, with the command for each."""
         asked = self.question
         notes = [f"Measured figures are from a part of a run: {text}." for text in self.incomplete]
+        notes += [
+            f"A run was left out, because it cannot be read: {text}." for text in self.left_out
+        ]
         if asked.model.builder == SYNTHESISED:
             notes.append(
                 f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
@@ -154,6 +159,7 @@ class PriorKnowledge:
     evidence: dict[tuple[str, str], Evidence]
     calibration: Calibration
     checkpoint_format: str
+    left_out: tuple[str, ...] = ()
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
@@ -166,7 +172,8 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
     planned = [*_planned(question, fmt)]
-    evidence = find([question.results], planned[0].cell)
+    left_out: list[str] = []
+    evidence = find([question.results], planned[0].cell, left_out.append)
     found = quantised.of_model(question.model)
     if found and question.checkpoint and not evidence:  # and no prediction follows the load
         raise found.error(question.checkpoint)
@@ -178,7 +185,9 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         report=lambda number, name: say(f"predicting {name} ({number + 1} of {len(planned)})"),
     )
     calibration = calibrating.stored() or calibrating.calibrate(say)
-    return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
+    return PriorKnowledge(
+        tuple(planned), tuple(predictions), evidence, calibration, fmt, tuple(left_out)
+    )
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
@@ -204,6 +213,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         question,
         tuple(ranked(allowed)),
         incomplete=tuple(dict.fromkeys(texts)),
+        left_out=prior.left_out,
         import_bytes=max(imports, default=None),
     )
     if not advice.best:

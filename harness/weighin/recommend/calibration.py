@@ -10,8 +10,6 @@ import ctypes
 import json
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from weighin import child_process
 from weighin.atomic import write_text
 from weighin.checkpoint import cache
 from weighin.errors import ConfigError, HarnessError
@@ -40,35 +39,6 @@ _FILE_BYTES: Final = 512 * MIB
 _MEMORY_BYTES: Final = 512 * MIB
 _ROUNDS: Final = 3
 _TORCH_TIMEOUT_S: Final = 300
-_TORCH: Final = f"""
-import json, os, sys, tempfile, time, torch
-from torch import nn
-def measure():
-    modules_before = len(sys.modules)
-    start = time.perf_counter()
-    nn.Embedding(1, 1, device="meta")  # imports a part of torch
-    module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - modules_before)
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(torch.zeros(1), file.name)
-        torch.load(file.name)
-        start = time.perf_counter()
-        for _ in range(100):
-            torch.load(file.name)
-        archive_s = (time.perf_counter() - start) / 100
-    weights = torch.empty(32 * 1024**2)
-    weights.fill_(0)
-    start = time.perf_counter()
-    nn.init.normal_(weights)
-    init_s = time.perf_counter() - start
-    return dict(archive_s=archive_s, module_s=module_s, init_bytes_per_s=weights.nbytes / init_s)
-for _ in range({_ROUNDS}):  # each in a process of its own, that has imported torch
-    child = os.fork()
-    if child == 0:
-        print(json.dumps(measure()), flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(1)  # the child has printed its error
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +156,12 @@ def _file(folder: Path) -> Iterator[Path]:
     block = os.urandom(MIB)  # repeated: no disk compresses across a MiB
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".calibration-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:  # nameless, so that nothing is ever left
             for _ in range(_FILE_BYTES // MIB):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            yield Path(file.name)
+            yield Path(f"/proc/self/fd/{file.fileno()}")
     except OSError as error:
         raise ConfigError(
             f"cannot calibrate in {folder}: {error.strerror}",
@@ -203,12 +173,12 @@ def _cold(path: Path, read: Callable[[Path], None]) -> float:
     cached_bytes = page_cache.drop([path])
     if cached_bytes is None:
         raise ConfigError(
-            f"cannot calibrate in {path.parent}: this kernel does not report cached file pages",
+            f"cannot calibrate in {cache.folder()}: this kernel does not report cached file pages",
             "calibrate on the Linux host, outside of this sandbox",
         )
     if cached_bytes:
         raise ConfigError(
-            f"cannot calibrate in {path.parent}: its files stay in memory, so it is not on a disk",
+            f"cannot calibrate in {cache.folder()}: its files stay in memory, so it is not on a disk",
             "choose a folder on a disk: WEIGHIN_CACHE=/path weighin ...",
         )
     start = time.perf_counter()
@@ -286,14 +256,17 @@ def _fill(area: mmap.mmap) -> None:
 
 def _ask_torch() -> list[dict[str, float]]:
     """Return the figures of each round that need torch, measured in a process that imports it."""
-    process = subprocess.run(
-        [sys.executable, "-c", _TORCH],
-        capture_output=True,
-        text=True,
-        timeout=_TORCH_TIMEOUT_S,
-        check=False,
-    )
-    if process.returncode:
-        last = (process.stderr.strip().splitlines() or ["?"])[-1]
-        raise HarnessError(f"cannot calibrate: torch does not run: {one_line(last)}")
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    command = child_process.module("weighin.recommend.torch_costs")
+    try:
+        asked = child_process.ask(command, child_process.environment(), timeout_s=_TORCH_TIMEOUT_S)
+    except TimeoutError:
+        raise HarnessError(
+            f"cannot calibrate: torch takes longer than {_TORCH_TIMEOUT_S} s",
+            "end other programs, and calibrate again: weighin doctor --calibrate",
+        ) from None
+    if asked.code:
+        raise HarnessError(f"cannot calibrate: torch does not run: {one_line(asked.why)}")
+    return [
+        {name: figure for name, figure in event.items() if name != "event"}
+        for event in asked.events
+    ]

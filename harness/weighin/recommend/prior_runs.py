@@ -1,16 +1,18 @@
 """Read earlier measurements of one model and device on this machine from the records of runs."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
+from weighin.errors import RecordError
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
+from weighin.records.repeats import middle
 
 _REPEATS: Final = 2  # the fewest repeats that show noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
@@ -66,7 +68,7 @@ class Evidence:
         times as long.
         """
         seconds = self._ready_s_near(limit_bytes)
-        return statistics.median(seconds) if seconds else None
+        return middle(seconds)
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
         """Return the median absolute deviation of the ready times; None without repeats.
@@ -91,15 +93,21 @@ def _size(limit_bytes: int | None) -> float:
     return float("inf") if limit_bytes is None else limit_bytes
 
 
-def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
+def find(
+    folders: Iterable[Path], wanted: Cell, left_out: Callable[[str], None] = lambda _: None
+) -> dict[tuple[str, str], Evidence]:
     """Return the measurements of this machine in the runs of these folders, by strategy and format.
 
     Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
-    options or environment variables.
+    options or environment variables. ``left_out`` is called with the reason for each run that cannot be
+    read, among the runs of a folder.
+
+    Raises:
+        RecordError: one of the folders is itself a run, and cannot be read.
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}
-    for result, incomplete in _results(folders):
+    for result, incomplete in _results(folders, left_out):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         same_machine &= CONCURRENT not in result.environment  # its times are not comparable
@@ -116,12 +124,21 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
     return evidence
 
 
-def _results(folders: Iterable[Path]) -> Iterator[tuple[Result, tuple[str, ...]]]:
+def _results(
+    folders: Iterable[Path], left_out: Callable[[str], None]
+) -> Iterator[tuple[Result, tuple[str, ...]]]:
     """Yield the results of all runs, each with a text if its run was stopped before its last cell."""
     for folder in folders:
         runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:
-            if (run / run_folder.RECORDS).exists():
+            if not (run / run_folder.RECORDS).exists():
+                continue
+            try:
                 records = run_folder.read(run)
-                texts = (f"{run}: {records.coverage}",) if records.missing else ()
-                yield from ((result, texts) for result in records.results)
+            except RecordError as error:
+                if run == folder:
+                    raise
+                left_out(error.message)
+                continue
+            texts = (f"{run}: {records.coverage}",) if records.missing else ()
+            yield from ((result, texts) for result in records.results)

@@ -7,7 +7,7 @@ complete run. Every reader of a run therefore gets this comparison with the reco
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -74,7 +74,16 @@ def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
 
 def identity(cell: Cell) -> str:
     """Return a text that is equal for two cells only if all their fields are equal."""
-    return json.dumps(asdict(cell), sort_keys=True, default=str)
+    return json.dumps(_fields(cell), sort_keys=True, default=_fields)
+
+
+def _fields(value: Any) -> Any:
+    """Return a dataclass as a dict, without the copies that ``asdict`` makes; else a text."""
+    return (
+        {f.name: getattr(value, f.name) for f in fields(value)}
+        if is_dataclass(value)
+        else str(value)
+    )
 
 
 def _unfinished(cells: Sequence[Cell], results: Sequence[Result], within: float) -> list[Cell]:

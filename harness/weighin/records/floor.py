@@ -11,11 +11,11 @@ for another reason than memory ends the search without a floor.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
+from weighin.records.repeats import middle
 from weighin.records.verdict import Judgement, judge_result, used_ns
 from weighin.units import MIB, format_bytes, format_exact
 
@@ -25,7 +25,7 @@ COARSEST: Final = 0.10
 """The largest allowed step, as a share of the floor; with a larger step, no floor is reported."""
 ROOM: Final = 1.1
 """The floor times this factor is the limit of one more cell, which shows a tight limit's cost."""
-_BOUNDING: Final = (Outcome.OOM_KILLED, Outcome.TIMEOUT)
+_BOUNDING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 KILLED: Final = "killed"
 _TIME_ALLOWED: Final = re.compile(r"after (\d[\d.]* s)\b")
 
@@ -151,13 +151,10 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     A working limit far above the highest failing limit, as in a sweep, is not a floor. The distance
     of the two limits must be at most ``COARSEST`` of the working limit, or ``FINEST_STEP_BYTES``.
     """
-    measured = list(results)
-    cells: list[Cell] = []
-    for result in measured:
-        if (cell := searched(result.cell)) not in cells:
-            cells.append(cell)
-    series = [(cell, results_of(cell, measured)) for cell in cells]
-    return [_floor(cell, ours) for cell, ours in series if unlimited_of(ours)]
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(searched(result.cell).series, []).append(result)
+    return [_floor(searched(ours[0].cell), ours) for ours in groups.values() if unlimited_of(ours)]
 
 
 def _floor(cell: Cell, ours: list[Result]) -> Floor:
@@ -179,7 +176,7 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
         bytes=None,
         message=message,
         model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
-        import_bytes=median_low(baselines) if baselines else None,
+        import_bytes=middle(baselines),
         unlimited=_life(None, ours, None),
         cells=len(ours),
     )
@@ -216,7 +213,7 @@ def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
 
 def _how(result: Result) -> str:
     """Return how a cell ran out of memory."""
-    if result.outcome is Outcome.OOM_KILLED:
+    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
     allowed = _TIME_ALLOWED.search(result.message)
     return f"timed out after {allowed[1]}" if allowed else "timed out"
@@ -227,11 +224,9 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
     cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
     if not cells:
         return None
-    ok = sorted(
-        (result for result in cells if result.outcome is Outcome.OK),
-        key=lambda result: used_ns(result) or 0,
-    )
-    chosen = ok[(len(ok) - 1) // 2] if ok else cells[0]
+    ok = [result for result in cells if result.outcome is Outcome.OK]
+    typical_ns = middle(map(used_ns, ok))
+    chosen = next((result for result in ok if used_ns(result) == typical_ns), cells[0])
     return Life(limit, chosen.ready_ns, judge_result(chosen, unlimited_ns))
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import median_low
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.records.floor import floors
+from weighin.records.repeats import latest, middle
 
 _FLAT: Final = 0.25
 _LINEAR: Final = 0.75
@@ -79,12 +79,12 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
         charges = {}
         for ranks, repeats in by_ranks.items():
             floor = found.get(repeats[0].cell.series)
-            sizes = [size for each in repeats if (size := charge(each)) is not None]
-            if floor is not None or sizes:
-                charges[ranks] = median_low(sizes) if floor is None else floor
+            size = middle(map(charge, repeats)) if floor is None else floor
+            if size is not None:
+                charges[ranks] = size
         if max(by_ranks) > 1:
-            size = next((each.model_bytes for each in group if each.model_bytes), None)
-            series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, size))
+            model = next((each.model_bytes for each in group if each.model_bytes), None)
+            series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series
 
 
@@ -114,10 +114,9 @@ def sum_of_peaks(result: Result) -> int | None:
 
 
 def _unlimited(results: Iterable[Result]) -> Iterable[Result]:
-    last = {result.cell.id: result for result in results}
     return [
         result
-        for result in last.values()
+        for result in latest(results)
         if result.outcome is Outcome.OK
         and result.cell.ram_limit_bytes is None
         and result.cell.operation == "load"

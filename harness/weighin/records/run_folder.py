@@ -18,22 +18,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
+from reprlib import repr as short_repr
 from shlex import quote
-from textwrap import shorten
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from weighin import atomic, install
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
-from weighin.record import SCHEMA, Result
+from weighin.foreign import parse_json, read_bytes
+from weighin.record import SCHEMA, Outcome, Result
 from weighin.records.coverage import Coverage, coverage
-from weighin.records.validate import impossible
+from weighin.records.validate import clean, impossible
+from weighin.text import one_line
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
+_MOST_BYTES: Final = 1024**3  # 180,000 records of the usual size
 _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
@@ -74,8 +78,11 @@ _RESULT: Final = TypeAdapter(Result)
 _PLAN: Final = TypeAdapter(Plan)
 
 
-def append(run: Path, result: Result) -> None:
-    """Append ``result`` to the run's records and sync it to disk.
+def append(run: Path, result: Result) -> Result:
+    """Append ``result`` to the run's records, sync it to disk, and return what was appended.
+
+    A result that ``read`` would refuse is recorded as ``measurement_failed``; the message names the
+    figure.
 
     The folder is created if it does not exist. An incomplete last line of the file is removed
     first. The new line uses the disk space that ``room`` reserved.
@@ -83,7 +90,7 @@ def append(run: Path, result: Result) -> None:
     Raises:
         RecordError: the folder or the file cannot be written; the file is unchanged.
     """
-    line = _encode(asdict(result), result.cell.id) + b"\n"
+    line, result = _valid(result)
     path = run / RECORDS
     with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
@@ -95,6 +102,26 @@ def append(run: Path, result: Result) -> None:
             _write_whole(file, line)
         if is_new:
             atomic.sync_folder(run)
+    return result
+
+
+def _valid(result: Result) -> tuple[bytes, Result]:
+    """Return the line of a result that ``read`` accepts, or that of a failed measurement."""
+    name = result.cell.id
+    line = _encode(asdict(result), name) + b"\n"
+    try:
+        decode(line, name)
+    except DamagedRecord as error:
+        result = Result(
+            schema=SCHEMA,
+            cell=result.cell,
+            outcome=Outcome.MEASUREMENT_FAILED,
+            message=f"the worker reported an impossible figure: {error.message.removeprefix(f'{name}: ')}",
+            started_at=result.started_at,
+        )
+        line = _encode(asdict(result), name) + b"\n"
+        decode(line, name)
+    return line, result
 
 
 @contextmanager
@@ -130,6 +157,23 @@ def read(run: Path) -> Records:
     if records.damage:
         raise records.damage
     return records
+
+
+def _mixed(results: Iterable[Result]) -> Iterator[str]:
+    """Yield a warning for each series whose repeats were measured with different code or weights."""
+    series: dict[str, list[Result]] = {}
+    for result in results:
+        series.setdefault(result.cell.series, []).append(result)
+    for repeats in series.values():
+        for what, values in (
+            ("code", {one.sources_hash for one in repeats}),
+            ("model sizes", {one.model_bytes for one in repeats}),
+        ):
+            if len(found := sorted(str(one) for one in values if one is not None)) > 1:
+                yield (
+                    f"{repeats[0].cell.strategy}: its repeats were measured with different {what}"
+                    f" ({', '.join(found)}), and share a row"
+                )
 
 
 def read_whole(run: Path) -> Records:
@@ -169,7 +213,7 @@ def read_whole(run: Path) -> Records:
         covered = None
         warnings.append(f"{error.message}: nobody can say whether the run is complete")
         damages.append(error)
-    warnings += _incomplete(run, covered)
+    warnings += [*_incomplete(run, covered), *_mixed(results)]
     return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
 
 
@@ -194,10 +238,7 @@ def decode(line: bytes, place: str, repair: str = "") -> Result:
         SchemaTooNew: a newer version wrote the record.
         DamagedRecord: the line is not a record, or its figures are impossible.
     """
-    result = _parse(_RESULT, line, place, repair)
-    if complaint := impossible(asdict(result)):
-        raise DamagedRecord(f"{place}: {complaint}", repair)
-    return result
+    return _parse(_RESULT, line, place, repair)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
@@ -300,7 +341,7 @@ def _mend_tail(file: FileIO) -> None:
 
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
+        parse_json(text)
     except ValueError:
         return False
     return True
@@ -316,19 +357,29 @@ def _parse_record(path: Path, number: int, line: bytes) -> Result:
 
 def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
-        raise DamagedRecord(f"{place}: not JSON: {error}", repair) from error
+        raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(
-            f"{place}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
+            f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )
     try:
-        return adapter.validate_json(text, strict=True)
+        parsed = adapter.validate_json(
+            text if _is_clean(text) else to_json(clean(value)), strict=True
+        )
     except ValidationError as error:
-        raise DamagedRecord(f"{place}: {_first_complaint(error)}", repair) from error
+        raise DamagedRecord(f"{place}: {_first_complaint(error)}", repair) from None
+    if complaint := impossible(value):
+        raise DamagedRecord(f"{place}: {complaint}", repair)
+    return parsed
+
+
+def _is_clean(text: bytes) -> bool:
+    """Tell whether a text of one line certainly has no control character, written or escaped."""
+    return b"\\" not in text and text.decode().strip().isprintable()
 
 
 def _first_complaint(error: ValidationError) -> str:
@@ -336,12 +387,12 @@ def _first_complaint(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "the record"
     if first["type"] == "missing":
         return f"{where}: missing"
-    return f"{where}: {first['msg'].lower()}, got {shorten(repr(first['input']), 60)}"
+    return f"{where}: {first['msg'].lower()}, got {one_line(short_repr(first['input']), 60)}"
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path.parent} contains no {path.name}: it is not the folder of a run",

@@ -1,10 +1,8 @@
 """Summarise the repeats of each series as outcome, figures and phases, which the gate compares."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from statistics import median_low
 from typing import Final
 
 from weighin.cell import Cell
@@ -12,6 +10,7 @@ from weighin.record import Outcome, Result
 from weighin.records.floor import floors as find_floors
 from weighin.records.floor import searched, stopped_by
 from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
+from weighin.records.repeats import latest, middle, outcome_of
 from weighin.text import one_line
 from weighin.units import format_exact
 
@@ -29,9 +28,11 @@ class Figure:
     high: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> "Figure":
-        """Return the minimum, median and maximum of at least one value."""
-        return cls(min(values), median_low(values), max(values))
+    def of(cls, values: Sequence[int | None]) -> "Figure | None":
+        """Return the minimum, median and maximum of the known values; None if there are none."""
+        known = [value for value in values if value is not None]
+        median = middle(known)
+        return None if median is None else cls(min(known), median, max(known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     floors: dict[str, list[int]] = {}
     without: dict[str, str] = {}
     for run in runs:
-        for result in {result.cell.id: result for result in run.results}.values():
+        for result in latest(run.results):
             if not run.is_search:
                 groups.setdefault(name_of(result.cell), []).append(result)
             elif result.cell.ram_limit_bytes is None or stopped_by([result]):
@@ -131,8 +132,9 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
                 without[name_of(floor.cell)] = floor.message
     series = {name: _series(group) for name, group in groups.items()}
     for name, sizes in floors.items():
-        figures = series[name].figures | {"floor": Figure.of(sizes)}
-        series[name] = replace(series[name], figures=figures)
+        if figure := Figure.of(sizes):
+            figures = series[name].figures | {"floor": figure}
+            series[name] = replace(series[name], figures=figures)
     for name, why in without.items():
         series[name] = replace(series[name], no_floor=why)
     return series
@@ -141,15 +143,12 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
 def _series(group: Sequence[Result]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
     bad = [result for result in group if result.outcome is not Outcome.OK]
-    counts = Counter(result.outcome.value for result in group)
-    outcome = ", ".join(f"{name} {count}" for name, count in counts.items())
     figures = {}
     for metric in METRICS.values():
-        values = [value for result in good if (value := metric.read(result)) is not None]
-        if values:
-            figures[metric.name] = Figure.of(values)
+        if figure := Figure.of([metric.read(result) for result in good]):
+            figures[metric.name] = figure
     return Series(
-        outcome=outcome if len(counts) > 1 else group[0].outcome.value,
+        outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
         model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
@@ -168,8 +167,7 @@ def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
             for key, read in PHASE_FIGURES.items():
                 if (value := read(phase)) is not None:
                     figures.setdefault(key, []).append(value)
-    return {name: _medians(figures) for name, figures in values.items()}
-
-
-def _medians(figures: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    return {key: median_low(values) for key, values in figures.items()}
+    return {
+        name: {key: known for key, each in figures.items() if (known := middle(each)) is not None}
+        for name, figures in values.items()
+    }

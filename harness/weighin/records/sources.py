@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell, Operation
+from weighin.child_process import CODE_PATH
 from weighin.strategy import HELPERS
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -67,6 +68,14 @@ def hashed(strategy: Path, cell: Cell) -> str | None:
     except (OSError, SyntaxError, ValueError):
         return None
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:_HASH_DIGITS]
+
+
+def digest_of_all() -> str:
+    """Return a hash of all files of weighin's code and of its own strategies on this machine."""
+    strategies = Path(CODE_PATH[1]) / "strategies"
+    files = {_name(path): path for path in (*_PACKAGE.rglob("*.py"), *strategies.rglob("*.py"))}
+    lines = [f"{name}\0{_digest(path, path.stat().st_mtime_ns)}\n" for name, path in files.items()]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def _name(path: Path) -> str:

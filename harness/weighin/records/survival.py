@@ -5,13 +5,13 @@ limit, columns are limits, and each field contains a cell and its verdict
 (``weighin.records.verdict``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
+from weighin.records.repeats import middle
 from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
 from weighin.units import format_seconds
 
@@ -87,11 +87,10 @@ def matrices(results: Iterable[Result]) -> list[Matrix]:
     cells = list(results)
     judgements = judge_all(cells)
     built = []
-    for scene in _unique(_scene(result.cell) for result in cells):
-        ours = [result for result in cells if _scene(result.cell) == scene]
+    for ours in _grouped(cells, _scene):
         limits = {result.cell.ram_limit_bytes for result in ours}
         if len(limits - {None}) >= _LEAST_LIMITS:
-            built.append(_matrix(scene, ours, limits, judgements))
+            built.append(_matrix(_scene(ours[0].cell), ours, limits, judgements))
     return built
 
 
@@ -102,15 +101,12 @@ def _matrix(
     judgements: dict[str, Judgement | None],
 ) -> Matrix:
     ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
-    rows = _unique(_row(result.cell) for result in ours)
+    groups = _grouped(ours, _row)
+    rows = [_row(group[0].cell) for group in groups]
     fields = {}
-    for number, row in enumerate(rows):
+    for number, group in enumerate(groups):
         for column, limit in enumerate(ordered):
-            repeats = [
-                result
-                for result in ours
-                if _row(result.cell) == row and result.cell.ram_limit_bytes == limit
-            ]
+            repeats = [result for result in group if result.cell.ram_limit_bytes == limit]
             if repeats:
                 fields[number, column] = _field(repeats, judgements)
     return Matrix(scene, tuple(rows), tuple(ordered), fields)
@@ -125,9 +121,8 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
 
     worst = max(severity(result) for result in repeats)
     alike = [result for result in repeats if severity(result) == worst]
-    times = [spent for result in alike if (spent := used_ns(result)) is not None]
-    middle = median_low(times) if times else None
-    chosen = next((result for result in alike if used_ns(result) == middle), alike[0])
+    typical_ns = middle(map(used_ns, alike))
+    chosen = next((result for result in alike if used_ns(result) == typical_ns), alike[0])
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 
@@ -139,9 +134,9 @@ def _row(cell: Cell) -> Cell:
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
-def _unique(cells: Iterable[Cell]) -> list[Cell]:
-    unique: list[Cell] = []
-    for cell in cells:
-        if cell not in unique:
-            unique.append(cell)
-    return unique
+def _grouped(results: Iterable[Result], of: Callable[[Cell], Cell]) -> list[list[Result]]:
+    """Return the results in groups whose cells are equal in ``of``, in order."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(of(result.cell).series, []).append(result)
+    return list(groups.values())

@@ -23,11 +23,11 @@ load.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import median_low
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
+from weighin.records.repeats import middle
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10
@@ -82,7 +82,7 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     for result in cells:
         by_limit = times.get(_unlimited(result.cell), {})
         top = max(by_limit, default=0.0)
-        reference_ns = median_low(by_limit[top]) if top > _height(result.cell) else None
+        reference_ns = middle(by_limit[top]) if top > _height(result.cell) else None
         judgements[result.cell.id] = judge_result(result, reference_ns)
     return judgements
 

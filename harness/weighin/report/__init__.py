@@ -13,6 +13,8 @@ from weighin.record import Result
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from weighin.records.run_folder import Records
+
 
 def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
     """Return the report of a run for a terminal; the findings come last, just above the prompt."""
@@ -34,16 +36,20 @@ def terminal_floors(results: Sequence[Result]) -> "RenderableType":
     return floors.terminal_floors(results)
 
 
-def write_report(run: Path, formats: Sequence[str] = ()) -> list[Path]:
+def write_report(
+    run: Path, formats: Sequence[str] = (), records: "Records | None" = None
+) -> list[Path]:
     """Write the report into the run's own folder, and return the paths of the written files.
 
-    ``formats`` are keys of ``writing.FORMATS``; an empty sequence means ``writing.DEFAULT``. The
-    report of a damaged run contains the run's intact records.
+    ``formats`` are keys of ``writing.FORMATS``; an empty sequence means ``writing.DEFAULT``.
+    ``records`` are those of the run, if they were read before. The report of a damaged run contains
+    the run's intact records.
 
     Raises:
         RecordError: the run's records cannot be read, or the run's folder cannot be written.
         UnknownName: ``writing.FORMATS`` does not contain a requested format.
     """
+    from weighin.records import run_folder
     from weighin.report import writing  # pandas and matplotlib take a second to import
 
-    return writing.write(run, formats or writing.DEFAULT)
+    return writing.write(run, records or run_folder.read_whole(run), formats or writing.DEFAULT)

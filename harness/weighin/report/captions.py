@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import pandas as pd
 
-from weighin.record import Outcome, Result
+from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
 from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.units import format_bytes, format_exact
@@ -48,6 +49,8 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     if name in ("ram_limit_bytes", "vram_limit_bytes"):
         whose = "RAM" if name == "ram_limit_bytes" else "GPU"
         return f"no {whose} limit" if value is None else f"{whose} limit {size(value)}"
+    if value == NOT_DROPPED:
+        return "checkpoint in the page cache"
     if name in _WORDED:
         return f"{value}{_WORDED[name]}" if value else "1 rank"
     return f"{name} {value}" if value else f"no {name}"
@@ -132,10 +135,10 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a warning if cells of one run were measured with different machines or software."""
     seen: dict[str, list[str]] = {}
+    compared = cache(lambda name: name == "git_commit" or policy_of(name, {}) != "ignore")
     for name, value in (pair for one in environments for pair in settings_of([one]).items()):
         # A skipped cell does not record every setting, so a missing value is not a difference.
-        is_compared = name == "git_commit" or policy_of(name, {}) != "ignore"
-        if is_compared and value is not None and str(value) not in seen.setdefault(name, []):
+        if value is not None and compared(name) and str(value) not in seen.setdefault(name, []):
             seen[name].append(str(value))
     differing = [
         f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1

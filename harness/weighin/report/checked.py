@@ -4,12 +4,12 @@
 because a prediction takes minutes and differs by some MiB between machines.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import RecordError
+from weighin.foreign import parse_json, read_bytes
 from weighin.record import Result
 from weighin.records.floor import floors
 from weighin.report import captions
@@ -72,7 +72,7 @@ def _largest(differences: Sequence[tuple[int, str]]) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
         raise RecordError(
             f"cannot read predictions from {path}: {error}",

@@ -12,8 +12,9 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.cell import Cell
-from weighin.record import IMPORT_TRANSFORMERS, Outcome, Result
+from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
 from weighin.records.rank_growth import sum_of_peaks
+from weighin.records.repeats import latest, middle, outcome_of
 from weighin.units import format_exact
 
 # Properties that together with the strategy identify a series, in the order of columns.
@@ -44,10 +45,9 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
     RSS minus the RSS after ``import torch`` (for a save: minus the RSS with the model in memory).
     ``above_import_per_model`` is ``above_import_bytes`` divided by the model's size.
     """
-    rows = {result.cell.id: _row(result) for result in results}
     columns = [*_TEXTS, "repeat", *FIGURES]
     # As objects: pandas would convert integers beside None to floats, which cannot hold 2**53 + 1.
-    frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
+    frame = pd.DataFrame(list(map(_row, latest(results))), columns=columns, dtype=object)
     types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
     types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
     return frame.astype(types)
@@ -59,8 +59,10 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
     The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
     figures cover only these repeats, and ``outcome`` counts all repeats: "ok 2, timeout 1".
     """
-    frame = cells(results)
-    rows = [_summary(group) for _, group in frame.groupby("group", sort=False)]
+    groups: dict[str, list[Result]] = {}
+    for result in latest(results):
+        groups.setdefault(result.cell.series, []).append(result)
+    rows = [_summary(group) for group in groups.values()]
     ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
     return pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges]).astype(
         dict.fromkeys(_TEXTS, "object")
@@ -158,7 +160,7 @@ def _row(result: Result) -> dict[str, Any]:
         "ranks": str(cell.ranks) if cell.ranks > 1 else None,
         "format": cell.format,
         "dtype": cell.dtype,
-        "cache": cell.cache,
+        "cache": result.cache,
         "isolation": cell.isolation,
         "options": ", ".join(_options(cell)),
         "outcome": result.outcome.value,
@@ -201,25 +203,23 @@ def _duration_ns(result: Result, name: str) -> int | None:
     return next(phases, None)
 
 
-def _summary(group: pd.DataFrame) -> dict[str, Any]:
-    good = group[group["outcome"] == Outcome.OK.value]
-    measured = good if len(good) else group
-    bad = group[group["outcome"] != Outcome.OK.value]
-    example = bad if len(bad) else group
-    row = {name: group[name].iloc[0] for name in _TEXTS}
-    row |= {name: example[name].iloc[0] for name in ("last_phase", "message")}
-    row |= {"outcome": _outcome(list(group["outcome"])), "repeats": len(group), "ok": len(good)}
+def _summary(group: Sequence[Result]) -> dict[str, Any]:
+    rows = [_row(result) for result in group]
+    good = [row for row in rows if row["outcome"] == Outcome.OK]
+    bad = [row for row in rows if row["outcome"] != Outcome.OK]
+    ended = (bad or rows)[0]
+    first = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0])
+    row = first | {name: ended[name] for name in ("last_phase", "message")}
+    row |= {"outcome": outcome_of(each.outcome for each in group), "repeats": len(rows)}
+    row |= {"ok": len(good)}
     for name in FIGURES:
-        column = measured[name]
-        row |= {name: column.median(), f"{name}_min": column.min(), f"{name}_max": column.max()}
+        values = [value for each in good or rows if (value := each[name]) is not None]
+        row |= {
+            name: middle(values),
+            f"{name}_min": min(values, default=None),
+            f"{name}_max": max(values, default=None),
+        }
     return row
-
-
-def _outcome(outcomes: Sequence[str]) -> str:
-    counts = {outcome: outcomes.count(outcome) for outcome in outcomes}
-    if len(counts) == 1:
-        return outcomes[0]
-    return ", ".join(f"{outcome} {count}" for outcome, count in counts.items())
 
 
 def _options(cell: Cell) -> Iterator[str]:

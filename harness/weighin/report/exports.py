@@ -21,6 +21,7 @@ from weighin.errors import extra
 from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
+from weighin.records.repeats import latest
 from weighin.records.series import Series, SeriesRun, name_of, summarise
 from weighin.report import dataframe
 from weighin.text import one_line
@@ -43,8 +44,9 @@ def bencher(results: Sequence[Result], missing: int | None = None) -> str:
     benchmarks: dict[str, dict[str, dict[str, int]]] = {}
     if missing is not None:
         benchmarks[_RUN] = {_MISSING: {"value": missing}}
+    not_ok = _not_ok(results)
     for name, series in summarise([SeriesRun(_run(results))]).items():
-        benchmarks[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
+        benchmarks[name] = {_NOT_OK: {"value": not_ok[name]}}
         for metric, figure in _figures(series):
             benchmarks[name][_measure(metric)] = {
                 "value": figure.median,
@@ -62,8 +64,9 @@ def github_action_benchmark(results: Sequence[Result], missing: int | None = Non
     entries: list[dict[str, Any]] = []
     if missing is not None:
         entries.append({"name": f"{_RUN} {_MISSING}", "unit": "cells", "value": missing})
+    not_ok = _not_ok(results)
     for name, series in summarise([SeriesRun(_run(results))]).items():
-        entries.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
+        entries.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": not_ok[name], "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
         for metric, figure in _figures(series):
             entry: dict[str, Any] = {
                 "name": f"{name} {metric.name}",
@@ -210,8 +213,7 @@ def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
 
 def _run(results: Sequence[Result]) -> list[Result]:
     """Return the last record of each cell that was run, without skipped cells."""
-    last = {result.cell.id: result for result in results}
-    return [result for result in last.values() if result.outcome is not Outcome.SKIPPED]
+    return [result for result in latest(results) if result.outcome is not Outcome.SKIPPED]
 
 
 def _outcomes(results: Sequence[Result]) -> dict[str, Counter[Outcome]]:
@@ -221,6 +223,7 @@ def _outcomes(results: Sequence[Result]) -> dict[str, Counter[Outcome]]:
     return counts
 
 
-def _not_ok(results: Sequence[Result], name: str) -> int:
-    outcomes = _outcomes(_run(results))[name]
-    return outcomes.total() - outcomes[Outcome.OK]
+def _not_ok(results: Sequence[Result]) -> dict[str, int]:
+    """Return the number of repeats that are not ok, by the name of their series."""
+    counts = _outcomes(_run(results))
+    return {name: count.total() - count[Outcome.OK] for name, count in counts.items()}

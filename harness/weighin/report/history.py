@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from statistics import median
 from typing import Any, Final
 
 from rich import box
@@ -18,6 +17,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.records import run_folder
 from weighin.records.machine import Difference, Setting, differences, settings_of
 from weighin.records.metrics import Metric, named
+from weighin.records.repeats import middle
 from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
 
@@ -217,17 +217,18 @@ def _line(name: str, points: list[HistoryPoint], metric: Metric) -> SeriesHistor
     measured = [index for index, point in enumerate(points) if point.figure]
     figures = [figure.median for point in points if (figure := point.figure)]
     steps = []
-    if figures:
-        allowance = metric.tolerance.allowance(round(median(figures)))
+    if (typical := middle(figures)) is not None:
+        allowance = metric.tolerance.allowance(typical)
         is_certain = metric.exact and metric.unit == "bytes"
         places = find_steps(figures, allowance, 1 if is_certain else _SEVERAL)
         edges = [0, *places, len(figures)]
         for before, start, end in zip(edges, edges[1:], edges[2:], strict=False):
-            was, now = (round(median(figures[a:b])) for a, b in ((before, start), (start, end)))
+            was, now = middle(figures[before:start]), middle(figures[start:end])
+            assert was is not None
+            assert now is not None
             index = measured[start]
-            steps.append(
-                Step(index, was, now, changed(points[index - 1].moment, points[index].moment))
-            )
+            moved = changed(points[index - 1].moment, points[index].moment)
+            steps.append(Step(index, was, now, moved))
     turns = [
         (index, before.outcome, after.outcome)
         for index, (before, after) in enumerate(pairwise(points), start=1)

@@ -7,16 +7,16 @@ standard output.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Final
 
 from weighin.predict.check import check
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS
+from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report.dataframe import series
 from weighin.report.markdown import plain, table_lines
@@ -59,7 +59,7 @@ that set each tensor by its name do not need this time; `streaming` needs it.
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    ready_ns: float
+    ready_ns: int
     words: tuple[str, ...]
 
 
@@ -77,7 +77,7 @@ def _section(results: Sequence[Result], floors: Mapping[str, int | None]) -> Ite
     if not measured:
         return
     cell = measured[0].cell
-    yield f"## {escaped(cell.model.title)}, {cell.cache} page cache\n"
+    yield f"## {escaped(cell.model.title)}, {captions.dimension('cache', measured[0].cache)}\n"
     rows = sorted(_rows(measured, floors), key=lambda row: row.ready_ns)
     yield from table_lines(HEADINGS, [row.words for row in rows], names=_NAMES)
     yield ""
@@ -92,7 +92,7 @@ def _rows(measured: Sequence[Result], floors: Mapping[str, int | None]) -> Itera
             for result in measured
             if result.cell.series == name and result.outcome is Outcome.OK
         ]
-        ready_ns = _median(good, METRICS["ready"].read)
+        ready_ns = middle(map(METRICS["ready"].read, good))
         if ready_ns is None:
             continue
         cell, model_bytes = good[0].cell, good[0].model_bytes
@@ -102,13 +102,13 @@ def _rows(measured: Sequence[Result], floors: Mapping[str, int | None]) -> Itera
             (
                 " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))]),
                 cell.format,
-                _size(_median(good, METRICS["peak_rss"].read)),
+                _size(middle(map(METRICS["peak_rss"].read, good))),
                 _size(floors.get(name)),
-                _time(_median(good, METRICS["load"].read)),
+                _time(middle(map(METRICS["load"].read, good))),
                 _time(ready_ns),
                 "-" if rate is None else f"{rate:.2f}",
-                _time(_median(good, _first_use_ns)),
-                _size(_median(good, _private_bytes)),
+                _time(middle(map(_first_use_ns, good))),
+                _size(middle(map(_private_bytes, good))),
             ),
         )
 
@@ -140,17 +140,12 @@ def _private_bytes(result: Result) -> int | None:
     return None if left is None or not result.baseline else left - result.baseline.anon_bytes
 
 
-def _median(good: Sequence[Result], read: Callable[[Result], int | None]) -> float | None:
-    values = [value for result in good if (value := read(result)) is not None]
-    return median(values) if values else None
+def _size(size: int | None) -> str:
+    return "-" if size is None else format_bytes(max(0, size))
 
 
-def _size(size: float | None) -> str:
-    return "-" if size is None else format_bytes(max(0, round(size)))
-
-
-def _time(duration_ns: float | None) -> str:
-    return "-" if duration_ns is None else format_seconds(round(duration_ns))
+def _time(duration_ns: int | None) -> str:
+    return "-" if duration_ns is None else format_seconds(duration_ns)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -71,7 +72,8 @@ def published() -> Published:
 def has_data(results: Sequence[Result]) -> bool:
     """Return whether at least one cell is one of the notebook's methods."""
     table = published()
-    return any(_is_notebooks(result, table) for result in results)
+    wanted = model(table.model)
+    return any(_is_notebooks(result, table, wanted) for result in results)
 
 
 def terminal_notebook(results: Sequence[Result]) -> RenderableType:
@@ -95,7 +97,8 @@ def html_notebook(results: Sequence[Result]) -> list[Drawable]:
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     table = published()
-    cells = {result.cell.strategy: result for result in results if _is_notebooks(result, table)}
+    wanted = model(table.model)
+    cells = {one.cell.strategy: one for one in results if _is_notebooks(one, table, wanted)}
     return [(method, _measured(method, cells.get(method.strategy))) for method in table.methods]
 
 
@@ -133,8 +136,8 @@ def differences(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
         yield method.method, f"GPU: {gpu}. Host: {method.host_why}."
 
 
-def _is_notebooks(result: Result, table: Published) -> bool:
-    cell, wanted = result.cell, model(table.model)
+def _is_notebooks(result: Result, table: Published, wanted: ModelSpec) -> bool:
+    cell = result.cell
     return (
         (cell.model.builder, cell.model.kwargs) == (wanted.builder, wanted.kwargs)
         and cell.device.startswith("cuda")

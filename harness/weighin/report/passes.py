@@ -1,7 +1,6 @@
 """Tabulate the forward passes after a load: the time and the major faults of each pass."""
 
 from collections.abc import Sequence
-from statistics import median_low
 from typing import Final
 
 from rich import box
@@ -10,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Phase, Result
+from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import known, series, varying
@@ -73,15 +73,16 @@ def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """
     frame = series(results)
     extra = varying(frame)
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if _passes(result):
+            groups.setdefault(result.cell.series, []).append(result)
     rows = []
     for _, row in frame.iterrows():
-        repeats = [
-            result for result in results if result.cell.series == row["group"] and _passes(result)
-        ]
-        if not repeats:
+        if (repeats := groups.get(row["group"])) is None:
             continue
-        middle = median_low(_spent_ns(repeat) for repeat in repeats)
-        chosen = next(repeat for repeat in repeats if _spent_ns(repeat) == middle)
+        typical_ns = middle(map(_spent_ns, repeats))
+        chosen = next(repeat for repeat in repeats if _spent_ns(repeat) == typical_ns)
         words = [
             captions.size(known(row[n])) if n == "ram_limit_bytes" else str(row[n]) for n in extra
         ]

@@ -1,7 +1,6 @@
 """Tabulate the memory of cells of several ranks, and draw it over the number of ranks."""
 
 from collections.abc import Sequence
-from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from weighin.record import Result
 from weighin.records.rank_growth import RankSeries, over_ranks, sum_of_peaks, unreclaimable
+from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -147,13 +147,13 @@ def _label(each: RankSeries, measured: Sequence[RankSeries]) -> str:
 
 
 def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:
-    known = [size for size in sizes if size is not None]
-    return f"{median_low(known) / model_bytes:.2f}" if known and model_bytes else "-"
+    size = middle(sizes)
+    return f"{size / model_bytes:.2f}" if size is not None and model_bytes else "-"
 
 
 def _gib(sizes: Sequence[int | None]) -> str:
-    known = [size for size in sizes if size is not None]
-    return f"{median_low(known) / GIB:.3f}" if known else "-"
+    size = middle(sizes)
+    return "-" if size is None else f"{size / GIB:.3f}"
 
 
 def _caption(results: Sequence[Result]) -> str:

@@ -21,6 +21,7 @@ _WORDS: Final = {
 }
 _ENDINGS: Final = {
     Outcome.OOM_KILLED: "Killed by the kernel for lack of memory",
+    Outcome.CHILD_KILLED: "Lost a process for lack of memory",
     Outcome.CUDA_OOM: "Ran out of GPU memory",
     Outcome.TIMEOUT: "Timed out",
     Outcome.STRATEGY_FAILED: "Failed with an error",

@@ -9,8 +9,9 @@ from typing import Final
 import pandas as pd
 
 from weighin.record import Outcome, Result
+from weighin.records.repeats import latest
 from weighin.report import captions, style
-from weighin.report.dataframe import cells, possible, rank_samples, samples
+from weighin.report.dataframe import possible, rank_samples, samples
 from weighin.units import GIB
 
 # Outcomes that end a cell early; a timeline marks the time of the end.
@@ -46,9 +47,9 @@ class Track:
 
 def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Track]:
     """Return the first repeat of each series of ``frame``, with its samples."""
-    table = cells(results)
-    last = {result.cell.id: result for result in results}
-    first = dict(zip(reversed(table["group"].tolist()), reversed(list(last.values())), strict=True))
+    first: dict[str, Result] = {}
+    for result in latest(results):
+        first.setdefault(result.cell.series, result)
     labels = style.row_labels(frame)
     scene = [name for name in style.SCENE if frame[name].nunique(dropna=False) > 1]
     tracks = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
-from weighin.records import run_folder
+from weighin.records.run_folder import Records
 from weighin.report import exports, html_page, peaks_plot, sections, style, tables, timeline
 from weighin.report.document import write_markdown
 
@@ -33,13 +33,12 @@ class _Run:
     missing: int | None
 
 
-def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
+def write(run: Path, records: Records, formats: Iterable[str] = DEFAULT) -> list[Path]:
     """Write the report of a run into its folder, and return the paths as ``write_report`` does."""
     wanted = tuple(dict.fromkeys(formats))
     for name in wanted:
         if name not in FORMATS:
             raise UnknownName("format", name, FORMATS)
-    records = run_folder.read_whole(run)
     material = _Run(run, records.results, records.warnings, wanted, records.missing)
     paths = []
     for name in wanted:

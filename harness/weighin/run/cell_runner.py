@@ -15,12 +15,14 @@ from weighin.isolation.base import Isolation, Running
 from weighin.probes import page_cache
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, write_samples
-from weighin.record import Result, Sample
+from weighin.record import Outcome, Result, Sample
 from weighin.records import run_folder, sources
 from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady
 from weighin.run.supervisor import Watch
 from weighin.units import format_bytes
+
+_NAMED = 3  # the most changed files that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Setting:
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``rank_samples`` are the samples of each rank by its number. ``trouble`` is an error after the
+    ``rank_samples`` are the samples of each rank by its number. ``changed`` are the files of the
+    checkpoint that changed while the cell ran. ``trouble`` is an error after the
     measurement, such as a worker that cannot be removed. The run records the result and then stops
     with ``trouble``.
     """
@@ -48,6 +51,7 @@ class CellMeasurement:
     samples: Sequence[Sample] = ()
     trace: Trace | None = None
     rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
+    changed: tuple[Path, ...] = ()
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
@@ -59,9 +63,10 @@ class CellMeasurement:
         if self.result.samples_path:
             path = run / self.result.samples_path
             _write_beside(path, partial(write_samples, path, list(self.samples)))
-        for rank, samples in self.rank_samples.items():
-            if name := self.result.ranks[rank].samples_path:
-                _write_beside(run / name, partial(write_samples, run / name, list(samples)))
+        for number, rank in enumerate(self.result.ranks):
+            if name := rank.samples_path:
+                samples = list(self.rank_samples[number])
+                _write_beside(run / name, partial(write_samples, run / name, samples))
         if self.result.trace_path and self.trace:
             path = run / self.result.trace_path
             _write_beside(path, partial(write_trace, path, self.trace))
@@ -89,6 +94,7 @@ def take(
     sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
+    states = {file: _state(file) for file in files}
     size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
     # Memory that the worker needs before its baseline: a save's model, a warm load's page cache.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
@@ -111,7 +117,13 @@ def take(
                 running.close()
                 raise
             trouble = _close(running)
+    changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
+    if watch.escape:
+        why = f"the worker {watch.escape}, so neither its figures nor its limit hold"
+        result = _void(result, Outcome.STRATEGY_FAILED, why)
+    if changed:
+        result = _of_a_changed_checkpoint(result, changed, read_only=running.read_only)
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
     if trace := watch.event_log.trace:
@@ -136,7 +148,35 @@ def take(
             for number, rank in enumerate(result.ranks)
         ),
     )
-    return CellMeasurement(result, watch.samples, trace, watch.rank_samples, trouble)
+    return CellMeasurement(result, watch.samples, trace, watch.rank_samples, changed, trouble)
+
+
+def _state(file: Path) -> tuple[int, int, int, int] | None:
+    """Return what changes when a file is written to or replaced; None if it is missing."""
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
+def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_only: bool) -> Result:
+    """Return the result of a cell whose checkpoint changed: no figure and no check of it counts.
+
+    The strategy changed the checkpoint, unless it sees the files through read-only mounts.
+    """
+    files = ", ".join(file.name for file in changed[:_NAMED]) + ", ..." * (len(changed) > _NAMED)
+    if read_only:
+        outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
+    else:
+        outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
+    return _void(result, outcome, f"{who} changed the checkpoint's files during the cell: {files}")
+
+
+def _void(result: Result, outcome: Outcome, why: str) -> Result:
+    """Return a result with another outcome; its message names the outcome until now as well."""
+    end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
+    return replace(result, outcome=outcome, message=f"{why}; {end}")
 
 
 def _close(running: Running) -> HarnessError | None:

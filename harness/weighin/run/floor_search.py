@@ -53,14 +53,15 @@ def start(request: Request) -> tuple[Search, str]:
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
     """
-    assert request.within is not None
-    if not 0 < request.within <= COARSEST:
+    within = request.settings.within
+    assert within is not None
+    if not 0 < within <= COARSEST:
         raise ConfigError(
-            f"--within {request.within * 100:g}% is not between 0% and {COARSEST:.0%}",
+            f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
             "write a share of the floor, such as --within 1%",
         )
     run, note = bench.start(request)
-    return Search(run, request.within), note
+    return Search(run, within), note
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Search:
@@ -71,13 +72,13 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
         ConfigError: a strategy of the plan is missing, or the plan names foreign code and
             ``trusted`` is False.
     """
-    run, settings = bench.restore(folder, trusted=trusted)
-    if "within" not in settings:
+    run = bench.restore(folder, trusted=trusted)
+    if (within := run.settings.within) is None:
         raise RecordError(
             f"{folder} is not a search for floors",
             f"resume it: weighin bench --resume {quote(str(folder))}",
         )
-    return Search(run, settings["within"])
+    return Search(run, within)
 
 
 def said(planned: Planned, results: Sequence[Result]) -> str:

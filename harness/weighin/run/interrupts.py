@@ -1,4 +1,4 @@
-"""Turn Ctrl-C and SIGTERM into one ``Interrupted`` exception, raised only between complete steps.
+"""Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between complete steps.
 
 Signal handlers exist once per process, and so does this module's state.
 """
@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from weighin.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A command was stopped outside of a run.
+
+    A plain KeyboardInterrupt that leaves an ``exec``, as dataclasses use it, makes Python end by SIGINT,
+    although it is caught.
+    """
 
 
 @dataclass(slots=True)
@@ -18,21 +26,31 @@ class _State:
     wanted: bool = False
     raised: bool = False
     put_off: bool = False
+    error: type[BaseException] | None = None  # None outside of ``stoppable``
 
 
 _state = _State()
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise ``Interrupted`` in this block on the first signal; ignore later signals in clean-up."""
-    before = {each: signal.signal(each, _take) for each in _SIGNALS}
+def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
+    """Raise ``error`` in this block on the first signal; ignore later signals in clean-up.
+
+    Blocks may be nested. A SIGHUP that this process ignores, as under nohup, stays ignored.
+    """
+    outer, _state.error = _state.error, error
+    before = {each: signal.getsignal(each) for each in _SIGNALS}
+    for each, handler in before.items():
+        if each != signal.SIGHUP or handler != signal.SIG_IGN:
+            signal.signal(each, _take)
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        _state.wanted = _state.raised = _state.put_off = False
+        _state.error = outer
+        if outer is None:
+            _state.wanted = _state.raised = _state.put_off = False
 
 
 @contextmanager
@@ -59,7 +77,7 @@ def allowed() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ``Interrupted`` if a signal arrived, even if other code caught an earlier exception."""
+    """Raise the exception if a signal arrived, even if other code caught an earlier exception."""
     if _state.wanted:
         _stop()
 
@@ -72,4 +90,4 @@ def _take(*_: object) -> None:
 
 def _stop() -> None:
     _state.raised = True
-    raise Interrupted("stopped; nothing is left running")
+    raise (_state.error or Interrupted)("stopped; nothing is left running")

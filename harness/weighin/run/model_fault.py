@@ -1,14 +1,12 @@
 """Tell whether a failed forward pass is the fault of the model, and not of the load before it."""
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from signal import SIGKILL, Signals
 
+from weighin import child_process
 from weighin.cell import Job
-from weighin.checkpoint.subprocess_client import environment
 from weighin.exit_codes import BROKEN
 from weighin.formats.selection import Selection
 from weighin.protocol import encode_job
@@ -26,21 +24,19 @@ def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
 
     None means that nobody can say, because the reference load failed or the kernel killed it.
     """
-    command = [sys.executable, "-m", "weighin.worker.reference", *selection.options]
+    question = {"checkpoint": str(checkpoint), "selection": asdict(selection)}
     try:
-        asked = subprocess.run(
-            [*command, "--", str(checkpoint)],
-            input=encode_job(job),
-            capture_output=True,
-            env=environment(job.python_path),
-            timeout=job.timeout_s,
-            check=False,
+        asked = child_process.ask(
+            child_process.module("weighin.worker.reference"),
+            child_process.environment(job.python_path),
+            encode_job(job) + json.dumps(question).encode() + b"\n",
+            job.timeout_s,
         )
-    except subprocess.TimeoutExpired:
+    except TimeoutError:
         return None
-    if asked.returncode < 0 and asked.returncode != -SIGKILL:
-        return f"it ends with {Signals(-asked.returncode).name}"
-    return str(json.loads(asked.stdout)["failure"]) if asked.returncode == 0 else None
+    if asked.code < 0 and asked.code != -SIGKILL:
+        return f"it ends with {Signals(-asked.code).name}"
+    return str(asked.events[-1]["failure"]) if asked.code == 0 else None
 
 
 def blamed(result: Result, how: str) -> Result:

@@ -92,7 +92,7 @@ def judge(
     the worker, which starts the ranks.
     """
     if all(log.done for log in logs):
-        return Outcome.OK, ""
+        return (Outcome.CHILD_KILLED, lost(oom_kills)) if oom_kills else (Outcome.OK, "")
     number = culprit(logs, ends, oom_kills)
     log, last = logs[number], ends.get(number, ended)
     if ends:
@@ -106,6 +106,12 @@ def judge(
         return outcome, f"rank {number}: {message}"
     killed = [rank for rank, end in ends.items() if end.signal == signal.SIGKILL]
     return outcome, f"{_named(killed or [number])}: {message}"
+
+
+def lost(oom_kills: int) -> str:
+    """Return how many processes of the cell the kernel killed, in words."""
+    killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
+    return f"the kernel killed {killed} of this cell for lack of memory"
 
 
 def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:

@@ -23,12 +23,12 @@ from weighin.formats import quantised
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import code_of
 from weighin.formats.pretrained_library import library_of
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
-from weighin.records.shard import Shard, parse
 from weighin.run import trust
 from weighin.run.runner import Run
+from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.suite import chosen_models, packages, registry
 from weighin.suite.config import Suite
@@ -38,28 +38,19 @@ from weighin.units import format_exact
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A suite, and the command-line options that are not part of a suite."""
+    """A suite, and the command-line options that are not part of a suite.
+
+    Attributes:
+        settings: what the options set; ``start`` adds what the suite and the models set.
+        folder: the folder of the new run; None for one with a name of its own.
+        choice: the weights and the class to load from a Hugging Face folder.
+    """
 
     suite: Suite
+    settings: RunSettings = field(default_factory=RunSettings)
     kwargs: dict[str, Any] = field(default_factory=dict)
-    checkpoint: Path | None = None
-    seed: int = 0
     folder: Path | None = None
-    base_image: str | None = None
-    mounts: tuple[Path, ...] = ()
-    """Files and folders that a container sees at the same path, read-only."""
-    within: float | None = None
-    """The largest step of a floor search, as a share of the floor; None for ``weighin bench``."""
-    selection: Selection = WHOLE
-    shard: Shard | None = None
-    engine: dict[str, Any] = field(default_factory=dict)
-    """The engine's name and settings; empty for cells that run one by one on this machine."""
     choice: FolderChoice = AS_SAVED
-    """The weights and the class to load from a Hugging Face folder."""
-
-    @property
-    def verb(self) -> str:
-        return "bench" if self.within is None else "floor"
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
@@ -70,12 +61,12 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
     """
-    suite = request.suite
+    suite, settings = request.suite, request.settings
     chosen = chosen_models.choose(
         suite,
         kwargs=request.kwargs,
-        checkpoint=request.checkpoint,
-        selection=request.selection,
+        checkpoint=settings.checkpoint,
+        selection=settings.selection,
         choice=request.choice,
     )
     models = chosen.specs
@@ -87,11 +78,11 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
-    limited = request.within is not None or any(limit is not None for limit in suite.ram)
+    limited = settings.within is not None or any(limit is not None for limit in suite.ram)
     isolation, note = site.choose(
         suite.isolation,
         limited=limited,
-        base_image=request.base_image,
+        base_image=settings.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
     note = "; ".join(filter(None, (note, *chosen.notes)))
@@ -122,50 +113,28 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
-    mounts = _existing((*request.mounts, *folders))
+    mounts = _existing((*map(Path, settings.mounts), *folders))
     folder = request.folder or Path("results") / _name(request, models)
-    _check_folder(folder, request.verb)
-    settings = {
-        "seed": request.seed,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        "key": chosen.selection.key,
-        "strip_prefix": chosen.selection.strip_prefix,
-        "timeout_s": suite.timeout_s,
-        "steady": suite.steady,
-        "trace": suite.trace,
-        "base_image": request.base_image,
-        "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
-        "python_path": list(chosen.python_path),
-        "mounts": list(mounts),
-    }
-    if request.within is not None:
-        settings["within"] = request.within
-    if request.engine:
-        settings["engine"] = request.engine
-    if request.shard:
-        settings["shard"] = str(request.shard)
-        if not request.shard.of(planned):
-            raise ConfigError(
-                f"--shard {request.shard}: the plan has only {len(planned)} cells",
-                f"divide it into {len(planned)} shards at most",
-            )
-    run_folder.write_plan(folder, [each.cell for each in planned], settings)
-    run = Run(
-        folder=folder,
-        planned=request.shard.of(planned) if request.shard else planned,
-        engine=request.engine,
-        isolation=isolation,
-        seed=request.seed,
+    _check_folder(folder, settings.verb)
+    settings = replace(
+        settings,
         checkpoint=checkpoint,
         selection=chosen.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,
-        python_path=chosen.python_path,
+        strategy_paths={info.name: str(info.path) for info, _ in strategies},
+        python_path=tuple(chosen.python_path),
         mounts=mounts,
-        is_new=True,
     )
-    return run, note
+    if settings.shard and not settings.shard.of(planned):
+        raise ConfigError(
+            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
+            f"divide it into {len(planned)} shards at most",
+        )
+    run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
+    cells = settings.shard.of(planned) if settings.shard else planned
+    return Run(folder, cells, isolation, settings, is_new=True), note
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
@@ -176,8 +145,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
         ConfigError: a strategy of the plan is missing, or the plan names foreign code and
             ``trusted`` is False.
     """
-    run, settings = restore(folder, trusted=trusted)
-    if "within" in settings:
+    run = restore(folder, trusted=trusted)
+    if run.settings.within is not None:
         raise RecordError(
             f"{folder} is a search for floors",
             f"resume it: weighin floor --resume {quote(str(folder))}",
@@ -185,61 +154,44 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     return run
 
 
-def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
-    """Return a run that was planned before, and its settings; raise errors as ``resume`` does."""
-    planned = run_folder.read_plan(folder)
-    if not planned.cells:
+def restore(folder: Path, *, trusted: bool = False) -> Run:
+    """Return a run that was planned before; raise errors as ``resume`` does."""
+    found = run_folder.read_plan(folder)
+    if not found.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")
-    settings = planned.settings
-    try:
-        if not trusted:
-            verb = "floor" if "within" in settings else "bench"
-            trust.check(
-                trust.foreign(
-                    planned.cells,
-                    settings["strategy_paths"],
-                    settings["base_image"],
-                    python_path=settings.get("python_path", ()),
-                    mounts=settings.get("mounts", ()),
-                ),
-                place=folder / run_folder.PLAN,
-                again=f"weighin {verb} --resume {quote(str(folder))}",
-            )
-        infos = {
-            name: registry.read_strategy(Path(path), planned.cells[0].operation)
-            for name, path in settings["strategy_paths"].items()
-        }
-        cells: Sequence[Planned] = [
-            Planned.of(cell, infos[cell.strategy]) for cell in planned.cells
-        ]
-        _check_any_runs(cells)
-        if "shard" in settings:
-            cells = parse(settings["shard"]).of(cells)
-        checkpoint = settings["checkpoint"]
-        run = Run(
-            folder=folder,
-            planned=cells,
-            isolation=select.named(
-                planned.cells[0].isolation,
-                settings["base_image"],
-                _installed(infos.values(), [each.cell.model for each in cells]),
+    settings = RunSettings.from_json(found.settings)
+    if not trusted:
+        trust.check(
+            trust.foreign(
+                found.cells,
+                settings.strategy_paths,
+                settings.base_image,
+                python_path=settings.python_path,
+                mounts=settings.mounts,
             ),
-            seed=settings["seed"],
-            checkpoint=Path(checkpoint) if checkpoint else None,
-            selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
-            timeout_s=settings["timeout_s"],
-            steady=settings["steady"],
-            trace=settings.get("trace", False),  # missing in plans of 0.1
-            python_path=tuple(settings.get("python_path", [str(Path.cwd())])),  # since 0.3
-            mounts=tuple(settings.get("mounts", ())),
-            engine=settings.get("engine", {}),
+            place=folder / run_folder.PLAN,
+            again=f"weighin {settings.verb} --resume {quote(str(folder))}",
         )
+    infos = {
+        name: registry.read_strategy(Path(path), found.cells[0].operation)
+        for name, path in settings.strategy_paths.items()
+    }
+    try:
+        cells: Sequence[Planned] = [Planned.of(cell, infos[cell.strategy]) for cell in found.cells]
     except KeyError as error:
         raise RecordError(
-            f"{folder / run_folder.PLAN} lacks the setting {error}",
+            f"{folder / run_folder.PLAN} lacks the path of the strategy {error}",
             "start a new run: this one cannot be resumed",
         ) from None
-    return run, settings
+    _check_any_runs(cells)
+    if settings.shard:
+        cells = settings.shard.of(cells)
+    isolation = select.named(
+        found.cells[0].isolation,
+        settings.base_image,
+        _installed(infos.values(), [each.cell.model for each in cells]),
+    )
+    return Run(folder, cells, isolation, settings)
 
 
 @contextmanager
@@ -247,7 +199,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
     paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
-    if trust.foreign([each.cell for each in task.planned], paths, mounts=task.mounts):
+    if trust.foreign([each.cell for each in task.planned], paths, mounts=task.settings.mounts):
         again += " --trust"
     try:
         yield
@@ -371,7 +323,9 @@ def _name(request: Request, models: Iterable[ModelSpec]) -> str:
     limits = [limit for limit in request.suite.ram if limit is not None]
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *map(_label, models)]
     words += ["saving"] if request.suite.operation == "save" else []
-    words += [format_exact(limit) for limit in limits] if request.within is None else ["floor"]
+    words += (
+        [format_exact(limit) for limit in limits] if request.settings.within is None else ["floor"]
+    )
     return "-".join(words)
 
 

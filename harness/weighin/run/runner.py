@@ -11,17 +11,21 @@ from typing import Any
 from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
-from weighin.errors import ConfigError, FormatLimit, HarnessError
-from weighin.formats.selection import WHOLE, Selection
+from weighin.checkpoint.entries import discard
+from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+from weighin.isolation import delegation
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
+from weighin.probes.cgroup import limits_around
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Memory, Outcome, Result
 from weighin.records import coverage, run_folder
 from weighin.run import interrupts, model_fault, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import CellMeasurement, Setting, take
+from weighin.run.events import checked
 from weighin.run.run_lock import only_run
+from weighin.run.settings import RunSettings
 from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
@@ -48,29 +52,19 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run to perform: its cells, the folder for their records, and the checkpoint.
+    """One run to perform: its cells, the folder for their records, and its settings.
 
-    ``python_path`` lists the folders of users' own modules, and ``mounts`` the further paths of
-    this machine that a container sees. If a run that ``is_new`` fails before its first record, its
-    folder is removed. ``patience_s`` is the longest time to wait for another run on this machine to
-    end. ``engine`` holds the engine's name and settings. If ``is_probed``, an earlier run with the
-    same limits has tested a worker on this machine, and this run does not repeat the test.
+    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s`` is
+    the longest time to wait for another run on this machine to end. If ``is_probed``, an earlier run
+    with the same limits has tested a worker on this machine, and this run does not repeat the test.
     """
 
     folder: Path
     planned: Sequence[Planned]
     isolation: Isolation
-    seed: int = 0
-    checkpoint: Path | None = None
-    selection: Selection = WHOLE
-    timeout_s: float = 600.0
-    steady: bool = False
-    trace: bool = False
-    python_path: tuple[str, ...] = ()
-    mounts: tuple[str, ...] = ()
+    settings: RunSettings = field(default_factory=RunSettings)
     is_new: bool = False
     patience_s: float = 0
-    engine: Mapping[str, Any] = field(default_factory=dict)
     is_probed: bool = False
 
 
@@ -153,10 +147,10 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
                     progress.starting(planned.cell)
                     measured = bench.measure(planned)
                 with interrupts.put_off():
-                    run_folder.append(task.folder, measured.result)
-                    results.append(measured.result)
-                    progress.finished(measured.result)
-                    measured.finish(task.folder)
+                    result = run_folder.append(task.folder, measured.result)
+                    results.append(result)
+                    progress.finished(result)
+                    replace(measured, result=result).finish(task.folder)
 
 
 def _chosen(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
@@ -195,10 +189,27 @@ class _Bench:
         setting = _with_packages(self.setting, planned)
         if planned.cell.operation == "load":
             measured = take(setting, job, files, model_bytes)
-            return replace(measured, result=self._blaming(measured.result, job))
-        with save_target.target(model_bytes) as folder:
-            measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
-            return replace(measured, result=save_target.with_warnings(measured.result, folder))
+            measured = replace(measured, result=self._blaming(measured.result, job))
+        else:
+            with save_target.target(model_bytes) as folder:
+                measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
+                result = save_target.with_warnings(measured.result, folder)
+            measured = replace(measured, result=result)
+        return self._restored(measured, key) if measured.changed else measured
+
+    def _restored(self, measured: CellMeasurement, key: tuple[str, str]) -> CellMeasurement:
+        """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
+        checkpoint = self.prepared[key]
+        if checkpoint.in_place:
+            cell = measured.result.cell
+            trouble = CheckpointError(
+                f"{checkpoint.path} changed while {cell.strategy} was measured",
+                "restore it from a copy, and do not let this strategy write to it",
+            )
+            return replace(measured, trouble=measured.trouble or trouble)
+        discard(checkpoint.manifest_path.parent, checkpoint.format)
+        self.prepared[key] = _ensure(self.task, measured.result.cell, key[1])
+        return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
         """Return the result; ok if only the model's own forward pass fails, after any load."""
@@ -207,14 +218,18 @@ class _Bench:
         cell = result.cell
         key = f"{cell.model.title} {cell.dtype} {cell.device}"
         if key not in self.model_faults:
-            checkpoint = self.task.checkpoint or Path(job.checkpoint)
-            self.model_faults[key] = model_fault.failure(job, checkpoint, self.task.selection)
+            checkpoint = self.task.settings.checkpoint or Path(job.checkpoint)
+            self.model_faults[key] = model_fault.failure(
+                job, checkpoint, self.task.settings.selection
+            )
         how = self.model_faults[key]
         return model_fault.blamed(result, how) if how else result
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     compile_code()
+    if task.isolation.name == "cgroup":
+        _check_limits_around(needed)
     prepared, refused = _prepare_checkpoints(task, needed, progress)
     needed = [each for each in needed if _checkpoint_key(task, each.cell) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
@@ -232,7 +247,7 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
         isolation=task.isolation,
         run=task.folder,
         environment=_environment(task.isolation),
-        steady=task.steady,
+        steady=task.settings.steady,
         on_phase=progress.phase,
     )
     return _Bench(task, setting, prepared, refused)
@@ -256,15 +271,7 @@ def _prepare_checkpoints(
         if each.skip or key in prepared or key in refused:
             continue
         try:
-            prepared[key] = cache.ensure(
-                each.cell.model,
-                key[1],
-                seed=task.seed,
-                checkpoint=task.checkpoint,
-                selection=task.selection,
-                progress=progress.preparing,
-                python_path=_python_path(task, each.cell),
-            )
+            prepared[key] = _ensure(task, each.cell, key[1], progress.preparing)
         except FormatLimit as error:
             refused[key] = error
             continue
@@ -275,18 +282,34 @@ def _prepare_checkpoints(
     return prepared, {key: error.message for key, error in refused.items()}
 
 
+def _ensure(
+    task: Run, cell: Cell, fmt: str, progress: cache.Report | None = None
+) -> cache.Prepared:
+    return cache.ensure(
+        cell.model,
+        fmt,
+        seed=task.settings.seed,
+        checkpoint=task.settings.checkpoint,
+        selection=task.settings.selection,
+        progress=progress,
+        python_path=_python_path(task, cell),
+    )
+
+
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned.cell)]
-    selects = planned.selection and task.checkpoint  # in the user's own file, not in a cached copy
+    selects = (
+        planned.selection and task.settings.checkpoint
+    )  # in the user's own file, not in a cached copy
     return Job(
         cell=planned.cell,
-        checkpoint=str(task.checkpoint if selects else checkpoint.path),
+        checkpoint=str(task.settings.checkpoint if selects else checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
         python_path=_python_path(task, planned.cell),
-        mounts=task.mounts,
-        timeout_s=task.timeout_s,
-        trace=task.trace,
+        mounts=task.settings.mounts,
+        timeout_s=task.settings.timeout_s,
+        trace=task.settings.trace,
     )
 
 
@@ -306,7 +329,7 @@ def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
 
     With an empty import path, no module of a user can hide a module of weighin.
     """
-    return () if user_code.is_ours(cell.model.builder) else task.python_path
+    return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:
@@ -320,7 +343,7 @@ def _probe(task: Run, job: Job) -> Memory:
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
     with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
         while line := _receive(running, deadline):
-            event = decode_event(line) or {"event": ""}
+            event = checked(decode_event(line) or {"event": ""}) or {"event": ""}
             if event["event"] == "baseline":
                 return Memory(**event["memory"])
             if event["event"] == "phase":
@@ -360,6 +383,19 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
             )
 
 
+def _check_limits_around(planned: Sequence[Planned]) -> None:
+    """Reject limits above that of a cgroup around the cells, because the kernel kills there first."""
+    root = delegation.groups_root()
+    limits = limits_around(root) if root else []
+    asked = max((each.cell.ram_limit_bytes or 0 for each in planned), default=0)
+    if limits and asked > limits[0][0]:
+        raise ConfigError(
+            f"--ram {format_exact(asked)} is more than the limit of the cgroup around the cells,"
+            f" {limits[0][1]} ({format_bytes(limits[0][0])})",
+            "give less, or raise that limit, for example the memory limit of the container",
+        )
+
+
 def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
     """Return the result of a cell that is not run, with the reason."""
     return Result(
@@ -387,9 +423,11 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
     """Return the title and format of the checkpoint that a cell reads.
 
-    A save builds its model from ``task.checkpoint`` in that checkpoint's own format, or without a
-    ``task.checkpoint`` from a generated pt checkpoint.
+    A save builds its model from ``task.settings.checkpoint`` in that checkpoint's own format, or without a
+    ``task.settings.checkpoint`` from a generated pt checkpoint.
     """
     if cell.operation == "load":
         return cell.model.title, cell.format
-    return cell.model.title, formats.detect(task.checkpoint).NAME if task.checkpoint else "pt"
+    return cell.model.title, formats.detect(
+        task.settings.checkpoint
+    ).NAME if task.settings.checkpoint else "pt"

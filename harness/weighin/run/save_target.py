@@ -1,13 +1,12 @@
 """Create a target folder on the cache's disk for each save, and remove it after the cell."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.errors import ConfigError
 from weighin.probes import page_cache
 from weighin.record import Result
@@ -31,20 +30,13 @@ def target(model_bytes: int) -> Iterator[Path]:
             f"a save needs {format_bytes(needed)} in {root}, but only {format_bytes(free)} are free",
             "put the cache on another disk: WEIGHIN_CACHE=/path weighin ...",
         )
-    folder = Path(tempfile.mkdtemp(dir=root))
-    try:
+    with staging.own_folder(root) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the target folders of killed runs; the caller must hold the run lock."""
-    removed = []
-    for folder in sorted(_root().glob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
-        removed.append(f"files of a save in {folder}")
-    return removed
+    """Remove the target folders of killed runs; return one line for each folder."""
+    return [f"files of a save in {folder}" for folder in staging.remove_orphans(_root())]
 
 
 def with_warnings(result: Result, folder: Path) -> Result:

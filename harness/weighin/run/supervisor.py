@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
-from weighin.probes.cgroup import read_machine_oom_kills
+from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer
 from weighin.probes.rank_samplers import RankSamplers
@@ -21,10 +22,13 @@ from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import EventLog
-from weighin.units import format_bytes
+from weighin.run.events import checked
+from weighin.units import MIB, format_bytes
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
+_FULL = 0.9  # of a limit: a kill at a smaller charge met another limit
+_NOTABLE_BYTES = 2 * MIB  # of other processes; a shell or a small tool takes less
 _GRACE_S = 10.0  # between the end of a worker's events and the worker's exit
 
 
@@ -33,6 +37,7 @@ class Watch:
 
     A worker of several ``ranks`` starts one process for each rank; each process has an event log.
     ``samples`` are those of all ranks together, ``rank_samples`` those of each rank by its number.
+    ``escape`` tells how the worker got out of its limit; it is empty if the worker did not.
     """
 
     def __init__(
@@ -58,10 +63,13 @@ class Watch:
         self._driver: DriverMemory | None = None
         self._at_baseline = self._at_end = Observation()
         self._at_ready: Observation | None = None
+        self.escape = ""
+        self._peak_at_kill: int | None = None
         self._oom_kills: int | None = None
+        self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
         self._observer: Observer | None = (
-            LocalObserver(running.pid, running.cgroup, interval_s)
+            LocalObserver(running.pid, running.cgroup, interval_s, is_alone=ranks == 1)
             if running.pid
             else running.observe_inside(interval_s)
         )
@@ -80,7 +88,7 @@ class Watch:
                 return
             if line is None:
                 return
-            if event := decode_event(line):
+            if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
                 self._take(event.pop("event"), event)
 
     def end(self) -> Exit:
@@ -95,8 +103,10 @@ class Watch:
                 ended = Exit(None, still_runs=True)
         self._at_end = self._observe()
         self._oom_kills = self._at_end.oom_kills
+        if self._running.cgroup:
+            self._limits = limits_around(self._running.cgroup.parent)
         if not self._is_ready:
-            self._raise_peak(self._at_end.peak_bytes)
+            self._raise_peak(self._peak_at_kill or self._at_end.peak_bytes)
         return ended
 
     def close(self) -> None:
@@ -127,12 +137,14 @@ class Watch:
                 self._running.channel.stderr_tail,
                 _grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
+        if outcome is Outcome.OOM_KILLED:
+            message += self._met_elsewhere(job.cell.ram_limit_bytes)
         return Result(
             schema=SCHEMA,
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if outcome is Outcome.OK else self._culprit.current,
+            last_phase=None if all(log.done for log in self._logs) else self._culprit.current,
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
@@ -150,6 +162,19 @@ class Watch:
             warnings=tuple(self._warnings(outcome, ended)),
             ranks=rank_logs.ranks(self._logs, self._ends),
         )
+
+    def _met_elsewhere(self, limit_bytes: int | None) -> str:
+        """Return which limit the kernel met if it was not the cell's own, else an empty string."""
+        peak = _largest((self._peak_bytes, self._at_end.peak_bytes))  # each phase resets the mark
+        if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
+            return ""
+        charge = f", at a charge of {format_bytes(peak)}"
+        if self._limits and self._limits[0][0] < (limit_bytes or math.inf):
+            limit, group = self._limits[0]
+            return f"{charge}: the limit of {group} is {format_bytes(limit)}"
+        if limit_bytes is None:
+            return ""
+        return f"{charge}: the machine, or a cgroup around the cell's that is not visible, was full"
 
     @property
     def _is_ready(self) -> bool:
@@ -312,24 +337,37 @@ class Watch:
                 "without a cgroup, memory that the ranks share cannot be counted once: the file-backed"
                 " memory is that of the rank with the most"
             )
+        number, private_bytes = self._observer.others if self._observer else (0, 0)
+        if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1:
+            started = f"{number} process{'es' * (number > 1)}"
+            warnings.append(
+                f"peak RSS and anonymous memory are the worker's alone: it started {started}, with"
+                f" {format_bytes(private_bytes)} of private memory in all (sampled)"
+            )
         if ended.still_runs:
             warnings.append(
                 "the worker was still running when this was recorded: SIGKILL did not end it"
             )
-        if self._oom_kills and outcome is not Outcome.OOM_KILLED:
-            killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
-            warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
+        if self._oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
+            warnings.append(rank_logs.lost(self._oom_kills))
         return warnings
 
     def _observe(self) -> Observation:
-        return self._observer.look() if self._observer else Observation()
+        seen = self._observer.look() if self._observer else Observation()
+        if self.event_log.baseline:  # a worker that has just started is not in its cgroup yet
+            self.escape = self.escape or seen.escape
+        return seen
 
     def _kill(self) -> None:
-        """Lift the limit and kill the worker; under a limit, a thrashing process exits slowly."""
-        if self._observer:
-            self._observer.raise_limit()
+        """Kill the worker, read the peak, and lift the limit so that a thrashing process can exit.
+
+        A process that was killed before its limit is lifted cannot raise the peak above the limit.
+        """
         if not (self._observer and self._observer.kill()):
             self._running.kill()
+        self._peak_at_kill = self._observe().peak_bytes
+        if self._observer:
+            self._observer.raise_limit()
 
 
 def _with_cuda(

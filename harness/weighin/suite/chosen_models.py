@@ -81,7 +81,9 @@ def choose(
             f"{options} select the weights in a checkpoint of your own",
             f"add {path}, or leave them out",
         )
-    python_path = user_code.import_path(suite.sources)
+    python_path: tuple[str, ...] = ()
+    if not all(user_code.is_ours(spec.builder) for spec in specs):  # a folder may hide any module
+        python_path = user_code.import_path(suite.sources)
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
@@ -89,7 +91,7 @@ def choose(
     notes: tuple[str, ...] = ()
     if own and any(map(is_folder, specs)):
         beside = adapters.note(folder_of(own))
-        notes = (*([beside] if beside else []), *registry.notes_on(own, choice))
+        notes = (*([beside] if beside else []), *registry.notes_on(own, choice, selection))
     dtype = _dtype(specs, suite.dtype)
     return ChosenModels(tuple(specs), own, selection, dtype, python_path, notes)
 

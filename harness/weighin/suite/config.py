@@ -286,7 +286,7 @@ class Suite(Strict):
         Field(min_length=1),
     ] = [1]
     """The numbers of processes that load the model at once, each number in cells of its own."""
-    repeats: int = Field(1, ge=1)
+    repeats: int = Field(1, ge=1, le=10_000)
     """How many times each cell is measured."""
     environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
         {}

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighin import formats
-from weighin.cell import SYNTHESISED, ModelSpec, Operation
+from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
+from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats import gguf, pretrained_folder, quantised, sniff, structure
 from weighin.formats.hub_cache import cached_snapshot
@@ -27,11 +28,11 @@ from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.models import gguf_spec
 from weighin.suite import user_code
+from weighin.text import printable
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
@@ -43,8 +44,7 @@ def data_folder(name: str) -> Path:
     The data folders lie beside the package in a checkout, and inside the package in an installed
     wheel.
     """
-    installed = _PACKAGE / "_data" / name
-    return installed if installed.is_dir() else _PACKAGE.parents[1] / name
+    return Path(CODE_PATH[1]) / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,11 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is not Python: {error}") from None
+    if not path.stem.isprintable():
+        raise ConfigError(
+            f"the name of the strategy {printable(str(path))} has characters that cannot be shown",
+            "rename the file",
+        )
     docstring = ast.get_docstring(tree)
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     if operation not in functions:
@@ -324,15 +329,17 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     return path
 
 
-def notes_on(checkpoint: Path, choice: FolderChoice = AS_SAVED) -> tuple[str, ...]:
+def notes_on(
+    checkpoint: Path, choice: FolderChoice = AS_SAVED, selection: Selection = WHOLE
+) -> tuple[str, ...]:
     """Return what a user may not expect of a checkpoint: its shards, and the class and parts of a folder.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    _, slices = formats.read(checkpoint)
+    _, slices = formats.read(checkpoint, selection)
     notes = list(getattr(slices, "notes", ()))
-    if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)):
+    if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
     if (
@@ -362,7 +369,8 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
 
     spec = read_model(known[name])
-    return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
+    others = {key: value for key, value in (kwargs or {}).items() if spec.kwargs.get(key) != value}
+    return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
 
 
 def suites() -> dict[str, Path]:

@@ -6,12 +6,14 @@ from typing import Any
 import yaml
 
 from weighin.errors import ConfigError
+from weighin.foreign import MIB, bounded, read_bytes
+from weighin.text import one_line
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; raise ConfigError with the file and the line."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = bounded(yaml.safe_load(read_bytes(path, MIB).decode()))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -21,6 +23,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: too many nested values") from None
+    except ValueError as error:  # a number or a date that Python does not accept, or a bound
+        raise ConfigError(f"{path}: {one_line(str(error))}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys to values")
     return content

@@ -11,6 +11,7 @@ from weighin.formats.pretrained_choice import FolderChoice
 from weighin.record import Result
 from weighin.run import request as bench
 from weighin.run import runner
+from weighin.run.settings import RunSettings
 from weighin.suite.config import check_suite
 
 PATIENCE_S = 600.0
@@ -60,7 +61,7 @@ def measure_load(
         request = bench.Request(
             suite=check_suite(suite),
             kwargs=kwargs or {},
-            checkpoint=Path(checkpoint) if checkpoint else None,
+            settings=RunSettings(checkpoint=Path(checkpoint) if checkpoint else None),
             choice=FolderChoice(variant, model_class, revision, trust_remote_code),
             folder=Path(folder) / "run",
         )

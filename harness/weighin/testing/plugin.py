@@ -115,9 +115,10 @@ class Weighin:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase, if the test has the marker ``limit_peak``."""
         from weighin.protocol import BODY_PLUGIN
+        from weighin.worker.phases import named_by_strategy
 
         body = self._config.pluginmanager.getplugin(BODY_PLUGIN)
-        return body.phase(name) if body else nullcontext()
+        return body.phase(named_by_strategy(name)) if body else nullcontext()
 
 
 def _say(config: pytest.Config, line: str) -> None:

@@ -1,0 +1,73 @@
+"""Sample the memory of the processes that a worker starts, which the worker's own figures lack."""
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, read_kernel
+from weighin.probes.process import read_private
+
+WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
+"""Environment variable that marks a worker and, by inheritance, all processes that it starts."""
+_INTERVAL_S: Final = 0.1
+_SHARE: Final = 0.05  # of the time: the kernel walks the address space of each process
+
+
+class OtherProcesses:
+    """The processes of a worker's cgroup, or without a cgroup, those with the worker's mark.
+
+    Attributes:
+        number: how many there were at once at most.
+        private_bytes: the most private memory that they held together: pages of no other process.
+    """
+
+    def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
+        self.number = self.private_bytes = 0
+        self._cgroup = cgroup
+        self._known: dict[int, bool] = {}
+        self._mark = None if cgroup else mark_of(pid)
+        self._not_others = {0, pid, os.getpid(), parent_of(pid)}  # the keeper of a container
+        self._due_s = 0.0
+
+    def sample(self) -> None:
+        """Look at the processes now, if the last look is long enough ago."""
+        start_s = time.monotonic()
+        if start_s < self._due_s:
+            return
+        sizes = []
+        for pid in self._pids():
+            try:
+                sizes.append(read_private(pid))
+            except OSError:  # it has ended
+                continue
+        self.number = max(self.number, len(sizes))
+        self.private_bytes = max(self.private_bytes, sum(sizes))
+        now_s = time.monotonic()
+        self._due_s = now_s + max(_INTERVAL_S, (now_s - start_s) / _SHARE)
+
+    def _pids(self) -> list[int]:
+        if self._cgroup:
+            try:
+                found = list(map(int, (self._cgroup.path / "cgroup.procs").read_text().split()))
+            except OSError:  # the group was removed
+                return []
+        elif self._mark:
+            self._known = {
+                pid: self._known[pid] if pid in self._known else mark_of(pid) == self._mark
+                for pid in all_pids()
+            }
+            found = [pid for pid, is_ours in self._known.items() if is_ours]
+        else:
+            return []
+        return [pid for pid in found if pid not in self._not_others]
+
+
+def mark_of(pid: int) -> str | None:
+    """Return the mark of a process; None if it has none, has ended, or is another user's."""
+    prefix = f"{WORKER_VARIABLE}="
+    try:
+        variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
+    except OSError:
+        return None
+    return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)

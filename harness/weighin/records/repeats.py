@@ -1,0 +1,32 @@
+"""Summarise the repeats of a cell: the one median, the one outcome text, the last record of a cell."""
+
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median_low
+from typing import TypeVar
+
+from weighin.record import Outcome, Result
+
+_Number = TypeVar("_Number", int, float)
+
+
+def middle(values: Iterable[_Number | None]) -> _Number | None:
+    """Return the median of the known values; None if there are none.
+
+    Of an even number of values it is the lower of the middle two: a figure that was measured.
+    """
+    known = [value for value in values if value is not None]
+    return median_low(known) if known else None
+
+
+def latest(results: Iterable[Result]) -> list[Result]:
+    """Return the last record of each cell, in the order of the cells' first records."""
+    return list({result.cell.id: result for result in results}.values())
+
+
+def outcome_of(outcomes: Iterable[Outcome]) -> str:
+    """Return the outcome of all repeats, or the count of each outcome: "ok 2, timeout 1"."""
+    counts = Counter(outcomes)
+    if len(counts) == 1:
+        return next(iter(counts)).value
+    return ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())

@@ -1,0 +1,76 @@
+"""Check the shape of a worker's events, because a strategy can write to the same descriptor."""
+
+from typing import Any, Final
+
+from pydantic import ConfigDict, TypeAdapter, create_model
+from pydantic_core import to_json
+
+from weighin.record import Memory, Outcome, Phase, Written
+from weighin.text import one_line
+
+_STRICT: Final = ConfigDict(strict=True, extra="forbid")
+_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "baseline": {"t_ns": int, "memory": Memory, "import_ns": int, "environment": dict[str, Any]},
+    "begin": {"name": str, "t_ns": int},
+    "cuda": {"points": list[tuple[int, int, int]]},
+    "note": {"text": str},
+    "trace": {
+        "requested_bytes": int,
+        "reserved_bytes": int,
+        "events": list[tuple[int, str, int]],
+    },
+    "loaded": {"load_ns": int},
+    "ready": {"t_ns": int, "touch_ns": int, "written": (Written, None)},
+    "failed": {"outcome": Outcome, "message": str, "summary": (str, "")},
+    "done": {"first_use_ns": int | None, "marks_ns": int},
+    "shared": {"pss_bytes": int | None},
+    "ended": {"code": int | None, "signal": int | None, "stderr_tail": str},
+}
+_LONGEST_TEXT: Final = 1000  # of a message, which may name an error and its place
+_MODEL: Final[Any] = create_model  # its typing refuses keywords from a dict
+_SHAPES: Final[dict[str, TypeAdapter[Any]]] = {"phase": TypeAdapter(Phase)} | {
+    kind: TypeAdapter(
+        _MODEL(
+            kind,
+            __config__=_STRICT,
+            **{n: each if isinstance(each, tuple) else (each, ...) for n, each in fields.items()},
+        )
+    )
+    for kind, fields in _FIELDS.items()
+}
+
+
+def checked(event: dict[str, Any], ranks: int = 1) -> dict[str, Any] | None:
+    """Return an event with clean names and texts; None if its fields are not those of its kind.
+
+    ``weighin.protocol`` lists the kinds and their fields.
+    """
+    fields = {name: value for name, value in event.items() if name not in ("event", "rank")}
+    kind, rank = event["event"], event.get("rank", 0)
+    if kind not in _SHAPES or type(rank) is not int or not 0 <= rank < ranks:
+        return None
+    try:
+        shape = _SHAPES[kind]
+        known = shape.dump_python(shape.validate_json(to_json(fields)), mode="json")
+    except ValueError:
+        return None
+    if not _covers(known, fields):
+        return None
+    texts = {
+        name: one_line(fields[name], _LONGEST_TEXT)
+        for name in ("name", "text", "message")
+        if name in fields
+    }
+    return event | texts
+
+
+def _covers(known: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Tell whether ``known`` has every key of ``given``, at every depth."""
+    return all(
+        key in known
+        and (
+            not (isinstance(value, dict) and isinstance(known[key], dict))
+            or _covers(known[key], value)
+        )
+        for key, value in given.items()
+    )

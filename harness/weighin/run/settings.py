@@ -1,0 +1,74 @@
+"""How a run measures its cells: one type from the command line to plan.json and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from weighin.formats.selection import WHOLE, Selection
+from weighin.records.shard import Shard, parse
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The settings that all cells of a run share: the ``settings`` of plan.json.
+
+    Attributes:
+        seed: of the weights of generated checkpoints.
+        checkpoint: the user's checkpoint; None for a generated one.
+        selection: the weights to load from the user's checkpoint.
+        timeout_s: the time after which a cell is stopped, in seconds.
+        steady: whether free memory is written before each load.
+        trace: whether every event of PyTorch's CUDA allocator is recorded.
+        base_image: the image that a cell's container is made from; None for the usual one.
+        strategy_paths: the file of each strategy, by its name.
+        python_path: the folders of users' own modules.
+        mounts: further paths of this machine that a container sees at the same place, read-only.
+        within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
+        engine: the engine's name and settings; empty for cells that run one by one on this machine.
+        shard: the part of the plan that this run measures; None for all of it.
+    """
+
+    seed: int = 0
+    checkpoint: Path | None = None
+    selection: Selection = WHOLE
+    timeout_s: float = 600.0
+    steady: bool = False
+    trace: bool = False
+    base_image: str | None = None
+    strategy_paths: Mapping[str, str] = field(default_factory=dict)
+    python_path: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    within: float | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    shard: Shard | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings for plan.json."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        selection = values.pop("selection")
+        values |= {"key": selection.key, "strip_prefix": selection.strip_prefix}
+        values |= {name: str(values[name]) for name in ("checkpoint", "shard") if values[name]}
+        optional = ("within", "engine", "shard")
+        return {name: one for name, one in values.items() if one or name not in optional}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """Return the settings of a plan.json."""
+        known = {one.name for one in fields(cls)}
+        values = {name: one for name, one in found.items() if name in known and one is not None}
+        for name, read in (
+            ("checkpoint", Path),
+            ("shard", parse),
+            ("python_path", tuple),
+            ("mounts", tuple),
+        ):
+            if name in values:
+                values[name] = read(values[name])
+        selection = Selection(found.get("key", ""), found.get("strip_prefix", ""))
+        return cls(selection=selection, **values)
+
+    @property
+    def verb(self) -> str:
+        """The verb of the command line that makes such a run: "bench" or "floor"."""
+        return "bench" if self.within is None else "floor"

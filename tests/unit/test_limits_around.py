@@ -1,0 +1,126 @@
+"""A limit above a cell's cgroup, such as that of a container, is seen, and named when it kills."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripts import JOB
+
+from weighin.isolation import cgroup, delegation
+from weighin.isolation.cgroup import CgroupRunning
+from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
+from weighin.record import Outcome, Result
+from weighin.run.supervisor import Watch
+from weighin.units import MIB
+
+pytestmark = pytest.mark.cgroup
+
+# What a container sees on cgroup v1: its own group as the root of the hierarchy.
+CONTAINER = """
+echo $BASHPID > $0/cgroup.procs
+exec unshare -C -m bash -c 'umount $0; mount -t cgroup -o memory none $0; exec "$@"' $1 "${@:2}"
+"""
+BENCH = ("bench", "gpt2-tiny", "--isolation", "cgroup", "--ram", "2g", "--out")
+TAKES = ("python3", "-c", "held = bytearray(200 << 20)")
+
+
+@pytest.fixture
+def around() -> Iterator[Path]:
+    """A cgroup with a limit of 64 MiB, in which further groups can be limited."""
+    root = delegation.groups_root()
+    assert root
+    group = root / f"weighin-test-{os.getpid()}"
+    group.mkdir()
+    cgroup.limit(group, 64 * MIB)
+    if (control := group / "cgroup.subtree_control").exists():
+        control.write_text("+memory")
+    yield group
+    cgroup._remove([group])
+
+
+def killed(around: Path, limit_bytes: int | None) -> Result:
+    """Return the result of a worker that takes 200 MiB in a group below ``around``."""
+    cell = around / "cell"
+    cell.mkdir()
+    if limit_bytes:
+        cgroup.limit(cell, limit_bytes)
+    running = CgroupRunning(TAKES, [cell])
+    watch = Watch(running, 0.005, lambda _: None)
+    try:
+        watch.follow(60)
+        ended = watch.end()
+    finally:
+        watch.close()
+        running.close()
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
+    return watch.result(job, ended)
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 160 * MIB, 48 * MIB])
+def test_a_kill_by_a_limit_above_the_cells_own_names_it(
+    around: Path, limit_bytes: int | None
+) -> None:
+    result = killed(around, limit_bytes)
+    said = "killed by the kernel for lack of memory before its first phase"
+    assert result.outcome is Outcome.OOM_KILLED
+    if limit_bytes == 48 * MIB:
+        assert result.message == said
+    else:
+        assert result.message.startswith(f"{said}, at a charge of 6")
+        assert result.message.endswith(f" MiB: the limit of {around} is 64.000 MiB")
+
+
+def test_the_smallest_limit_from_a_cell_to_the_root_is_the_first(around: Path) -> None:
+    (around / "cell").mkdir()
+    assert limits_around(around / "cell")[0] == (64 * MIB, around)
+    cgroup.limit(around / "cell", 32 * MIB)
+    assert limits_around(around / "cell")[:2] == [(32 * MIB, around / "cell"), (64 * MIB, around)]
+
+
+def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: Path) -> None:
+    version, mount = memory_hierarchy() or (0, Path())
+    if version != 1:
+        pytest.skip("this container is one of cgroup v1")
+    MemoryCgroup(around).raise_limit()
+    cgroup.limit(around, 640 * MIB)
+    command = (sys.executable, "-m", "weighin", *BENCH, str(tmp_path / "run"))
+    ended = subprocess.run(
+        ("bash", "-c", CONTAINER, str(around), str(mount), *command),
+        env=os.environ | {"WEIGHIN_LOCK": str(tmp_path / "lock")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(
+        f"error: --ram 2GiB is more than the limit of the cgroup around the cells, {mount} (640.000 MiB)\n"
+        "give less, or raise that limit, for example the memory limit of the container\n"
+    )
+    assert MemoryCgroup(around).read_oom_kills() == 0
+
+
+def test_root_on_v1_says_that_cells_leave_its_own_limit(around: Path) -> None:
+    if (memory_hierarchy() or (0,))[0] != 1:
+        pytest.skip("only root on cgroup v1 leaves its own group")
+    code = "from weighin.isolation.cgroup import CgroupIsolation; CgroupIsolation().prepare(print)"
+    ended = subprocess.run(
+        (
+            "bash",
+            "-c",
+            'echo $BASHPID > "$0/cgroup.procs"; exec "$@"',
+            str(around),
+            sys.executable,
+            "-c",
+            code,
+        ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == (
+        f"the cells run outside this process's cgroup {around}: its limit of 64.000 MiB does not hold for them\n"
+    )

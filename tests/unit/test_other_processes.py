@@ -1,0 +1,72 @@
+"""The memory of processes that a worker starts is seen, even if they leave its session."""
+
+import sys
+from pathlib import Path
+
+import leftovers
+import pytest
+from fakes import FakeRunning, Silent
+from scripts import DONE, watched
+
+from weighin.isolation import cgroup
+from weighin.isolation.cgroup import CgroupRunning
+from weighin.isolation.process import LocalRunning
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.other_processes import OtherProcesses
+from weighin.units import MIB
+
+CHILDREN = """
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            held = b"1" * (40 << 20)
+            print("held", flush=True)
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
+    command = (sys.executable, "-c", CHILDREN)
+    groups: list[Path] = cgroup._make_groups() if name == "cgroup" else []
+    running = CgroupRunning(command, groups) if groups else LocalRunning(command)
+    try:
+        assert running.pid
+        others = OtherProcesses(running.pid, MemoryCgroup(groups[0]) if groups else None)
+        assert [running.channel.receive(20), running.channel.receive(20)] == [b"held"] * 2
+
+        def sees_both() -> bool:
+            others.sample()
+            return others.number == 2
+
+        leftovers.wait_until(sees_both, "not both were seen")
+        assert 80 * MIB < others.private_bytes < 100 * MIB
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ((0, 0), ()),
+        ((1, MIB), ()),
+        (
+            (2, 200 * MIB),
+            (
+                "peak RSS and anonymous memory are the worker's alone: it started 2 processes, with"
+                " 200.000 MiB of private memory in all (sampled)",
+            ),
+        ),
+    ],
+)
+def test_a_cell_says_how_much_its_columns_lack(
+    others: tuple[int, int], said: tuple[str, ...]
+) -> None:
+    observer = Silent()
+    observer.others = others
+    assert watched(FakeRunning([*DONE], inside=observer)).warnings == said
