@@ -19,9 +19,9 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 TARGETS := help setup bench recommend floor peers report check man pages docs publish doctor test \
-           test-all test-fresh conformance test-vm test-versions model-types checkpoints zoo lint dist fuzz clean
+           test-all test-fresh test-nightly conformance test-vm test-versions model-types checkpoints faults zoo lint dist fuzz clean
 LOADING := bench recommend floor peers
-UNKNOWN := $(filter-out $(TARGETS) .venv/%,$(MAKECMDGOALS))
+UNKNOWN := $(filter-out $(TARGETS) .venv/% .venv-zoo/%,$(MAKECMDGOALS))
 ifneq ($(UNKNOWN),)
 $(error $(strip no target is called $(firstword $(UNKNOWN)); to load a model of that name: make \
 $(or $(firstword $(filter $(LOADING),$(MAKECMDGOALS))),bench) MODEL=$(firstword $(UNKNOWN)) \
@@ -74,7 +74,7 @@ doctor: .venv/ready  ## Try out what this machine can limit and measure
 test: .venv/ready-dev  ## Run the unit tests, on all processors: minutes
 	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
-test-all: test  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
+test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
 	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
@@ -86,14 +86,20 @@ test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgr
 test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debian 12, without root and Docker: a quarter of an hour
 	$(BIN)/pytest -m fresh --require fresh -rP tests/fresh $(ARGS)
 
+test-nightly: .venv/ready-dev  ## Test signals at random moments of five verbs, and all verbs in a hostile folder: minutes for each SIGNALS=1
+	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m nightly -rP tests/integration $(ARGS)
+
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
 
 checkpoints: .venv/ready-dev  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
 
-zoo: .venv/ready-dev  ## Test the loader and the strategies over torch's and torchvision's models
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
+faults: .venv/ready-dev  ## Try every fault with real commands, and print what came of it: half an hour
+	$(BIN)/python -W ignore tests/faults $(ARGS)
+
+zoo: .venv-zoo/ready  ## Test the loader and the strategies over torch's and torchvision's models
+	PYTHONPATH=.venv-zoo OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
 test-versions:  ## Test with other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
@@ -115,7 +121,7 @@ fuzz: .venv/ready-dev  ## Feed mutated checkpoints to the readers for SECONDS=60
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
 
 clean:  ## Remove all environments, and the caches of tools in this folder
-	rm -rf .venv .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
+	rm -rf .venv .venv-zoo .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made again when its inputs change, with pip's settings and its output. A mark is written last: a
@@ -126,6 +132,11 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 
 .venv/ready-dev: .venv/ready
 	@$(PYTHON) harness/set_up.py --dev
+	@touch $@
+
+# transformers imports torchvision if it is there, and its build may not fit torch's: it is no part of .venv.
+.venv-zoo/ready: .venv/ready-dev
+	$(BIN)/pip install --no-deps --upgrade --constraint constraints.txt --target .venv-zoo torchvision
 	@touch $@
 
 .PHONY: $(TARGETS)

@@ -1,0 +1,77 @@
+"""Try the faults, and print what came of each: ``make faults``.
+
+Examples:
+  python tests/faults --only "its checkpoint"
+  python tests/faults --jobs 2
+"""
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "harness")]
+
+from campaign import Campaign, Tried, missing  # noqa: E402
+from faults import every  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults with this text in their name or group")
+    options = parser.parse_args()
+    chosen = [one for one in every() if options.only in f"{one.group}: {one.name}"]
+    tried: list[Tried] = []
+    left_out: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-faults-") as name:
+        campaign = Campaign(Path(name))
+        (campaign.folder / "tmp").mkdir()
+        campaign.start()
+        for number, fault in enumerate(chosen, 1):
+            if lacks := missing(fault):
+                left_out[lacks] += 1
+                continue
+            one = campaign.tried(fault)
+            tried.append(one)
+            print(f"[{number}/{len(chosen)}] {row(one)}", flush=True)
+    wrong = sum(bool(one.wrong) for one in tried)
+    lost, left = sum(one.lost for one in tried), sum(len(one.left) for one in tried)
+    print(
+        f"{len(tried)} faults: {wrong} wrong outcomes, {lost} lost records, {left} left behind,"
+        f" {sum(one.traceback for one in tried)} tracebacks"
+    )
+    for reason, count in left_out.items():
+        print(f"left out: {count} faults: {reason}")
+    return int(not all(one.right for one in tried))
+
+
+def row(one: Tried) -> str:
+    """Return what was expected, what came, and why it is wrong."""
+    fault = one.fault
+    expected = [
+        f"exit {fault.code}",
+        *(f"{name} {kind[0]}" for name, kind in fault.outcomes.items()),
+    ]
+    faults = [
+        *one.wrong,
+        *([f"{one.lost} lost records"] if one.lost else []),
+        *(f"left: {each}" for each in one.left),
+        *(["a traceback"] if one.traceback else []),
+    ]
+    line = f"line {fault.line}" if fault.line else "-"
+    columns = [
+        fault.group,
+        fault.name,
+        line,
+        ", ".join(expected),
+        one.came,
+        "right" if one.right else "WRONG",
+    ]
+    return " | ".join(columns) + "".join(f"\n      {each}" for each in faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
