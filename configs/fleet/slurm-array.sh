@@ -1,20 +1,22 @@
 #!/bin/sh
 #SBATCH --job-name=weighin
-#SBATCH --array=1-8
 #SBATCH --nodes=1
 #SBATCH --exclusive
 #SBATCH --time=04:00:00
 #SBATCH --output=weighin-%a.log
 #
-# Measures one shard of a suite per job of a Slurm array, and needs no Ray:
-#   sbatch slurm-array.sh suite.yaml /shared/run
-# A job that is requeued resumes its shard. When all jobs have ended:
+# Measures one shard of a suite per job of a Slurm array, and needs no Ray. The last argument is the
+# number of shards:
+#   sbatch --array=1-8 slurm-array.sh suite.yaml /shared/run 8
+# A job that is requeued resumes its shard. To submit one shard again:
+#   sbatch --array=3 slurm-array.sh suite.yaml /shared/run 8
+# When all jobs have ended:
 #   weighin merge /shared/run/shard-* --out /shared/run/whole
 set -eu
 suite=$1
 folder=$2
+count=$3
 shard=$SLURM_ARRAY_TASK_ID
-count=${SLURM_ARRAY_TASK_COUNT:-8}
 run=$folder/shard-$shard
 
 mkdir -p "$folder"
