@@ -1,15 +1,15 @@
-"""Describe a measurement: one strategy loads (or saves) one model once, under given limits."""
+"""Describe a measurement: one strategy loads or saves one model once, or one command runs once."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from weighin.text import printable
 
-CacheState = Literal["cold", "warm"]
-Operation = Literal["load", "save"]
+CacheState = Literal["cold", "warm", "as found"]
+Operation = Literal["load", "save", "command"]
 
 _LONGEST_ARGUMENTS: Final = 64
 _KEPT_ARGUMENTS: Final = 48
@@ -63,6 +63,9 @@ class Cell(_Named):
     processes that load the model at once, all under the same limits. For a save, ``format`` is the
     format to write and ``device`` is the device that holds the model. ``environment`` holds the
     variables that are added to the parent's environment when the worker starts.
+
+    The cell of a ``command`` has the operation "command": ``strategy`` is its label, and there is
+    no model, dtype or format (``of_command``).
     """
 
     model: ModelSpec
@@ -81,6 +84,23 @@ class Cell(_Named):
     vram_limit_bytes: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of_command(cls, label: str, command: tuple[str, ...], isolation: str, **fields: Any) -> Self:
+        """Return the cell that runs a command; ``fields`` are further fields of the cell."""
+        return cls(
+            ModelSpec("", ""),
+            label,
+            isolation,
+            dtype="",
+            format="",
+            cache=fields.pop("cache", "as found"),
+            passes=0,
+            operation="command",
+            command=command,
+            **fields,
+        )
 
     @property
     def series(self) -> str:
@@ -99,6 +119,8 @@ class Cell(_Named):
             del fields["environment"]
         if self.ranks == 1:
             del fields["ranks"]
+        if not self.command:
+            del fields["command"]
         text = json.dumps(fields, sort_keys=True, default=str)
         object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")
         return self._series

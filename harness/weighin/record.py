@@ -49,6 +49,7 @@ class Outcome(StrEnum):
     WRONG_WEIGHTS = "wrong_weights"
     SKIPPED = "skipped"
     MEASUREMENT_FAILED = "measurement_failed"
+    COMMAND_FAILED = "command_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,110 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file that a process had open or mapped when its cell used most memory.
+
+    ``position_bytes`` is the place of the next read; None for a file that is only mapped.
+    """
+
+    path: str
+    size_bytes: int
+    position_bytes: int | None = None
+    mapped_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a command, from its first to its last sample.
+
+    ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are its proportional shares (PSS) when the
+    whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
+    the kernel's mark of the process at its last sample, which misses what came after it.
+    """
+
+    pid: int
+    parent_pid: int
+    command: str
+    start_ns: int
+    end_ns: int
+    highest_rss_bytes: int | None = None
+    anon_bytes: int | None = None
+    file_bytes: int | None = None
+    shmem_bytes: int | None = None
+    files: tuple[OpenFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One process that the kernel killed for lack of memory, as the kernel's log tells it.
+
+    ``limit_of`` is the cgroup whose limit was met: empty for the command's own, "machine" if the
+    whole machine was full, else the path of a cgroup around it.
+    """
+
+    pid: int
+    command: str
+    is_main: bool
+    limit_of: str = ""
+    anon_bytes: int | None = None
+    file_bytes: int | None = None
+    shmem_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A line of a command's output that matched ``--mark``."""
+
+    t_ns: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of one thread of a process while its command used ``usage_bytes``.
+
+    ``frames`` are "function (path/of/file.py:14)", the innermost first.
+    """
+
+    t_ns: int
+    pid: int
+    thread: str
+    usage_bytes: int
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Facts about a command that a load does not have.
+
+    Attributes:
+        pid: of the command's first process, in the parent's pid namespace.
+        peak_ns: the time of the sample with the most memory; None without samples.
+        needed_bytes: the most anonymous and shared memory: page cache can be given back. It is at
+            least this much if ``needed_is_sampled``, because a short peak falls between two samples.
+        signal: that ended the first process; None if it exited.
+        survived: whether the first process ended by itself although another one was killed.
+        ended: command lines of the processes that still ran at the end, and were ended.
+        cold: the paths whose page cache was dropped before the start.
+        frozen_ns: the time for which the command was stopped while its stacks were read.
+    """
+
+    pid: int
+    peak_ns: int | None = None
+    needed_bytes: int | None = None
+    needed_is_sampled: bool = True
+    signal: int | None = None
+    survived: bool = True
+    processes: tuple[Process, ...] = ()
+    kills: tuple[Kill, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    ended: tuple[str, ...] = ()
+    cold: tuple[str, ...] = ()
+    frozen_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The complete record of one cell: one line of ``records.jsonl``."""
 
@@ -216,6 +321,7 @@ class Result:
     sources_hash: str | None = None
     warnings: tuple[str, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    ran: Ran | None = None
 
     @property
     def above_import_bytes(self) -> int | None:
