@@ -28,7 +28,8 @@ from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
 from weighin.record import Outcome, Sample
 from weighin.records import run_folder
-from weighin.run.cell_runner import CellMeasurement, Setting, take
+from weighin.run.cell_runner import Setting, take
+from weighin.run.measurement import CellMeasurement
 from weighin.run.request import resumable
 from weighin.run.runner import Run
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weighin import child_process
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit
+from weighin.isolation.command import LocalCommand, Streams
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
@@ -41,6 +42,11 @@ class ProcessIsolation:
         running = LocalRunning(command, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running
+
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> LocalCommand:
+        return LocalCommand(
+            cell.command, folder=folder, environment=cell.environment, streams=streams
+        )
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the children of workers of dead runs; the workers ended with their parent."""
