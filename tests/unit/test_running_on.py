@@ -31,7 +31,7 @@ from weighin.records import run_folder
 from weighin.run.cell_runner import Setting, take
 from weighin.run.measurement import CellMeasurement
 from weighin.run.request import resumable
-from weighin.run.runner import Run
+from weighin.run.task import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)

@@ -19,7 +19,7 @@ from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import coverage, run_folder
 from weighin.run import interrupts
-from weighin.run.runner import Progress, Run, skipped
+from weighin.run.task import Progress, Run, skipped
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.text import one_line

@@ -18,7 +18,8 @@ from pathlib import Path
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
-from weighin.isolation.command import LocalCommand, Streams
+from weighin.isolation.base import Streams
+from weighin.isolation.command import LocalCommand
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
     MemoryCgroup,

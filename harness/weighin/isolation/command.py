@@ -1,31 +1,20 @@
 """Start any command in place of a worker: its streams, terminal and folder are its own."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
 from weighin.child_process import open_process
 from weighin.errors import ConfigError
-from weighin.isolation.base import Exit
+from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
 from weighin.pipes import ready
 
 _PAUSE_S = 0.02  # between two looks at a process, before Linux 5.3
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """Descriptors of the command's standard streams; None is that of this process."""
-
-    stdin: int | None = None
-    stdout: int | None = None
-    stderr: int | None = None
 
 
 class LocalCommand:

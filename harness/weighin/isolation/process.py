@@ -8,8 +8,8 @@ from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
-from weighin.isolation.base import Exit
-from weighin.isolation.command import LocalCommand, Streams
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.command import LocalCommand
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")

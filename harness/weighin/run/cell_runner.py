@@ -1,9 +1,9 @@
 """Measure one cell: drop the page cache, start a worker, supervise it, and build its Result."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,8 @@ from weighin.cell import Job
 from weighin.errors import HarnessError
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import page_cache
-from weighin.probes.allocator_trace import Trace, write_trace
-from weighin.probes.sampler import DEFAULT_INTERVAL_S, write_samples
-from weighin.record import Outcome, Result, Sample
+from weighin.probes.sampler import DEFAULT_INTERVAL_S
+from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady

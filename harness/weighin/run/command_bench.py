@@ -1,11 +1,9 @@
 """Measure the commands of a run, one after the other."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weighin.cell import Cell
 from weighin.errors import Interrupted
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
@@ -14,15 +12,7 @@ from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
 from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
-from weighin.run.runner import Progress, Run
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCommand:
-    """A cell that runs a command; ``skip`` is always empty, because nothing is known beforehand."""
-
-    cell: Cell
-    skip: str = ""
+from weighin.run.task import PlannedCommand, Progress, Run
 
 
 @dataclass(slots=True)

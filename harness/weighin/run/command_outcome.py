@@ -94,7 +94,9 @@ def _room(facts: Facts) -> str:
     limit, peak = facts.cell.ram_limit_bytes, facts.peak_bytes
     if limit is None or peak is None or peak >= limit:
         return ": the kernel counts no kill, so another process sent it"
-    return f": {format_bytes(limit - peak)} of its limit were never used, so another process sent it"
+    return (
+        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent it"
+    )
 
 
 def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:

@@ -12,13 +12,18 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError
-from weighin.isolation.base import Exit, Isolation, RunningCommand
-from weighin.isolation.command import Streams
+from weighin.isolation.base import Isolation, RunningCommand, Streams
 from weighin.probes import kernel_log, page_cache
-from weighin.probes.cgroup import MemoryCgroup, PeakMark, limits_around, read_machine_oom_kills
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    PeakMark,
+    limits_around,
+    pressure_file_of,
+    read_machine_oom_kills,
+)
 from weighin.probes.command_sampler import CommandSampler
 from weighin.probes.stacks import StackTaker
-from weighin.record import SCHEMA, Cost, Outcome, Peaks, Pressure, Ran, Result
+from weighin.record import SCHEMA, Cost, Peaks, Pressure, Ran, Result
 from weighin.records import run_folder
 from weighin.run import command_outcome
 from weighin.run.command_settings import CommandSettings
@@ -131,7 +136,7 @@ class _Watch:
     def begin(self, running: RunningCommand) -> None:
         self._running = running
         self._cgroup = (
-            MemoryCgroup(running.cgroup, running.pressure_path) if running.cgroup else None
+            MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
         )
         self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
@@ -184,7 +189,9 @@ class _Watch:
         by_peak = (
             None
             if self._peak_bytes is None
-            else max(0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0))
+            else max(
+                0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0)
+            )
         )
         needed = command_outcome.largest(sampled, by_peak)
         some_ns, full_ns = self._pressure

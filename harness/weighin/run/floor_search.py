@@ -13,7 +13,7 @@ from weighin.records.floor import COARSEST, bracket, results_of, searched, stopp
 from weighin.run import request as bench
 from weighin.run import runner
 from weighin.run.request import Request
-from weighin.run.runner import Progress, Run
+from weighin.run.task import Progress, Run
 from weighin.suite.matrix import Planned
 from weighin.units import format_bytes
 

@@ -23,7 +23,7 @@ from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
 from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
-from weighin.run.runner import Progress, Run, skipped
+from weighin.run.task import Progress, Run, skipped
 from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line

@@ -27,9 +27,9 @@ from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
 from weighin.run import trust
-from weighin.run.runner import Run
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.task import Run
 from weighin.suite import chosen_models, packages, registry
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan

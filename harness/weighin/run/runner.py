@@ -1,75 +1,24 @@
 """Run a plan: prepare the shared resources, measure each cell, and record it at once."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
-from weighin.cell import Cell
 from weighin.errors import HarnessError
-from weighin.isolation.base import Isolation
-from weighin.record import SCHEMA, Outcome, Result
+from weighin.record import Result
 from weighin.records import coverage, run_folder
 from weighin.run import interrupts
 from weighin.run.measurement import CellMeasurement
-from weighin.run.settings import RunSettings
+from weighin.run.task import Bench, Progress, Run, skipped
 
 if TYPE_CHECKING:
-    from weighin.run.command_bench import PlannedCommand
+    from weighin.run.task import PlannedCommand
     from weighin.suite.matrix import Planned
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Callbacks that report the progress of a run; each is called when its step begins or ends.
-
-    ``nodes`` gets the current step of each node, by the node's name, when a step of a fleet begins.
-    """
-
-    preparing: Callable[[str, float | None], None] = lambda _text, _share: None
-    building: Callable[[str], None] = lambda _: None
-    starting: Callable[[Cell], None] = lambda _: None
-    phase: Callable[[str], None] = lambda _: None
-    narrowed: Callable[[str], None] = lambda _: None
-    nodes: Callable[[Mapping[str, str]], None] = lambda _: None
-    finished: Callable[[Result], None] = lambda _: None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run to perform: its cells, the folder for their records, and its settings.
-
-    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s`` is
-    the longest time to wait for another run on this machine to end. If ``is_probed``, an earlier run
-    with the same limits has tested a worker on this machine, and this run does not repeat the test.
-    """
-
-    folder: Path
-    planned: "Sequence[Planned | PlannedCommand]"
-    isolation: Isolation
-    settings: RunSettings = field(default_factory=RunSettings)
-    is_new: bool = False
-    patience_s: float = 0
-    is_probed: bool = False
 
 
 Following = Callable[[Sequence[Result]], "Planned | PlannedCommand | None"]
 """A function that chooses the next cell from all results of the run so far; None ends the run."""
-
-
-class Bench(Protocol):
-    """The prepared resources that all cells of a run share, and the measurement of one cell."""
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The machine and the versions, for each record."""
-        ...
-
-    def measure(self, planned: Any) -> CellMeasurement:
-        """Measure one cell, and return what is to be recorded."""
-        ...
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
@@ -123,9 +72,7 @@ def _alone(task: Run, progress: Progress) -> AbstractContextManager[None]:
     return only_run(task.patience_s, lambda text: progress.preparing(text, None))
 
 
-def _set_up(
-    task: Run, needed: "Sequence[Planned | PlannedCommand]", progress: Progress
-) -> Bench:
+def _set_up(task: Run, needed: "Sequence[Planned | PlannedCommand]", progress: Progress) -> Bench:
     """Prepare what the cells of a run need; a run has loads and saves, or commands."""
     if task.settings.command:
         from weighin.run import command_bench
@@ -182,15 +129,3 @@ def _chosen(
 ) -> "Iterator[Planned | PlannedCommand]":
     while (planned := following(results)) is not None:
         yield planned
-
-
-def skipped(planned: "Planned | PlannedCommand", known_environment: dict[str, Any]) -> Result:
-    """Return the result of a cell that is not run, with the reason."""
-    return Result(
-        schema=SCHEMA,
-        cell=planned.cell,
-        outcome=Outcome.SKIPPED,
-        message=planned.skip,
-        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        environment=known_environment,
-    )
