@@ -73,6 +73,7 @@ class LocalRunning:
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
             | process_tree.environment(self._mark),
         )
+        process_tree.set_limit(self.channel.pid, self._mark)
         self.pid: int | None = self.channel.pid
         self.cgroup = cgroup
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
