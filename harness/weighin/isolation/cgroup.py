@@ -18,7 +18,7 @@ from pathlib import Path
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
-from weighin.isolation.base import Streams
+from weighin.isolation.base import RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
@@ -72,7 +72,7 @@ class CgroupIsolation:
         running.channel.send(encode_job(job))
         return running
 
-    def start_command(self, cell: Cell, folder: str, streams: Streams) -> "CgroupCommand":
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
         """Start a command that enters its limited group before its first instruction."""
         with _limited_groups(cell) as groups:
             return CgroupCommand(

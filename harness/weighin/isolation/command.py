@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ class LocalCommand:
         environment: Mapping[str, str],
         streams: Streams,
         groups: Sequence[Path] = (),
+        limit: int | None = None,
     ) -> None:
+        """Start the command; ``limit`` marks it and its descendants (``process_tree``)."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
@@ -46,7 +49,7 @@ class LocalCommand:
                     stdin=streams.stdin,
                     stdout=streams.stdout,
                     stderr=streams.stderr,
-                    preexec_fn=_entering(files),  # noqa: PLW1509 (it only writes and calls prctl)
+                    preexec_fn=_entering(files, limit),  # noqa: PLW1509 (it makes system calls only)
                 )
             except OSError as error:
                 raise ConfigError(
@@ -102,12 +105,15 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _entering(files: Sequence[int]) -> Callable[[], None]:
+def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
     """Return a function for the new process: it enters the groups, and ends with its parent."""
+    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 
     def enter() -> None:
         for file in files:
             os.write(file, b"0")  # 0 stands for the process that writes
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_RTTIME, (limit, hard))
         end_with_parent()
 
     return enter

@@ -8,8 +8,9 @@ from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
-from weighin.isolation.base import Exit, Streams
+from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
+from weighin.probes.other_processes import limit_of
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
@@ -43,10 +44,8 @@ class ProcessIsolation:
         running.channel.send(encode_job(job))
         return running
 
-    def start_command(self, cell: Cell, folder: str, streams: Streams) -> LocalCommand:
-        return LocalCommand(
-            cell.command, folder=folder, environment=cell.environment, streams=streams
-        )
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+        return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the children of workers of dead runs; the workers ended with their parent."""
@@ -54,6 +53,30 @@ class ProcessIsolation:
 
     def describe(self) -> dict[str, str]:
         return {}
+
+
+class ProcessCommand(LocalCommand):
+    """A command without a cgroup; all processes that it starts inherit its mark as a limit."""
+
+    def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
+        self._mark = process_tree.new_mark()
+        super().__init__(
+            cell.command,
+            folder=folder,
+            environment=cell.environment,
+            streams=streams,
+            limit=limit_of(self._mark),
+        )
+
+    def members(self) -> list[int]:
+        return process_tree.members(self._mark)
+
+    def kill(self) -> None:
+        process_tree.kill(self._mark)
+
+    def close(self) -> None:
+        super().close()
+        process_tree.end(self._mark)
 
 
 class LocalRunning:

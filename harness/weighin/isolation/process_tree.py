@@ -39,15 +39,24 @@ def set_limit(pid: int, mark: str) -> None:
         resource.prlimit(pid, resource.RLIMIT_RTTIME, (limit_of(mark), hard))
 
 
+def members(mark: str) -> list[int]:
+    """Return all processes with this mark."""
+    return [pid for pid in all_pids() if has_mark(pid, mark)]
+
+
+def kill(mark: str) -> list[int]:
+    """Send SIGKILL to all processes with this mark, and return them."""
+    found = members(mark)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return found
+
+
 def end(mark: str) -> None:
     """Kill all processes with this mark; return when they have ended, or after 10 s."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (members := [pid for pid in all_pids() if has_mark(pid, mark)]) and (
-        time.monotonic() < deadline
-    ):
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while kill(mark) and time.monotonic() < deadline:
         time.sleep(0.005)  # a killed process takes a moment to end, and may just have forked
 
 

@@ -48,13 +48,17 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
         return Outcome.TIMEOUT, f"still running after {facts.timeout_s:g} s"
     if facts.oom_kills is None and facts.machine_oom_kills and ended.signal == signal.SIGKILL:
         return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
+    return (Outcome.COMMAND_FAILED, how) if (how := _failure(facts)) else (Outcome.OK, "")
+
+
+def _failure(facts: Facts) -> str:
+    """Return how a command failed by itself or by a signal; empty if it succeeded."""
+    ended = facts.ended
     if ended.signal == signal.SIGKILL:
-        return Outcome.COMMAND_FAILED, f"killed by SIGKILL, not for lack of memory{_room(facts)}"
+        return f"killed by SIGKILL, not for lack of memory{_room(facts)}"
     if ended.signal:
-        return Outcome.COMMAND_FAILED, f"ended by {signal_name(ended.signal)}"
-    if ended.code:
-        return Outcome.COMMAND_FAILED, f"exit code {ended.code}"
-    return Outcome.OK, ""
+        return f"ended by {signal_name(ended.signal)}"
+    return f"exit code {ended.code}" if ended.code else ""
 
 
 def _killed(facts: Facts) -> str:

@@ -153,9 +153,7 @@ class _Watch:
             self._in_time = False
             running.kill()
             running.wait(_PATIENCE_S)
-        # The page cache stays in the group after the process, its anonymous memory does not.
         self._peak_bytes = self._mark.read() if self._mark else None
-        self._file_bytes = self._cgroup.read_file_cache() if self._cgroup else None
         self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
         self._refaults = self._cgroup.read_refaults() if self._cgroup else None
         self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
@@ -163,6 +161,7 @@ class _Watch:
             self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
         self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
         self._exit = running.reap()
+        # Its last sample sees all page cache, which stays in the group after the process.
         self.samples = self._sampler.stop()
         if self._mark:
             self._mark.close()
@@ -184,8 +183,7 @@ class _Watch:
             limits=self._limits,
         )
         outcome, message = command_outcome.judge(facts)
-        largest_file = command_outcome.largest(sampler.largest_file_bytes, self._file_bytes)
-        sampled = sampler.largest_anon_and_shmem_bytes
+        largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
         by_peak = (
             None
             if self._peak_bytes is None

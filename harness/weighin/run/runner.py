@@ -10,14 +10,13 @@ from weighin.record import Result
 from weighin.records import coverage, run_folder
 from weighin.run import interrupts
 from weighin.run.measurement import CellMeasurement
-from weighin.run.task import Bench, Progress, Run, skipped
+from weighin.run.task import AnyPlanned, Bench, Progress, Run, skipped
 
 if TYPE_CHECKING:
-    from weighin.run.task import PlannedCommand
     from weighin.suite.matrix import Planned
 
 
-Following = Callable[[Sequence[Result]], "Planned | PlannedCommand | None"]
+Following = Callable[[Sequence[Result]], AnyPlanned | None]
 """A function that chooses the next cell from all results of the run so far; None ends the run."""
 
 
@@ -72,7 +71,7 @@ def _alone(task: Run, progress: Progress) -> AbstractContextManager[None]:
     return only_run(task.patience_s, lambda text: progress.preparing(text, None))
 
 
-def _set_up(task: Run, needed: "Sequence[Planned | PlannedCommand]", progress: Progress) -> Bench:
+def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
     """Prepare what the cells of a run need; a run has loads and saves, or commands."""
     if task.settings.command:
         from weighin.run import command_bench
@@ -124,8 +123,6 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
                     replace(measured, result=result).finish(task.folder)
 
 
-def _chosen(
-    following: Following, results: Sequence[Result]
-) -> "Iterator[Planned | PlannedCommand]":
+def _chosen(following: Following, results: Sequence[Result]) -> Iterator[AnyPlanned]:
     while (planned := following(results)) is not None:
         yield planned

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from weighin.cell import Cell
+from weighin.errors import RecordError
 from weighin.isolation.base import Isolation
 from weighin.record import SCHEMA, Outcome, Result
+from weighin.records import run_folder
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
 
@@ -22,6 +25,9 @@ class PlannedCommand:
 
     cell: Cell
     skip: str = ""
+
+
+AnyPlanned: TypeAlias = "Planned | PlannedCommand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Run:
     """
 
     folder: Path
-    planned: "Sequence[Planned | PlannedCommand]"
+    planned: Sequence[AnyPlanned]
     isolation: Isolation
     settings: RunSettings = field(default_factory=RunSettings)
     is_new: bool = False
@@ -71,7 +77,7 @@ class Bench(Protocol):
         ...
 
 
-def skipped(planned: "Planned | PlannedCommand", known_environment: dict[str, Any]) -> Result:
+def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
     """Return the result of a cell that is not run, with the reason."""
     return Result(
         schema=SCHEMA,
@@ -81,3 +87,12 @@ def skipped(planned: "Planned | PlannedCommand", known_environment: dict[str, An
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         environment=known_environment,
     )
+
+
+def check_folder(folder: Path, verb: str) -> None:
+    """Raise RecordError if the folder of a new run already contains a run."""
+    if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
+        raise RecordError(
+            f"{folder} already contains a run",
+            f"resume it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
+        )
