@@ -14,7 +14,7 @@ from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer, calibration
 from weighin.recommend.calibration import Calibration
 from weighin.records import run_folder
-from weighin.run import floor_search
+from weighin.run import floor_search, runner
 from weighin.run.task import Run
 from weighin.units import GIB, MIB
 
