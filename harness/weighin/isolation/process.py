@@ -9,6 +9,7 @@ from weighin.cell import Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit
+from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
@@ -62,7 +63,8 @@ class LocalRunning:
         self._mark = process_tree.new_mark()
         self.channel = child_process.Child(
             command,
-            os.environ
+            # Phases of a worker are those of its strategy, also if weighin itself is measured.
+            {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
             | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
             | process_tree.environment(self._mark),
