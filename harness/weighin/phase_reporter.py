@@ -62,7 +62,10 @@ class Reporter:
 
     def _tell(self, **fields: Any) -> None:
         """Send a message, and wait until it is acknowledged; after a failure, never do so again."""
-        if self._is_off or not self._lock.acquire(timeout=PATIENCE_S):
+        if self._is_off:
+            return
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            self._is_off = True
             return
         try:
             if "name" in fields:

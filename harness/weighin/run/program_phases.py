@@ -78,25 +78,28 @@ class PhaseListener:
         self._thread.start()
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-        """Stop, before the cgroup is removed; return the main process's phases, and those of others.
+        """Stop, before the cgroup is removed; return the main process's phases, and other tracks.
 
         Phases are in the order of their begin. A phase that has not ended ends now, or when its
         process was seen last.
         """
+        if self._server.fileno() >= 0:
+            self._stop()
+        tracks = [Track(pid, track.phases) for (pid, _), track in self._tracks.items()]
+        return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
+
+    def _stop(self) -> None:
         if self._thread:
             self._wake.send(b"\0")
             self._thread.join()
         for each in (*self._by_connection, self._server, self._woken, self._wake):
             each.close()
-        self._by_connection.clear()
         self._selector.close()
         self._path.unlink(missing_ok=True)
         for track in self._tracks.values():
             track.close()
         self._group.close()
-        tracks = [Track(pid, track.phases) for (pid, _), track in self._tracks.items()]
         self.warnings = tuple(text for track in self._tracks.values() for text in track.warnings)
-        return (tracks[0].phases if tracks else ()), tuple(each for each in tracks[1:])
 
     def _listen(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -175,7 +178,7 @@ def _listening(path: Path) -> socket.socket:
     try:
         with address(str(path)) as place:
             server.bind(place)
-        server.listen(128)
+        server.listen(4096)  # processes that connect before ``watch``; the kernel may hold fewer
         server.setblocking(False)
     except BaseException:
         server.close()
