@@ -16,8 +16,6 @@ from threading import RLock
 from time import monotonic_ns
 from typing import Any, Final
 
-from weighin.program_phases import VARIABLE
-
 PATIENCE_S: Final = 2.0
 LONGEST_NAME: Final = 200
 _LONGEST_PATH: Final = 107  # bytes that sun_path holds (sys/un.h)
@@ -125,6 +123,3 @@ class Reporter:
 
 def _socket(descriptor: int | None = None) -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptor)
-
-
-reporter = Reporter(os.environ.get(VARIABLE, ""))

@@ -15,7 +15,12 @@ VARIABLE: Final = "WEIGHIN_PHASES"
 _COROUTINE: Final = 0x80  # a flag of code objects: inspect.CO_COROUTINE
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_is_measured = bool(os.environ.get(VARIABLE))
+if _path := os.environ.get(VARIABLE):
+    from weighin.phase_reporter import Reporter
+
+    _reporter: Reporter | None = Reporter(_path)
+else:
+    _reporter = None
 
 
 class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
@@ -46,16 +51,12 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
         self._begun: list[tuple[int, int]] = []
 
     def __enter__(self) -> None:
-        if _is_measured:
-            from weighin.phase_reporter import reporter
-
-            self._begun.append(reporter.begin(self._name))
+        if _reporter:
+            self._begun.append(_reporter.begin(self._name))
 
     def __exit__(self, *_: object) -> None:
-        if self._begun:
-            from weighin.phase_reporter import reporter
-
-            reporter.end(self._begun.pop())
+        if _reporter and self._begun:
+            _reporter.end(self._begun.pop())
 
     def __call__(self, function: _Function) -> _Function:
         if not getattr(getattr(function, "__code__", None), "co_flags", 0) & _COROUTINE:
