@@ -110,7 +110,7 @@ def charge_rises(phases: tuple[Phase, ...]) -> dict[str, int | None]:
 
 
 def test_the_peak_of_the_whole_command_is_not_lost(tmp_path: Path) -> None:
-    program = PROGRAM.split('with weighin.phase("a child', maxsplit=1)[0]
+    program = PROGRAM.split('with weighin.phase("150', maxsplit=1)[0]
     before = "early = take(400); early.close()\nwith weighin.phase"
     with measured(tmp_path, program.replace("with weighin.phase", before, 1)) as (listener, group):
         phases, _ = listener.close()
