@@ -258,6 +258,17 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Track:
+    """The phases of one process of a command, beside those of the process that began the first one.
+
+    Their peaks are those of the process alone; ``peak_cgroup_bytes`` is None.
+    """
+
+    pid: int
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     """Facts about a command that a load does not have.
 
@@ -271,6 +282,7 @@ class Ran:
         ended: command lines of the processes that still ran at the end, and were ended.
         cold: the paths whose page cache was dropped before the start.
         frozen_ns: the time for which the command was stopped while its stacks were read.
+        tracks: the phases of further processes; those of the first one are ``Result.phases``.
     """
 
     pid: int
@@ -286,6 +298,7 @@ class Ran:
     ended: tuple[str, ...] = ()
     cold: tuple[str, ...] = ()
     frozen_ns: int = 0
+    tracks: tuple[Track, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
