@@ -87,7 +87,9 @@ class Cell(_Named):
     command: tuple[str, ...] = ()
 
     @classmethod
-    def of_command(cls, label: str, command: tuple[str, ...], isolation: str, **fields: Any) -> Self:
+    def of_command(
+        cls, label: str, command: tuple[str, ...], isolation: str, **fields: Any
+    ) -> Self:
         """Return the cell that runs a command; ``fields`` are further fields of the cell."""
         return cls(
             ModelSpec("", ""),
