@@ -1,13 +1,15 @@
 """Explain in at most three lines how a command ended, what it needed, and why: from its record alone."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from weighin.record import Kill, Outcome, Result, Sample
 from weighin.records.explanation.causes import Cause, find
-from weighin.records.explanation.facts import Facts, held_by, names, size
+from weighin.records.explanation.facts import Facts, held_by, names, program, size
+from weighin.records.samples import read_samples
 from weighin.units import MIB
 
-__all__ = ["Cause", "cause_of", "explain"]
+__all__ = ["Cause", "answer", "cause_of", "explain"]
 
 _NEAR_LIMIT = 0.98  # a peak from here on is the limit's, and not a need
 
@@ -27,6 +29,11 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
     return [line for line in lines if line]
 
 
+def answer(run: Path, result: Result) -> list[str]:
+    """Return the explanation of a result in a run's folder; empty if it is none of a command."""
+    return explain(result, read_samples(run, result)) if result.cell.command else []
+
+
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
     """Return the cause of a command's memory, if the record proves one."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
@@ -41,7 +48,7 @@ def _ending(result: Result) -> str:
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
-        text += f". What still ran at the end was ended: {', '.join(ran.ended[:3])}"
+        text += f". What still ran at the end was ended: {', '.join(map(program, ran.ended[:3]))}"
         text += f" and {len(ran.ended) - 3} more" if len(ran.ended) > 3 else ""
     return f"{text}."
 
@@ -50,7 +57,9 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
     """Return which limit was met, whom the kernel killed, and whether the first process lived on."""
     assert result.ran
     commands = {process.pid: process.command for process in result.ran.processes}
-    victims = [f"{commands.get(kill.pid) or kill.command} (pid {kill.pid})" for kill in kills[:2]]
+    victims = [
+        f"{program(commands.get(kill.pid) or kill.command)} (pid {kill.pid})" for kill in kills[:2]
+    ]
     more = max(len(kills), result.oom_kills or 0) - len(victims)
     who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
     if any(kill.is_main for kill in kills):
@@ -103,7 +112,11 @@ def _where(facts: Facts) -> str:
     place, holder, first = facts.place, facts.holder, facts.ran.pid
     by = ""
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
-        who = "the first process" if holder.pid == first else f"{holder.command} (pid {holder.pid})"
+        who = (
+            "the first process"
+            if holder.pid == first
+            else f"{program(holder.command)} (pid {holder.pid})"
+        )
         by = f" in {who}"
     if place:
         return f"Most of it was there when {place.title} ran{by}."

@@ -20,6 +20,7 @@ from weighin.records.explanation.facts import (
     is_import,
     is_waiting,
     names,
+    program,
     size,
 )
 from weighin.units import MIB, format_exact
@@ -166,7 +167,7 @@ def _child(facts: Facts) -> Evidence | None:
         return None
     if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
         return None
-    return {"child": f"{holder.command} (pid {holder.pid})", "held": size(held_by(holder))}
+    return {"child": f"{program(holder.command)} (pid {holder.pid})", "held": size(held_by(holder))}
 
 
 def _growth(facts: Facts) -> Evidence | None:

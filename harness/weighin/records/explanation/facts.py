@@ -10,11 +10,13 @@ from typing import Final
 
 from weighin.record import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.records.explanation.frames import Frame, own, read_all
+from weighin.text import one_line
 from weighin.units import GIB, MIB, format_bytes
 
 _NEAR: Final = 0.75
 """A stack that was read at less of the memory that the command needed does not tell where it was."""
 _SHORT_CODE: Final = 48
+_COMMAND_LENGTH: Final = 72
 _WAITING: Final = re.compile(
     r"_?wait|waitpid|wait4|poll|select|join|_wait_for_tstate_lock|acquire|sleep|_try_wait|_communicate"
 )
@@ -196,6 +198,12 @@ def names(files: Sequence[OpenFile]) -> str:
     """Return the names of up to two files: "a.pt, b.pt and 3 more"."""
     text = ", ".join(PurePath(file.path).name for file in files[:2])
     return f"{text} and {len(files) - 2} more" if len(files) > 2 else text
+
+
+def program(command: str) -> str:
+    """Return a command line for a sentence: without the folder of its program, and cut."""
+    first, space, rest = command.partition(" ")
+    return one_line(PurePath(first).name + space + rest, _COMMAND_LENGTH)
 
 
 def size(number: int) -> str:
