@@ -168,7 +168,9 @@ class StackTaker:
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif not _is_python(pid, name):  # a Python that has just started is asked again
+            elif _is_python(pid, name):  # it may just have started, and is asked again
+                self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
+            else:
                 self._others.add((pid, name))
 
 
