@@ -9,7 +9,13 @@ import os
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    all_pids,
+    limits_around,
+    parent_of,
+    parse_numbers,
+)
 from weighin.probes.process import read_shares, read_status, read_text
 from weighin.probes.process_table import Pause, Shares
 from weighin.record import Sample
@@ -96,7 +102,9 @@ class GroupMemory:
         return sum(self._kills.values()) if self._kills else None
 
     def limit(self) -> int | None:
-        return self._cgroup.read_limit()
+        """Return the smallest limit of the group and those above it, in bytes."""
+        limits = limits_around(self._cgroup.path)
+        return limits[0][0] if limits else None
 
     def close(self) -> None:
         os.close(self._usage)
