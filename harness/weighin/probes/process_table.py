@@ -112,6 +112,7 @@ class ProcessTable:
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
+            seen.read()
             seen.shares = shares[seen.pid]
         for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
             try:
