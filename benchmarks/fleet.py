@@ -27,7 +27,7 @@ from weighin.engines.ray.fleet import RayTransport
 from weighin.engines.transport import NodeFacts
 from weighin.isolation import select
 from weighin.records import run_folder
-from weighin.run.runner import Progress, Run
+from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, KIB

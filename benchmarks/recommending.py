@@ -24,7 +24,8 @@ from weighin.recommend.prior_runs import find
 from weighin.recommend.ranking import FitVerdict, Limits, doubt_bytes
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.run.runner import Progress, Run, run
+from weighin.run.runner import run
+from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned

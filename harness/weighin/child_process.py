@@ -172,7 +172,7 @@ class Child(PipeChannel):
         stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams)
         for stream in streams:
             stream.close()
-        super().__init__(stdin, stdout, stderr, _open_process(self.pid), copy)
+        super().__init__(stdin, stdout, stderr, open_process(self.pid), copy)
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +250,7 @@ def ask(
         return Answer(code, list(filter(None, map(decode_event, lines))), child.stderr_tail)
 
 
-def _open_process(pid: int) -> int | None:
+def open_process(pid: int) -> int | None:
     """Return a descriptor that becomes readable when the process ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)

@@ -11,7 +11,8 @@ from weighin.errors import FormatLimit
 from weighin.isolation.process import ProcessIsolation
 from weighin.record import Outcome
 from weighin.records import run_folder
-from weighin.run.runner import Progress, Run, run
+from weighin.run.runner import run
+from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 

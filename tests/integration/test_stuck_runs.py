@@ -9,6 +9,7 @@ from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.records import run_folder
 from weighin.run import request, runner
+from weighin.run.task import Progress
 from weighin.suite.config import check_suite
 
 STUCK = StillRunning("the worker, process 5, does not end, not even after SIGKILL")
@@ -59,7 +60,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
 
         patched.setattr(ProcessIsolation, "start", start_next)
         with pytest.raises(type(error)) as caught, request.resumable("bench", task):
-            runner.run(task, runner.Progress())
+            runner.run(task, Progress())
     assert caught.value.exit_code == code
     assert caught.value.repair.endswith(f"; then resume: weighin bench --resume {tmp_path / 'run'}")
     results = run_folder.read(task.folder).results
@@ -67,5 +68,5 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     for one in results:
         assert one.samples_path
         assert (task.folder / one.samples_path).exists()
-    runner.run(request.resume(task.folder), runner.Progress())
+    runner.run(request.resume(task.folder), Progress())
     assert [one.cell.strategy for one in run_folder.read(task.folder).results] == names

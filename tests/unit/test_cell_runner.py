@@ -12,7 +12,8 @@ import pytest
 from fakes import FakeRunning, Silent, done, event, ready
 from scripts import BASELINE, JOB
 
-from weighin.cell import Job
+from weighin.cell import Cell, Job
+from weighin.isolation.base import Streams
 from weighin.probes import page_cache
 from weighin.probes.observer import Observation
 from weighin.record import Outcome
@@ -44,6 +45,8 @@ class _Isolation:
         running = FakeRunning(self._script, inside=self._inside)
         running.read_only = self._read_only
         return running
+
+    def start_command(self, _cell: Cell, _folder: str, _streams: Streams) -> Any: ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         return []

@@ -16,8 +16,8 @@ from weighin.gate import check as checks
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.record import Result
-from weighin.run.runner import Run
 from weighin.run.settings import RunSettings
+from weighin.run.task import Run
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB

@@ -1,5 +1,8 @@
 """The memory of processes that a worker starts is seen, even if they leave its session."""
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from scripts import DONE, watched
 from weighin.isolation import cgroup
 from weighin.isolation.cgroup import CgroupRunning
 from weighin.isolation.process import LocalRunning
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import MemoryCgroup, start_time
 from weighin.probes.other_processes import OtherProcesses
 from weighin.units import MIB
 
@@ -22,7 +25,7 @@ for _ in range(2):
         os.setsid()
         if os.fork() == 0:
             held = b"1" * (40 << 20)
-            print("held", flush=True)
+            os.write(1, b"held\\n")
             time.sleep(60)
         os._exit(0)
     os.wait()
@@ -48,6 +51,34 @@ def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
         assert 80 * MIB < others.private_bytes < 100 * MIB
     finally:
         running.close()
+
+
+BARE = """
+import os, subprocess
+bare = subprocess.Popen(["sleep", "291"], env={}, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+print(bare.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_children_live_on() -> (
+    None
+):
+    running = LocalRunning((sys.executable, "-c", BARE))
+    hosts = subprocess.Popen(["sleep", "99"], env={}, start_new_session=True)
+    daemon = int(running.channel.receive(20) or 0)
+    try:
+        running.wait(20)
+        assert start_time(daemon) is not None
+    finally:
+        running.close()
+        lives_on, hosts_ended = start_time(daemon) is not None, hosts.poll()
+        hosts.kill()
+        hosts.wait()
+        if lives_on:
+            os.kill(daemon, signal.SIGKILL)
+    assert not lives_on
+    assert hosts_ended is None
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
 from weighin.record import Outcome, Sample
 from weighin.records import run_folder
-from weighin.run.cell_runner import CellMeasurement, Setting, take
+from weighin.run.cell_runner import Setting, take
+from weighin.run.measurement import CellMeasurement
 from weighin.run.request import resumable
-from weighin.run.runner import Run
+from weighin.run.task import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)

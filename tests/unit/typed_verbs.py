@@ -15,6 +15,7 @@ from weighin.recommend import answer, calibration
 from weighin.recommend.calibration import Calibration
 from weighin.records import run_folder
 from weighin.run import floor_search, runner
+from weighin.run.task import Run
 from weighin.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def _run(task: Any, _: Any) -> Any:
 
 
 def _start_search(request: Any) -> Any:
-    return floor_search.Search(runner.Run(request.folder, [], None), request.settings.within), ""  # type: ignore[arg-type]
+    return floor_search.Search(Run(request.folder, [], None), request.settings.within), ""  # type: ignore[arg-type]
 
 
 def _perform(search: floor_search.Search, _: Any) -> Any:

@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.run import interrupts
-from weighin.run.runner import Progress
+from weighin.run.task import Progress
 from weighin.units import format_bytes, format_exact, format_seconds
 
 _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}

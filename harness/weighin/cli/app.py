@@ -28,12 +28,13 @@ from weighin.cli.merge import merge
 from weighin.cli.predict import predict
 from weighin.cli.recommend import recommend
 from weighin.cli.report import report
+from weighin.cli.run import run
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.run import interrupts
 
 PANELS: Final[dict[str, Sequence[click.Command]]] = {
     "Before a run": (doctor, list_),
-    "Measure": (bench, floor, merge),
+    "Measure": (bench, run, floor, merge),
     "Read and compare": (report, compare, check, history),
     "Choose": (recommend, predict),
     "Checkpoints": (inspect, convert, cache),

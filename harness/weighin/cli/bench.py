@@ -15,7 +15,7 @@ from weighin.cli.report import show_run
 if TYPE_CHECKING:
     from weighin.engines.base import Engine
     from weighin.run.request import Request
-    from weighin.run.runner import Run
+    from weighin.run.task import Run
 
 _OF_SUITE = (
     "operation",

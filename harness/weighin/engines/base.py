@@ -6,8 +6,8 @@ from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError, UnknownName
 from weighin.record import Result
-from weighin.run.runner import Progress, Run
 from weighin.run.site import Site
+from weighin.run.task import Progress, Run
 
 NAMES: Final = ("local", "ray")
 

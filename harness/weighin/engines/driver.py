@@ -19,9 +19,8 @@ from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import coverage, run_folder
 from weighin.run import interrupts
-from weighin.run.runner import Progress, Run, skipped
+from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.text import one_line
 
 _WAIT_S: Final = 0.5  # until the next look at signals
@@ -102,7 +101,7 @@ class Driver:
             finally:
                 self._cancel()
 
-    def _todo(self) -> list[Planned]:
+    def _todo(self) -> list[AnyPlanned]:
         """Return the cells to run; record the cells that cannot run anywhere as skipped."""
         results = run_folder.read(self._task.folder).results
         todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}

@@ -25,8 +25,8 @@ from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.run import interrupts, run_lock, runner
-from weighin.run.runner import Progress, Run
 from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.task import Progress, Run
 from weighin.units import format_bytes
 
 

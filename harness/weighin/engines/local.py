@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 
 from weighin.record import Result
 from weighin.run import runner
-from weighin.run.runner import Progress, Run
 from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.task import Progress, Run
 
 
 class LocalEngine(AbstractContextManager["LocalEngine"]):

@@ -37,7 +37,7 @@ from weighin.parent_process import Parent
 from weighin.record import SCHEMA
 from weighin.records import run_folder, sources
 from weighin.run import gpu_check, interrupts, request, runner
-from weighin.run.runner import Progress, Run
+from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.units import MIB
 

@@ -5,13 +5,22 @@ the worker's pid and cgroup on this machine (None if they are not visible), and 
 that removes everything. The isolation sets all limits before the worker's first instruction.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.probes.observer import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Descriptors of a command's standard streams; None is that of this process."""
+
+    stdin: int | None = None
+    stdout: int | None = None
+    stderr: int | None = None
 
 
 class Channel(Protocol):
@@ -96,6 +105,58 @@ class Running(Protocol):
         ...
 
 
+class RunningCommand(Protocol):
+    """A started command, with all processes that it starts."""
+
+    @property
+    def pid(self) -> int:
+        """The first process, in this process's pid namespace."""
+        ...
+
+    @property
+    def cgroup(self) -> Path | None:
+        """The folder of the command's memory cgroup; None if it has none."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[Path]:
+        """All cgroups that the command entered, the memory cgroup first."""
+        ...
+
+    @property
+    def unseen(self) -> str:
+        """The reason why there is no cgroup, for the record; empty if there is one."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the first process has ended within ``timeout_s``; it is not reaped."""
+        ...
+
+    def reap(self) -> Exit:
+        """Return how the first process ended, and remove it from the table of processes."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to the first process; do nothing if it has ended."""
+        ...
+
+    def members(self) -> Sequence[int]:
+        """Return the processes of the command that exist now."""
+        ...
+
+    def kill(self) -> None:
+        """Kill all processes of the command, and return without waiting for their end."""
+        ...
+
+    def close(self) -> None:
+        """Kill all remaining processes and remove everything; a second call has no effect.
+
+        Raises:
+            StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
+        """
+        ...
+
+
 class Isolation(Protocol):
     """A method of running workers apart from this process."""
 
@@ -127,6 +188,10 @@ class Isolation(Protocol):
 
     def start(self, job: Job) -> Running:
         """Start one worker for this job, under the limits of its cell."""
+        ...
+
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+        """Start the command of this cell in a working folder, under the cell's limits."""
         ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
+from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.command import LocalCommand
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
     MemoryCgroup,
@@ -64,19 +66,22 @@ class CgroupIsolation:
 
     def start(self, job: Job) -> "CgroupRunning":
         """Start a worker that enters its limited group before its first instruction."""
-        groups = _make_groups()
-        try:
-            if job.cell.ram_limit_bytes is not None:
-                limit(groups[0], job.cell.ram_limit_bytes)
-            if job.cell.ram_high_bytes is not None:
-                (groups[0] / "memory.high").write_text(str(job.cell.ram_high_bytes))
+        with _limited_groups(job.cell) as groups:
             command = read_only.wrapped(WORKER, job.checkpoint)
             running = CgroupRunning(command, groups, job.cell.environment)
-        except BaseException:
-            _remove(groups)
-            raise
         running.channel.send(encode_job(job))
         return running
+
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+        """Start a command that enters its limited group before its first instruction."""
+        with _limited_groups(cell) as groups:
+            return CgroupCommand(
+                cell.command,
+                folder=folder,
+                environment=cell.environment,
+                streams=streams,
+                groups=groups,
+            )
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the processes in groups whose owner is dead, and remove those groups."""
@@ -122,6 +127,36 @@ class CgroupRunning(LocalRunning):
             _removal_error(*self._groups, patience_s=0)
             raise
         _remove(self._groups)
+
+
+class CgroupCommand(LocalCommand):
+    """A command in its own cgroups, which are removed after its end."""
+
+    def members(self) -> list[int]:
+        """Return the processes of the command, with those of the groups that it made."""
+        return [pid for folder in _tree(self.groups[0]) for pid in _pids(folder)]
+
+    def kill(self) -> None:
+        _kill_members(self.groups[0])
+
+    def close(self) -> None:
+        super().close()
+        _remove(list(self.groups))
+
+
+@contextlib.contextmanager
+def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
+    """Make the groups of a cell and set its limits; remove them if the block fails."""
+    groups = _make_groups()
+    try:
+        if cell.ram_limit_bytes is not None:
+            limit(groups[0], cell.ram_limit_bytes)
+        if cell.ram_high_bytes is not None:
+            (groups[0] / "memory.high").write_text(str(cell.ram_high_bytes))
+        yield groups
+    except BaseException:
+        _remove(groups)
+        raise
 
 
 def _roots() -> list[Path]:
@@ -216,11 +251,18 @@ def _kill_members(group: Path) -> None:
             kill.write_text("1")
         return
     for folder in _tree(group):
-        with contextlib.suppress(OSError):
-            for pid in map(int, (folder / "cgroup.procs").read_text().split()):
-                if pid:  # the kernel shows a process of another pid namespace as 0
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        for pid in _pids(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pids(group: Path) -> list[int]:
+    """Return the processes in a group; empty if it was removed."""
+    try:
+        found = map(int, (group / "cgroup.procs").read_text().split())
+    except OSError:
+        return []
+    return [pid for pid in found if pid]  # a process of another pid namespace is shown as 0
 
 
 def _remove(groups: list[Path]) -> None:

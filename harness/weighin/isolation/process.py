@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weighin import child_process
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
-from weighin.isolation.base import Exit
+from weighin.isolation.base import Exit, RunningCommand, Streams
+from weighin.isolation.command import LocalCommand
+from weighin.probes.other_processes import limit_of
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
@@ -43,12 +45,39 @@ class ProcessIsolation:
         running.channel.send(encode_job(job))
         return running
 
+    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+        return ProcessCommand(cell, folder, streams)
+
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the children of workers of dead runs; the workers ended with their parent."""
         return process_tree.end_orphans(any_lock=any_lock)
 
     def describe(self) -> dict[str, str]:
         return {}
+
+
+class ProcessCommand(LocalCommand):
+    """A command without a cgroup; all processes that it starts inherit its mark as a limit."""
+
+    def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
+        self._mark = process_tree.new_mark()
+        super().__init__(
+            cell.command,
+            folder=folder,
+            environment=cell.environment,
+            streams=streams,
+            limit=limit_of(self._mark),
+        )
+
+    def members(self) -> list[int]:
+        return process_tree.members(self._mark)
+
+    def kill(self) -> None:
+        process_tree.kill(self._mark)
+
+    def close(self) -> None:
+        super().close()
+        process_tree.end(self._mark)
 
 
 class LocalRunning:
@@ -69,6 +98,7 @@ class LocalRunning:
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
             | process_tree.environment(self._mark),
         )
+        process_tree.set_limit(self.channel.pid, self._mark)
         self.pid: int | None = self.channel.pid
         self.cgroup = cgroup
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"

@@ -41,18 +41,21 @@ def choose(
     limited: bool,
     base_image: str | None = None,
     packages: tuple[str, ...] = (),
+    containers: bool = True,
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line on why better isolations were not used.
 
     ``auto`` takes Docker if an engine answers that has the base image, else a cgroup if this user may create one, else a
-    plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM limit.
+    plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM limit. Without
+    ``containers``, ``auto`` does not take Docker.
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
             enforce a limit.
     """
     refused: list[IsolationUnavailable] = []
-    for candidate in (name,) if name != "auto" else NAMES:
+    tried = NAMES if containers else tuple(one for one in NAMES if one != "docker")
+    for candidate in (name,) if name != "auto" else tried:
         isolation = named(candidate, base_image, packages)
         if limited and not isolation.limits:
             continue

@@ -53,7 +53,8 @@ def coverage(
 ) -> Coverage:
     """Compare the cells and the settings of the plan of ``run`` with the run's results."""
     is_search = "within" in settings
-    again = f"weighin {'floor' if is_search else 'bench'} --resume {quote(str(run))}"
+    verb = "floor" if is_search else "run" if settings.get("command") else "bench"
+    again = f"weighin {verb} --resume {quote(str(run))}"
     shard = str(settings.get("shard", ""))
     if is_search:
         left = _unfinished(cells, results, settings["within"])

@@ -1,9 +1,9 @@
 """Measure one cell: drop the page cache, start a worker, supervise it, and build its Result."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from weighin.cell import Job
 from weighin.errors import HarnessError
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import page_cache
-from weighin.probes.allocator_trace import Trace, write_trace
-from weighin.probes.sampler import DEFAULT_INTERVAL_S, write_samples
-from weighin.record import Outcome, Result, Sample
+from weighin.probes.sampler import DEFAULT_INTERVAL_S
+from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady
+from weighin.run.measurement import CellMeasurement
 from weighin.run.supervisor import Watch
 from weighin.units import format_bytes
 
@@ -35,43 +35,6 @@ class Setting:
     interval_s: float = DEFAULT_INTERVAL_S
     steady: bool = False
     on_phase: Callable[[str], None] = lambda _: None
-
-
-@dataclass(frozen=True, slots=True)
-class CellMeasurement:
-    """A cell's result, and the samples and trace that are written after its record.
-
-    ``rank_samples`` are the samples of each rank by its number. ``changed`` are the files of the
-    checkpoint that changed while the cell ran. ``trouble`` is an error after the
-    measurement, such as a worker that cannot be removed. The run records the result and then stops
-    with ``trouble``.
-    """
-
-    result: Result
-    samples: Sequence[Sample] = ()
-    trace: Trace | None = None
-    rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
-    changed: tuple[Path, ...] = ()
-    trouble: HarnessError | None = None
-
-    def finish(self, run: Path) -> None:
-        """Write the samples and the trace into the run's folder, then raise ``trouble``.
-
-        Raises:
-            RecordError: a file cannot be written; its partial content is removed.
-        """
-        if self.result.samples_path:
-            path = run / self.result.samples_path
-            _write_beside(path, partial(write_samples, path, list(self.samples)))
-        for number, rank in enumerate(self.result.ranks):
-            if name := rank.samples_path:
-                samples = list(self.rank_samples[number])
-                _write_beside(run / name, partial(write_samples, run / name, samples))
-        if self.result.trace_path and self.trace:
-            path = run / self.result.trace_path
-            _write_beside(path, partial(write_trace, path, self.trace))
-        if self.trouble:
-            raise self.trouble
 
 
 def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
@@ -186,15 +149,6 @@ def _close(running: Running) -> HarnessError | None:
     except HarnessError as trouble:
         return trouble
     return None
-
-
-def _write_beside(path: Path, write: Callable[[], None]) -> None:
-    with run_folder.writing(path, "; the record of its cell is kept"):
-        try:
-            write()
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:

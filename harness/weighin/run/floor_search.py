@@ -1,5 +1,7 @@
 """Start or resume the search that ``weighin floor`` performs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +15,7 @@ from weighin.records.floor import COARSEST, bracket, results_of, searched, stopp
 from weighin.run import request as bench
 from weighin.run import runner
 from weighin.run.request import Request
-from weighin.run.runner import Progress, Run
-from weighin.suite.matrix import Planned
+from weighin.run.task import AnyPlanned, Progress, Run
 from weighin.units import format_bytes
 
 
@@ -29,7 +30,7 @@ class Search:
         """Find the floors one after another, and return the results of all cells."""
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
-    def _next(self, results: Sequence[Result], progress: Progress) -> Planned | None:
+    def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:
         highest = environment.total_ram_bytes()
         done = {result.cell.id for result in results}
         for planned in self.run.planned:
@@ -81,7 +82,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     return Search(run, within)
 
 
-def said(planned: Planned, results: Sequence[Result]) -> str:
+def said(planned: AnyPlanned, results: Sequence[Result]) -> str:
     """Describe the present bounds of a floor in one line."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):

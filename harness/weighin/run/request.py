@@ -26,10 +26,10 @@ from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
-from weighin.run import trust
-from weighin.run.runner import Run
+from weighin.run import command_request, trust
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.task import Run, check_folder
 from weighin.suite import chosen_models, packages, registry
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
@@ -115,7 +115,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*map(Path, settings.mounts), *folders))
     folder = request.folder or Path("results") / _name(request, models)
-    _check_folder(folder, settings.verb)
+    check_folder(folder, settings.verb)
     settings = replace(
         settings,
         checkpoint=checkpoint,
@@ -160,6 +160,8 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     if not found.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")
     settings = RunSettings.from_json(found.settings)
+    if settings.command:
+        return command_request.restore(folder, found.cells, settings, trusted=trusted)
     if not trusted:
         trust.check(
             trust.foreign(
@@ -198,8 +200,9 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
 def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
-    paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
-    if trust.foreign([each.cell for each in task.planned], paths, mounts=task.settings.mounts):
+    cells = [each.cell for each in task.planned]
+    settings = task.settings
+    if settings.command or trust.foreign(cells, settings.strategy_paths, mounts=settings.mounts):
         again += " --trust"
     try:
         yield
@@ -307,14 +310,6 @@ def _check_gpu(suite: Suite, site: Site) -> None:
     if needs_gpu:
         raise ConfigError(
             f"{needs_gpu[0]}, but the device is cpu", "add --device cuda, or leave it out"
-        )
-
-
-def _check_folder(folder: Path, verb: str) -> None:
-    if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
-        raise RecordError(
-            f"{folder} already contains a run",
-            f"resume it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
         )
 
 

@@ -1,74 +1,24 @@
 """Run a plan: prepare the shared resources, measure each cell, and record it at once."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from weighin import formats
-from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
-from weighin.checkpoint.entries import discard
-from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
-from weighin.isolation import delegation
-from weighin.isolation.base import Isolation, Running
-from weighin.probes import environment
-from weighin.probes.cgroup import limits_around
-from weighin.protocol import ACKNOWLEDGEMENT, decode_event
-from weighin.record import SCHEMA, Memory, Outcome, Result
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from weighin.errors import HarnessError
+from weighin.record import Result
 from weighin.records import coverage, run_folder
-from weighin.run import interrupts, model_fault, save_target
-from weighin.run.bytecode import compile_code
-from weighin.run.cell_runner import CellMeasurement, Setting, take
-from weighin.run.events import checked
-from weighin.run.run_lock import only_run
-from weighin.run.settings import RunSettings
-from weighin.suite import packages, user_code
-from weighin.suite.matrix import Planned
-from weighin.text import one_line
-from weighin.units import format_bytes, format_exact
+from weighin.run import interrupts
+from weighin.run.measurement import CellMeasurement
+from weighin.run.task import AnyPlanned, Bench, Progress, Run, skipped
 
-_PROBE_TIMEOUT_S = 120.0
+if TYPE_CHECKING:
+    from weighin.suite.matrix import Planned
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Callbacks that report the progress of a run; each is called when its step begins or ends.
-
-    ``nodes`` gets the current step of each node, by the node's name, when a step of a fleet begins.
-    """
-
-    preparing: Callable[[str, float | None], None] = lambda _text, _share: None
-    building: Callable[[str], None] = lambda _: None
-    starting: Callable[[Cell], None] = lambda _: None
-    phase: Callable[[str], None] = lambda _: None
-    narrowed: Callable[[str], None] = lambda _: None
-    nodes: Callable[[Mapping[str, str]], None] = lambda _: None
-    finished: Callable[[Result], None] = lambda _: None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run to perform: its cells, the folder for their records, and its settings.
-
-    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s`` is
-    the longest time to wait for another run on this machine to end. If ``is_probed``, an earlier run
-    with the same limits has tested a worker on this machine, and this run does not repeat the test.
-    """
-
-    folder: Path
-    planned: Sequence[Planned]
-    isolation: Isolation
-    settings: RunSettings = field(default_factory=RunSettings)
-    is_new: bool = False
-    patience_s: float = 0
-    is_probed: bool = False
-
-
-Following = Callable[[Sequence[Result]], Planned | None]
+Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
 """A function that chooses the next cell from all results of the run so far; None ends the run."""
 
 
@@ -105,26 +55,48 @@ def prepare(task: Run, progress: Progress) -> None:
         HarnessError: no cell can be run here.
     """
     task.isolation.check()
-    with (
-        interrupts.stoppable(),
-        only_run(task.patience_s, lambda text: progress.preparing(text, None)),
-    ):
+    with interrupts.stoppable(), _alone(task, progress):
         _remove_leftovers(task, progress)
         if any(not each.skip for each in task.planned):
             _set_up(task, task.planned, progress)
 
 
+def _alone(task: Run, progress: Progress) -> AbstractContextManager[None]:
+    """Hold the machine's lock for a run of loads, whose times other runs would change.
+
+    A command takes no lock, because it may itself run weighin.
+    """
+    if task.settings.command:
+        return nullcontext()
+    from weighin.run.run_lock import only_run
+
+    return only_run(task.patience_s, lambda text: progress.preparing(text, None))
+
+
+def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
+    """Prepare what the cells of a run need; a run has loads and saves, or commands."""
+    if task.settings.command:
+        from weighin.run import command_bench
+
+        return command_bench.set_up(task, progress)
+    from weighin.run import load_bench  # imports formats and pydantic, which take 0.2 s
+
+    return load_bench.set_up(task, cast("Sequence[Planned]", needed), progress)
+
+
 def _remove_leftovers(task: Run, progress: Progress) -> None:
-    for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
+    lines = task.isolation.remove_stale()
+    if not task.settings.command:
+        from weighin.run import save_target
+
+        lines += save_target.remove_leftovers()
+    for line in lines:
         progress.preparing(f"removed a leftover of a dead run: {line}", None)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
-    with (
-        interrupts.stoppable(),  # first, so that a run can be stopped while it waits for the lock
-        only_run(task.patience_s, lambda text: progress.preparing(text, None)),
-    ):
+    with interrupts.stoppable(), _alone(task, progress):  # a run that waits can be stopped
         _remove_leftovers(task, progress)
         results = list(run_folder.read(task.folder).results)
         if following is None:
@@ -134,14 +106,14 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
         else:
             needed = list(task.planned)
             cells = _chosen(following, results)
-        bench: _Bench | None = None
+        bench: Bench | None = None
         for planned in cells:
             interrupts.check()
             if bench is None and any(not each.skip for each in needed):
                 bench = _set_up(task, needed, progress)
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
-                    known_environment = bench.setting.environment if bench else {}
+                    known_environment = bench.environment if bench else {}
                     measured = CellMeasurement(skipped(planned, known_environment))
                 else:
                     progress.starting(planned.cell)
@@ -153,281 +125,6 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
                     replace(measured, result=result).finish(task.folder)
 
 
-def _chosen(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
+def _chosen(following: Following, results: Sequence[Result]) -> Iterator[AnyPlanned]:
     while (planned := following(results)) is not None:
         yield planned
-
-
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    """The prepared resources that all cells of a run share."""
-
-    task: Run
-    setting: Setting
-    prepared: dict[tuple[str, str], cache.Prepared]
-    refused: dict[tuple[str, str], str]
-    model_faults: dict[str, str | None] = field(default_factory=dict)
-
-    def measure(self, planned: Planned) -> CellMeasurement:
-        key = _checkpoint_key(self.task, planned.cell)
-        if why := self.refused.get(key):
-            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        checkpoint = self.prepared[key]
-        job = _job(self.task, planned, self.prepared)
-        files = formats.files(Path(job.checkpoint))
-        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
-        if (
-            checkpoint.in_place
-            and (keys := checkpoint.manifest().keys)
-            and not planned.strategy.maps_keys
-        ):
-            why = (
-                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
-                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model"
-            )
-            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        setting = _with_packages(self.setting, planned)
-        if planned.cell.operation == "load":
-            measured = take(setting, job, files, model_bytes)
-            measured = replace(measured, result=self._blaming(measured.result, job))
-        else:
-            with save_target.target(model_bytes) as folder:
-                measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
-                result = save_target.with_warnings(measured.result, folder)
-            measured = replace(measured, result=result)
-        return self._restored(measured, key) if measured.changed else measured
-
-    def _restored(self, measured: CellMeasurement, key: tuple[str, str]) -> CellMeasurement:
-        """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
-        checkpoint = self.prepared[key]
-        if checkpoint.in_place:
-            cell = measured.result.cell
-            trouble = CheckpointError(
-                f"{checkpoint.path} changed while {cell.strategy} was measured",
-                "restore it from a copy, and do not let this strategy write to it",
-            )
-            return replace(measured, trouble=measured.trouble or trouble)
-        discard(checkpoint.manifest_path.parent, checkpoint.format)
-        self.prepared[key] = _ensure(self.task, measured.result.cell, key[1])
-        return measured
-
-    def _blaming(self, result: Result, job: Job) -> Result:
-        """Return the result; ok if only the model's own forward pass fails, after any load."""
-        if not model_fault.is_right_load(result):
-            return result
-        cell = result.cell
-        key = f"{cell.model.title} {cell.dtype} {cell.device}"
-        if key not in self.model_faults:
-            checkpoint = self.task.settings.checkpoint or Path(job.checkpoint)
-            self.model_faults[key] = model_fault.failure(
-                job, checkpoint, self.task.settings.selection
-            )
-        how = self.model_faults[key]
-        return model_fault.blamed(result, how) if how else result
-
-
-def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
-    compile_code()
-    if task.isolation.name == "cgroup":
-        _check_limits_around(needed)
-    prepared, refused = _prepare_checkpoints(task, needed, progress)
-    needed = [each for each in needed if _checkpoint_key(task, each.cell) not in refused]
-    progress.preparing(f"preparing {task.isolation.name}", None)
-    task.isolation.prepare(progress.building)
-    with run_folder.writing(samples := task.folder / "samples"):
-        samples.mkdir(exist_ok=True)
-    for line in _added_code(task, needed, prepared):
-        progress.preparing(line, None)
-    first = next(planned for planned in needed if not planned.skip)
-    if not task.is_probed:
-        progress.preparing("importing torch once, to measure the memory that an import needs", None)
-        baseline = _probe(task, _job(task, first, prepared))
-        _check_limits(needed, baseline)
-    setting = Setting(
-        isolation=task.isolation,
-        run=task.folder,
-        environment=_environment(task.isolation),
-        steady=task.settings.steady,
-        on_phase=progress.phase,
-    )
-    return _Bench(task, setting, prepared, refused)
-
-
-def _prepare_checkpoints(
-    task: Run, planned: Sequence[Planned], progress: Progress
-) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
-    """Find or generate the checkpoint of every model in every format that some cell needs.
-
-    Returns:
-        the checkpoints, and the reasons why a model's checkpoint cannot be written in a format.
-
-    Raises:
-        FormatLimit: none of the checkpoints can be written.
-    """
-    prepared: dict[tuple[str, str], cache.Prepared] = {}
-    refused: dict[tuple[str, str], FormatLimit] = {}
-    for each in planned:
-        key = _checkpoint_key(task, each.cell)
-        if each.skip or key in prepared or key in refused:
-            continue
-        try:
-            prepared[key] = _ensure(task, each.cell, key[1], progress.preparing)
-        except FormatLimit as error:
-            refused[key] = error
-            continue
-        for warning in prepared[key].warnings:
-            progress.preparing(warning, None)
-    if refused and not prepared:
-        raise next(iter(refused.values()))
-    return prepared, {key: error.message for key, error in refused.items()}
-
-
-def _ensure(
-    task: Run, cell: Cell, fmt: str, progress: cache.Report | None = None
-) -> cache.Prepared:
-    return cache.ensure(
-        cell.model,
-        fmt,
-        seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint,
-        selection=task.settings.selection,
-        progress=progress,
-        python_path=_python_path(task, cell),
-    )
-
-
-def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
-    checkpoint = prepared[_checkpoint_key(task, planned.cell)]
-    selects = (
-        planned.selection and task.settings.checkpoint
-    )  # in the user's own file, not in a cached copy
-    return Job(
-        cell=planned.cell,
-        checkpoint=str(task.settings.checkpoint if selects else checkpoint.path),
-        manifest=str(checkpoint.manifest_path),
-        strategy_path=str(planned.strategy.path),
-        python_path=_python_path(task, planned.cell),
-        mounts=task.settings.mounts,
-        timeout_s=task.settings.timeout_s,
-        trace=task.settings.trace,
-    )
-
-
-def _added_code(
-    task: Run, needed: Sequence[Planned], prepared: dict[tuple[str, str], cache.Prepared]
-) -> dict[str, None]:
-    jobs = {
-        planned.cell.model.builder: _job(task, planned, prepared)
-        for planned in needed
-        if not planned.skip
-    }
-    return dict.fromkeys(line for job in jobs.values() for line in task.isolation.added_code(job))
-
-
-def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path for a user's builder, which is empty for a builder of weighin.
-
-    With an empty import path, no module of a user can hide a module of weighin.
-    """
-    return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
-
-
-def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit up to its baseline, and return its memory at the baseline.
-
-    The probe also reads torch's libraries into the page cache, so that the first cell is not
-    charged for them, and shows before the first record whether workers can run at all.
-    """
-    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
-    unlimited = replace(job, cell=cell)
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
-        while line := _receive(running, deadline):
-            event = checked(decode_event(line) or {"event": ""}) or {"event": ""}
-            if event["event"] == "baseline":
-                return Memory(**event["memory"])
-            if event["event"] == "phase":
-                running.channel.send(ACKNOWLEDGEMENT)
-            if event["event"] == "failed":
-                raise ConfigError(f"no cell can run: {event['message']}")
-        stderr_lines = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
-    raise HarnessError(
-        f"a worker under {task.isolation.name} ended before it had imported torch"
-        + (f": {one_line(stderr_lines[-1])}" if stderr_lines else ""),
-        "weighin doctor says what works on this machine",
-    )
-
-
-def _receive(running: Running, deadline: float) -> bytes | None:
-    try:
-        with interrupts.allowed():
-            return running.channel.receive(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise HarnessError(
-            f"a worker did not import torch within {_PROBE_TIMEOUT_S:.0f} s",
-            "stop other work on this machine, and try again",
-        ) from None
-
-
-def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
-    for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
-        # File-backed pages can be evicted.
-        need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
-        if limit is not None and limit < need:
-            of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is less than `import torch` alone needs here{of_ranks}"
-                f" ({format_bytes(need)})",
-                f"give at least {format_bytes(2 * need)} plus the size of the weights",
-            )
-
-
-def _check_limits_around(planned: Sequence[Planned]) -> None:
-    """Reject limits above that of a cgroup around the cells, because the kernel kills there first."""
-    root = delegation.groups_root()
-    limits = limits_around(root) if root else []
-    asked = max((each.cell.ram_limit_bytes or 0 for each in planned), default=0)
-    if limits and asked > limits[0][0]:
-        raise ConfigError(
-            f"--ram {format_exact(asked)} is more than the limit of the cgroup around the cells,"
-            f" {limits[0][1]} ({format_bytes(limits[0][0])})",
-            "give less, or raise that limit, for example the memory limit of the container",
-        )
-
-
-def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
-    """Return the result of a cell that is not run, with the reason."""
-    return Result(
-        schema=SCHEMA,
-        cell=planned.cell,
-        outcome=Outcome.SKIPPED,
-        message=planned.skip,
-        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        environment=known_environment,
-    )
-
-
-def _with_packages(setting: Setting, planned: Planned) -> Setting:
-    """Add the versions of a strategy's packages, which are the same in a container as here."""
-    if not planned.strategy.packages:
-        return setting
-    found = {"packages": packages.versions(planned.strategy.packages)}
-    return replace(setting, environment=setting.environment | found)
-
-
-def _environment(isolation: Isolation) -> dict[str, Any]:
-    return environment.machine() | environment.code() | {"isolation": isolation.describe()}
-
-
-def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
-    """Return the title and format of the checkpoint that a cell reads.
-
-    A save builds its model from ``task.settings.checkpoint`` in that checkpoint's own format, or without a
-    ``task.settings.checkpoint`` from a generated pt checkpoint.
-    """
-    if cell.operation == "load":
-        return cell.model.title, cell.format
-    return cell.model.title, formats.detect(
-        task.settings.checkpoint
-    ).NAME if task.settings.checkpoint else "pt"

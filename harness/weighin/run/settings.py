@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from weighin.formats.selection import WHOLE, Selection
 from weighin.records.shard import Shard, parse
+from weighin.run.command_settings import CommandSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class RunSettings:
         within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
         engine: the engine's name and settings; empty for cells that run one by one on this machine.
         shard: the part of the plan that this run measures; None for all of it.
+        command: how commands are started and watched; None for a run of loads or saves.
     """
 
     seed: int = 0
@@ -42,6 +44,7 @@ class RunSettings:
     within: float | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
+    command: CommandSettings | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings for plan.json."""
@@ -49,7 +52,9 @@ class RunSettings:
         selection = values.pop("selection")
         values |= {"key": selection.key, "strip_prefix": selection.strip_prefix}
         values |= {name: str(values[name]) for name in ("checkpoint", "shard") if values[name]}
-        optional = ("within", "engine", "shard")
+        if self.command:
+            values["command"] = self.command.as_json()
+        optional = ("within", "engine", "shard", "command")
         return {name: one for name, one in values.items() if one or name not in optional}
 
     @classmethod
@@ -62,6 +67,7 @@ class RunSettings:
             ("shard", parse),
             ("python_path", tuple),
             ("mounts", tuple),
+            ("command", CommandSettings.from_json),
         ):
             if name in values:
                 values[name] = read(values[name])
@@ -70,5 +76,7 @@ class RunSettings:
 
     @property
     def verb(self) -> str:
-        """The verb of the command line that makes such a run: "bench" or "floor"."""
-        return "bench" if self.within is None else "floor"
+        """The verb of the command line that makes such a run: "bench", "run" or "floor"."""
+        if self.within is not None:
+            return "floor"
+        return "run" if self.command else "bench"

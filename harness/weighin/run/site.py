@@ -26,7 +26,13 @@ class Site(Protocol):
         ...
 
     def choose(
-        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+        self,
+        name: str,
+        *,
+        limited: bool,
+        base_image: str | None,
+        packages: tuple[str, ...],
+        containers: bool = True,
     ) -> tuple[Isolation, str]:
         """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
         ...
@@ -53,9 +59,21 @@ class ThisMachine:
         gpu_check.check(device, vram_limits)
 
     def choose(
-        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+        self,
+        name: str,
+        *,
+        limited: bool,
+        base_image: str | None,
+        packages: tuple[str, ...],
+        containers: bool = True,
     ) -> tuple[Isolation, str]:
-        return select.choose(name, limited=limited, base_image=base_image, packages=packages)
+        return select.choose(
+            name,
+            limited=limited,
+            base_image=base_image,
+            packages=packages,
+            containers=containers,
+        )
 
     def check_soft_limit(self, isolation: Isolation) -> None:
         select.check_soft_limit(isolation)

@@ -12,6 +12,7 @@ from weighin.record import Result
 from weighin.run import request as bench
 from weighin.run import runner
 from weighin.run.settings import RunSettings
+from weighin.run.task import Progress
 from weighin.suite.config import check_suite
 
 PATIENCE_S = 600.0
@@ -67,9 +68,7 @@ def measure_load(
         )
         task, _ = bench.start(request)
         try:
-            (result,) = runner.run(
-                replace(task, patience_s=PATIENCE_S), runner.Progress(building=say)
-            )
+            (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
         except Interrupted:
             raise KeyboardInterrupt from None
     if result.outcome == "measurement_failed":

@@ -13,7 +13,7 @@ from weighin.engines.ray.fleet import Fleet, RayTransport
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.run import runner
-from weighin.run.runner import Progress, Run
+from weighin.run.task import Progress, Run
 
 
 @dataclass(frozen=True, slots=True)

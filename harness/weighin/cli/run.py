@@ -1,0 +1,186 @@
+"""``weighin run``: run any command under limits, and say what it needed."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli._verb import Argument, Verb
+from weighin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weighin.record import Result
+    from weighin.run.task import Run
+
+EXAMPLES = (
+    "weighin run -- python train.py --epochs 1",
+    "weighin run --ram 4g -- python train.py",
+    "weighin run --ram 8g,4g,2g --repeats 3 --cold weights.pt -- python load.py weights.pt",
+    "weighin run --ram 600m --mark 'epoch|step' -- sh -c 'cat data | python train.py'",
+    "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+    "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+)
+
+
+@click.command(
+    cls=Verb,
+    examples=EXAMPLES,
+    codes=True,
+    context_settings={"show_default": True, "allow_interspersed_args": False},
+)
+@click.argument(
+    "command",
+    cls=Argument,
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND ...",
+    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
+)
+@click.option(
+    "--ram",
+    default="none",
+    metavar="SIZES",
+    help="RAM limits, comma-separated: 8g, 600m, none. The command runs once under each.",
+)
+@click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
+@_options.isolation
+@click.option(
+    "--image",
+    default="",
+    metavar="IMAGE",
+    help="Run the command in a container of this image, with the current folder at its own path.",
+)
+@click.option(
+    "--cold",
+    multiple=True,
+    metavar="PATH",
+    help="A file or folder to drop from the page cache before each start. Pages that another"
+    " program has read are not charged to the command. Repeatable.",
+)
+@click.option(
+    "--mark",
+    "marks",
+    multiple=True,
+    metavar="REGEX",
+    help="Mark each line of output that contains this regular expression on the timeline. Repeatable.",
+)
+@click.option(
+    "--stacks/--no-stacks",
+    default=True,
+    help="Read the stacks of Python processes near the peak. The command is stopped for an instant"
+    " each time, so figures of time are better without. Off with --repeats.",
+)
+@_options.environment
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Time after which the command is killed; 0 for none.",
+)
+@click.option("--name", "label", default="", metavar="LABEL", help="The command's name in tables.")
+@_options.engine
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Measure only every N-th cell of the plan, beginning with cell I, from 1.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="The run's folder. Default: results/DATE-LABEL-RAM.",
+)
+@click.option(
+    "--resume",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="Continue the run in this folder at its first cell without a record.",
+)
+@_options.trust
+@_options.json
+@click.pass_context
+def run(context: click.Context, /, **_: Any) -> None:
+    """Run any command under limits: its peak, what the peak was made of, and why it was killed.
+
+    The command keeps its standard streams, terminal, folder and environment. If one cell runs, the
+    exit code is the command's own.
+    """
+    from weighin.run import runner
+    from weighin.run.request import resumable
+    from weighin.run.task import Progress
+
+    typed = _arguments.read(context)
+    _run.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
+    task = _task(typed)
+    with resumable("run", task):
+        results = runner.run(task, Progress())
+    _end(context, task, results, typed["json_file"])
+
+
+def _task(typed: dict[str, Any]) -> "Run":
+    """Return the run to perform, a new one or the one to resume."""
+    from weighin.run import command_request, request
+
+    if typed["resume"]:
+        return request.resume(typed["resume"], trusted=typed["trust"])
+    task, note = command_request.start(asked(typed))
+    if note:
+        _console.note(note)
+    return task
+
+
+def asked(typed: dict[str, Any], **settings: Any) -> Any:
+    """Return the request for the command that was typed; ``settings`` are those of the run."""
+    from pathlib import Path
+
+    from weighin.records.shard import parse
+    from weighin.run.command_request import CommandRequest
+    from weighin.run.command_settings import CommandSettings
+    from weighin.run.settings import RunSettings
+    from weighin.units import parse_bytes
+
+    limits = tuple(
+        None if text == "none" else parse_bytes(text)
+        for text in _arguments.names([typed.get("ram") or "none"])
+    )
+    repeats = typed.get("repeats", 1)
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} runs nothing", "give 1 or more")
+    shard = parse(typed["shard"]) if typed.get("shard") else None
+    return CommandRequest(
+        command=typed["command"],
+        how=CommandSettings(
+            folder=str(Path.cwd()),
+            cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
+            marks=typed["marks"],
+            stacks=typed["stacks"] and repeats == 1,
+            image=typed["image"],
+        ),
+        settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
+        label=typed["label"],
+        limits=limits,
+        repeats=repeats,
+        isolation=typed["isolation"],
+        environment=_arguments.environment(typed["env"]),
+        folder=typed["folder"],
+    )
+
+
+def _end(
+    context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
+) -> None:
+    """Show what was measured, and exit with the command's code, or with the run's for several cells."""
+    if len(results) > 1:
+        from weighin.cli.report import show_run
+        from weighin.records import run_folder
+
+        show_run(task.folder, run_folder.read(task.folder), json_file=json_file)
+        _run.end(context, results)
+        return
+    (result,) = results
+    click.echo(f"weighin: {result.outcome}: {result.message}", err=True)
+    click.echo(f"weighin: {task.folder}", err=True)
+    context.exit(result.exit_code or 0)

@@ -1,0 +1,119 @@
+"""Start any command in place of a worker: its streams, terminal and folder are its own."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+
+from weighin.child_process import open_process
+from weighin.errors import ConfigError
+from weighin.isolation.base import Exit, Streams
+from weighin.parent_process import end_with_parent
+from weighin.pipes import ready
+
+_PAUSE_S = 0.02  # between two looks at a process, before Linux 5.3
+
+
+class LocalCommand:
+    """A command that is a child of this process, in this process's session and process group.
+
+    Ctrl-C in a terminal reaches the command, and the command may use the terminal. ``groups`` are
+    the cgroups that it enters before its first instruction.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        folder: str,
+        environment: Mapping[str, str],
+        streams: Streams,
+        groups: Sequence[Path] = (),
+        limit: int | None = None,
+    ) -> None:
+        """Start the command; ``limit`` marks it and its descendants (``process_tree``)."""
+        self.groups = tuple(groups)
+        self.cgroup = groups[0] if groups else None
+        self.unseen = "" if groups else "a plain process has no cgroup of its own"
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(_opened(group / "cgroup.procs")) for group in groups]
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env=os.environ | dict(environment),
+                    stdin=streams.stdin,
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
+                    preexec_fn=_entering(files, limit),  # noqa: PLW1509 (it makes system calls only)
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot start {command[0]!r} in {folder}: {error.strerror}",
+                    "give a command as in a shell: weighin run -- python train.py",
+                ) from None
+        self.pid = self._popen.pid
+        self._process = open_process(self.pid)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the first process has ended within ``timeout_s``; it stays a zombie."""
+        deadline = monotonic() + timeout_s
+        while not self._has_ended():
+            left_s = deadline - monotonic()
+            if left_s <= 0:
+                return False
+            if self._process is None:
+                ready([], min(left_s, _PAUSE_S))
+            else:
+                ready([self._process], left_s)
+        return True
+
+    def _has_ended(self) -> bool:
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, options) is not None
+
+    def reap(self) -> Exit:
+        """Return how the first process ended, and remove it from the table of processes."""
+        code = self._popen.wait()
+        return Exit(code) if code >= 0 else Exit(None, signal=-code)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the first process; do nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Kill the first process if it still runs, and reap it; a second call has no effect."""
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+        if self._popen.returncode is None:
+            self.send_signal(signal.SIGKILL)
+            self._popen.wait()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
+    """Return a function for the new process: it enters the groups, and ends with its parent."""
+    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+
+    def enter() -> None:
+        for file in files:
+            os.write(file, b"0")  # 0 stands for the process that writes
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_RTTIME, (limit, hard))
+        end_with_parent()
+
+    return enter

@@ -1,0 +1,54 @@
+"""Measure the commands of a run, one after the other."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weighin.errors import Interrupted
+from weighin.isolation.base import Isolation
+from weighin.probes import environment
+from weighin.records import run_folder
+from weighin.run import command_runner
+from weighin.run.command_settings import CommandSettings
+from weighin.run.limits import check_limits_around
+from weighin.run.measurement import CellMeasurement
+from weighin.run.task import PlannedCommand, Progress, Run
+
+
+@dataclass(slots=True)
+class CommandBench:
+    """What all commands of a run share. ``stopped`` tells whether a signal asked for the end."""
+
+    isolation: Isolation
+    how: CommandSettings
+    timeout_s: float
+    environment: dict[str, Any]
+    folder: Path
+    stopped: bool = field(default=False)
+
+    def measure(self, planned: PlannedCommand) -> CellMeasurement:
+        """Run one command and return its measurement.
+
+        Raises:
+            Interrupted: a signal that an earlier command got asked for the end of the run.
+        """
+        if self.stopped:
+            raise Interrupted("stopped; nothing is left running")
+        measured, self.stopped = command_runner.take(
+            self.isolation, self.how, planned.cell, self.timeout_s, self.environment
+        )
+        return measured
+
+
+def set_up(task: Run, progress: Progress) -> CommandBench:
+    """Prepare the isolation and the folder of samples; raise ConfigError if a limit cannot hold."""
+    assert task.settings.command
+    if task.isolation.name == "cgroup":
+        check_limits_around([each.cell for each in task.planned])
+    task.isolation.prepare(progress.building)
+    with run_folder.writing(samples := task.folder / "samples"):
+        samples.mkdir(exist_ok=True)
+    about = environment.machine() | environment.code() | {"isolation": task.isolation.describe()}
+    return CommandBench(
+        task.isolation, task.settings.command, task.settings.timeout_s, about, task.folder
+    )

@@ -1,0 +1,165 @@
+"""Judge how a command ended, and end what it left running."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.isolation.base import Exit, RunningCommand
+from weighin.probes.cgroup import read_kernel
+from weighin.record import Kill, Outcome
+from weighin.text import one_line
+from weighin.units import format_bytes
+
+_PAUSE_S: Final = 0.01
+_COMMAND_LENGTH: Final = 120
+_FULL: Final = 0.9  # of a limit: a kill at a smaller charge met another limit
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the kernel tells of a command that has ended; None where it was not measured."""
+
+    cell: Cell
+    ended: Exit
+    in_time: bool
+    timeout_s: float
+    oom_kills: int | None
+    machine_oom_kills: int | None
+    kills: Sequence[Kill] | None
+    peak_bytes: int | None
+    limits: Sequence[tuple[int, Path]]
+
+
+def judge(facts: Facts) -> tuple[Outcome, str]:
+    """Return the outcome of a command, and the proof of it in one line.
+
+    Any kill for lack of memory makes the outcome ``oom_killed``, also if the first process lived on:
+    what a pipeline prints after the death of one of its parts is not its result.
+    """
+    ended, kills = facts.ended, facts.kills or ()
+    if facts.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
+        return Outcome.OOM_KILLED, _killed(facts)
+    if not facts.in_time:
+        return Outcome.TIMEOUT, f"still running after {facts.timeout_s:g} s"
+    if facts.oom_kills is None and facts.machine_oom_kills and ended.signal == signal.SIGKILL:
+        return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
+    return (Outcome.COMMAND_FAILED, how) if (how := _failure(facts)) else (Outcome.OK, "")
+
+
+def _failure(facts: Facts) -> str:
+    """Return how a command failed by itself or by a signal; empty if it succeeded."""
+    ended = facts.ended
+    if ended.signal == signal.SIGKILL:
+        return f"killed by SIGKILL, not for lack of memory{_room(facts)}"
+    if ended.signal:
+        return f"ended by {signal_name(ended.signal)}"
+    return f"exit code {ended.code}" if ended.code else ""
+
+
+def _killed(facts: Facts) -> str:
+    kills = facts.kills or ()
+    number = max(facts.oom_kills or 0, len(kills))
+    if not kills:
+        who = "a process" if number == 1 else f"{number} processes"
+    else:
+        who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:3])
+        who += f" and {number - 3} more" if number > 3 else ""
+    lived = "" if facts.ended.signal == signal.SIGKILL else "; the first process lived on"
+    return f"the kernel killed {who} for lack of memory: {_limit(facts)}{lived}"
+
+
+def _limit(facts: Facts) -> str:
+    """Return whose limit was met, as the kernel's log tells it, or else as the charge shows it."""
+    own = facts.cell.ram_limit_bytes
+    of = {kill.limit_of for kill in facts.kills or ()}
+    if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
+        of = {""}
+    if of == {""} and own:
+        return f"its limit of {format_bytes(own)} was met"
+    if "machine" in of:
+        return "the machine had no memory left"
+    groups = {str(group): limit for limit, group in facts.limits}
+    for name in of - {""}:
+        limit = next((size for group, size in groups.items() if group.endswith(name)), None)
+        size = f" of {format_bytes(limit)}" if limit else ""
+        return f"the limit{size} of the cgroup {name} around it was met"
+    if facts.limits and (own is None or facts.limits[0][0] < own):
+        limit, group = facts.limits[0]
+        return f"the limit of {format_bytes(limit)} of the cgroup {group} around it was met"
+    return "a limit around it, or the machine's memory, was met"
+
+
+def _room(facts: Facts) -> str:
+    limit, peak = facts.cell.ram_limit_bytes, facts.peak_bytes
+    if limit is None or peak is None or peak >= limit:
+        return ": the kernel counts no kill, so another process sent it"
+    return (
+        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent it"
+    )
+
+
+def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:
+    """End the processes that are left after the first one, and return their command lines.
+
+    Helpers that end by themselves within ``settle_s`` are not among them. The others get SIGTERM,
+    and after ``grace_s`` SIGKILL.
+    """
+    if not _wait_for_rest(running, settle_s):
+        return ()
+    rest = _rest(running)
+    names = tuple(command_line(pid) for pid in rest)
+    for pid in rest:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+    if _wait_for_rest(running, grace_s):
+        running.kill()
+    return names
+
+
+def _rest(running: RunningCommand) -> list[int]:
+    return [pid for pid in running.members() if pid != running.pid]
+
+
+def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
+    """Return the processes beside the first one that are left after at most ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    while (rest := _rest(running)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    return rest
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process, cut to one line; its pid if it has ended."""
+    try:
+        text = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    except OSError:
+        text = ""
+    return one_line(text, _COMMAND_LENGTH) or f"process {pid}"
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGTERM" for 15; "signal 40" for a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def code_of(ended: Exit) -> int | None:
+    """Return the exit code as a shell gives it: 128 + n for signal n."""
+    return ended.code if ended.signal is None else 128 + ended.signal
+
+
+def grown(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+def largest(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,271 @@
+"""Run one command in a cell: start it, watch it from outside, and build its Result."""
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, HarnessError
+from weighin.isolation.base import Isolation, RunningCommand, Streams
+from weighin.probes import kernel_log, page_cache
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    PeakMark,
+    limits_around,
+    pressure_file_of,
+    read_machine_oom_kills,
+)
+from weighin.probes.command_sampler import CommandSampler
+from weighin.record import SCHEMA, Cost, Peaks, Pressure, Ran, Result
+from weighin.records import run_folder
+from weighin.run import command_outcome
+from weighin.run.command_settings import CommandSettings
+from weighin.run.measurement import CellMeasurement
+from weighin.run.program_phases import PhaseListener
+from weighin.units import format_bytes
+
+if TYPE_CHECKING:
+    from weighin.probes.stacks import StackTaker
+
+_SETTLE_S: Final = 0.3  # in which helpers of the command end by themselves
+_PATIENCE_S: Final = 10.0
+
+
+def take(
+    isolation: Isolation,
+    how: CommandSettings,
+    cell: Cell,
+    timeout_s: float,
+    environment: dict[str, Any],
+) -> tuple[CellMeasurement, bool]:
+    """Run one command to its end; return its measurement, and whether a signal asked for the end.
+
+    Args:
+        timeout_s: the time after which the command is killed, in seconds; 0 for none.
+        environment: the machine and the versions, for the record.
+    """
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
+    with (
+        tempfile.TemporaryDirectory(prefix="weighin-") as folder,
+        _passing_signals_on() as signals,
+    ):
+        watch = _Watch(cell, how, Path(folder))
+        start_ns = time.monotonic_ns()
+        try:
+            running = isolation.start_command(watch.cell_with_phases(), how.folder, Streams())
+        except BaseException:
+            watch.abandon()
+            raise
+        try:
+            signals.receiver = running.send_signal
+            watch.begin(running)
+            in_time = running.wait(timeout_s or inf)
+            end_ns = time.monotonic_ns()
+            watch.end(in_time=in_time)
+        finally:
+            trouble = _close(running)
+    result = watch.result(end_ns - start_ns, timeout_s)
+    warnings = result.warnings
+    if cached_bytes:
+        warnings += (f"{format_bytes(cached_bytes)} of the files to drop stayed in the page cache",)
+    assert result.cost
+    result = replace(
+        result,
+        cost=replace(result.cost, wall_ns=time.monotonic_ns() - start_ns),
+        cached_bytes_at_start=cached_bytes,
+        samples_path=run_folder.samples_path(cell) if watch.samples else None,
+        started_at=started_at,
+        environment=environment,
+        warnings=warnings,
+    )
+    return CellMeasurement(result, watch.samples, trouble=trouble), signals.asked_to_end
+
+
+def files_in(paths: Sequence[str]) -> list[Path]:
+    """Return the files at ``paths``, with all files in those that are folders.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"--cold {path}: there is no such file or folder")
+        found = [path] if path.is_file() else path.rglob("*")
+        files += [each for each in found if each.is_file()]
+    return files
+
+
+@dataclass(slots=True)
+class _Signals:
+    receiver: Callable[[int], None] | None = None
+    asked_to_end: bool = False
+    _early: list[int] = field(default_factory=list)
+
+    def take(self, number: int, _frame: object) -> None:
+        self.asked_to_end = True
+        # The terminal sends Ctrl-C to the command as well, which may go on after it.
+        if number != signal.SIGINT and self.receiver:
+            self.receiver(number)
+
+
+@contextmanager
+def _passing_signals_on() -> Iterator[_Signals]:
+    """Pass SIGTERM and SIGHUP on to the command, and leave Ctrl-C to it."""
+    signals = _Signals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signals.take)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Watch:
+    """Watches one command from outside, from its start until its last counters are read."""
+
+    def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
+        self.samples: list[Any] = []
+        self._listener = PhaseListener(folder)
+        self._cell, self._how = cell, how
+        self._log = kernel_log.position()
+        self._machine_oom_kills = read_machine_oom_kills()
+        self._in_time = True
+        self._ended: tuple[str, ...] = ()
+
+    def cell_with_phases(self) -> Cell:
+        """Return the cell with the variable by which its processes report their phases."""
+        environment = self._cell.environment | self._listener.environment
+        return replace(self._cell, environment=environment)
+
+    def abandon(self) -> None:
+        """Release everything for a command that could not be started."""
+        self._listener.close()
+
+    def begin(self, running: RunningCommand) -> None:
+        self._running = running
+        self._cgroup = (
+            MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
+        )
+        self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
+        self._mark = PeakMark(self._cgroup) if self._cgroup else None
+        self._stacks = _stack_taker(running) if self._how.stacks else None
+        self._sampler = CommandSampler(
+            running.pid, self._cgroup, at_maximum=self._stacks.look if self._stacks else None
+        )
+        self._sampler.start()
+        self._listener.watch(self._cgroup)
+
+    def end(self, *, in_time: bool) -> None:
+        """Read the last figures, end what is left of the command, and reap its first process."""
+        running = self._running
+        if not in_time:
+            self._in_time = False
+            running.kill()
+            running.wait(_PATIENCE_S)
+        self._peak_bytes = self._mark.read() if self._mark else None
+        self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
+        self._refaults = self._cgroup.read_refaults() if self._cgroup else None
+        self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
+        if in_time:
+            self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
+        self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
+        self._exit = running.reap()
+        # Its last sample sees all page cache, which stays in the group after the process.
+        self.samples = self._sampler.stop()
+        self._phases, self._tracks = self._listener.close()
+        self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
+        if self._mark:
+            self._mark.close()
+
+    def result(self, elapsed_ns: int, timeout_s: float) -> Result:
+        sampler, running = self._sampler, self._running
+        kills = kernel_log.kills_since(self._log, running.cgroup, running.pid)
+        facts = command_outcome.Facts(
+            cell=self._cell,
+            ended=self._exit,
+            in_time=self._in_time,
+            timeout_s=timeout_s,
+            oom_kills=self._oom_kills if self._oom_kills is not None else sampler.oom_kills,
+            machine_oom_kills=command_outcome.grown(
+                self._machine_oom_kills, read_machine_oom_kills()
+            ),
+            kills=kills,
+            peak_bytes=self._peak_bytes,
+            limits=self._limits,
+        )
+        outcome, message = command_outcome.judge(facts)
+        largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
+        by_peak = (
+            None
+            if self._peak_bytes is None
+            else max(
+                0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0)
+            )
+        )
+        needed = command_outcome.largest(sampled, by_peak)
+        some_ns, full_ns = self._pressure
+        why = self._stacks.why if self._stacks else ""
+        return Result(
+            schema=SCHEMA,
+            cell=self._cell,
+            outcome=outcome,
+            message=message,
+            peaks=Peaks(
+                cgroup_bytes=self._peak_bytes,
+                anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
+                file_sampled_bytes=largest_file,
+                unreclaimable_sampled_bytes=sampled,
+            ),
+            last_phase=self._listener.last_phase,
+            phases=self._phases,
+            load_ns=elapsed_ns,
+            ready_ns=elapsed_ns,
+            pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
+            oom_kills=facts.oom_kills,
+            limit_events=self._limit_events,
+            exit_code=command_outcome.code_of(self._exit),
+            cost=Cost(wall_ns=0, load_ns=elapsed_ns),
+            warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
+            ran=Ran(
+                pid=running.pid,
+                peak_ns=sampler.peak_ns,
+                needed_bytes=needed,
+                needed_is_sampled=needed == sampled,
+                signal=self._exit.signal,
+                survived=self._exit.signal != signal.SIGKILL,
+                processes=sampler.processes(),
+                kills=tuple(kills or ()),
+                stacks=self._stacks.stacks if self._stacks else (),
+                ended=self._ended,
+                tracks=self._tracks,
+                cold=self._how.cold,
+                frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
+            ),
+        )
+
+
+def _stack_taker(running: RunningCommand) -> "StackTaker":
+    from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
+
+    return StackTaker(list(running.groups))
+
+
+def _close(running: RunningCommand) -> HarnessError | None:
+    try:
+        running.close()
+    except HarnessError as trouble:
+        return trouble
+    return None

@@ -1,0 +1,41 @@
+"""How the commands of a run are started and watched."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+GRACE_S: Final = 10.0
+"""The time from SIGTERM to SIGKILL for a command that is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSettings:
+    """The settings that all commands of a run share.
+
+    Attributes:
+        folder: the working folder.
+        cold: the files and folders whose page cache is dropped before each start.
+        marks: regular expressions; a line of the output that contains one is a mark.
+        stacks: whether the stacks of Python processes are read when the command uses most memory.
+        ready: a regular expression; a line of the output that contains it tells that a server is ready.
+        ready_url: an address that answers when a server is ready.
+        grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
+        image: the image of a container; empty for weighin's own.
+    """
+
+    folder: str
+    cold: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    stacks: bool = True
+    ready: str = ""
+    ready_url: str = ""
+    grace_s: float = GRACE_S
+    image: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        lists = {name: tuple(found[name]) for name in ("cold", "marks")}
+        return cls(**{**found, **lists})

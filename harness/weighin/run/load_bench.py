@@ -1,0 +1,286 @@
+"""Prepare the checkpoints of a run of loads or saves, and measure each cell."""
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weighin import formats
+from weighin.cell import Cell, Job
+from weighin.checkpoint import cache
+from weighin.checkpoint.entries import discard
+from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+from weighin.isolation.base import Isolation, Running
+from weighin.probes import environment
+from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.record import Memory, Result
+from weighin.records import run_folder
+from weighin.run import interrupts, model_fault, save_target
+from weighin.run.bytecode import compile_code
+from weighin.run.cell_runner import Setting, take
+from weighin.run.events import checked
+from weighin.run.limits import check_limits_around
+from weighin.run.measurement import CellMeasurement
+from weighin.run.task import Progress, Run, skipped
+from weighin.suite import packages, user_code
+from weighin.suite.matrix import Planned
+from weighin.text import one_line
+from weighin.units import format_bytes, format_exact
+
+_PROBE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBench:
+    """The checkpoints and the setting that all loads and saves of a run share."""
+
+    task: Run
+    setting: Setting
+    prepared: dict[tuple[str, str], cache.Prepared]
+    refused: dict[tuple[str, str], str]
+    model_faults: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return self.setting.environment
+
+    def measure(self, planned: Planned) -> CellMeasurement:
+        key = _checkpoint_key(self.task, planned.cell)
+        if why := self.refused.get(key):
+            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
+        checkpoint = self.prepared[key]
+        job = _job(self.task, planned, self.prepared)
+        files = formats.files(Path(job.checkpoint))
+        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+        if (
+            checkpoint.in_place
+            and (keys := checkpoint.manifest().keys)
+            and not planned.strategy.maps_keys
+        ):
+            why = (
+                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
+                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model"
+            )
+            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
+        setting = _with_packages(self.setting, planned)
+        if planned.cell.operation == "load":
+            measured = take(setting, job, files, model_bytes)
+            measured = replace(measured, result=self._blaming(measured.result, job))
+        else:
+            with save_target.target(model_bytes) as folder:
+                measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
+                result = save_target.with_warnings(measured.result, folder)
+            measured = replace(measured, result=result)
+        return self._restored(measured, key) if measured.changed else measured
+
+    def _restored(self, measured: CellMeasurement, key: tuple[str, str]) -> CellMeasurement:
+        """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
+        checkpoint = self.prepared[key]
+        if checkpoint.in_place:
+            cell = measured.result.cell
+            trouble = CheckpointError(
+                f"{checkpoint.path} changed while {cell.strategy} was measured",
+                "restore it from a copy, and do not let this strategy write to it",
+            )
+            return replace(measured, trouble=measured.trouble or trouble)
+        discard(checkpoint.manifest_path.parent, checkpoint.format)
+        self.prepared[key] = _ensure(self.task, measured.result.cell, key[1])
+        return measured
+
+    def _blaming(self, result: Result, job: Job) -> Result:
+        """Return the result; ok if only the model's own forward pass fails, after any load."""
+        if not model_fault.is_right_load(result):
+            return result
+        cell = result.cell
+        key = f"{cell.model.title} {cell.dtype} {cell.device}"
+        if key not in self.model_faults:
+            checkpoint = self.task.settings.checkpoint or Path(job.checkpoint)
+            self.model_faults[key] = model_fault.failure(
+                job, checkpoint, self.task.settings.selection
+            )
+        how = self.model_faults[key]
+        return model_fault.blamed(result, how) if how else result
+
+
+def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBench:
+    compile_code()
+    if task.isolation.name == "cgroup":
+        check_limits_around([each.cell for each in needed])
+    prepared, refused = _prepare_checkpoints(task, needed, progress)
+    needed = [each for each in needed if _checkpoint_key(task, each.cell) not in refused]
+    progress.preparing(f"preparing {task.isolation.name}", None)
+    task.isolation.prepare(progress.building)
+    with run_folder.writing(samples := task.folder / "samples"):
+        samples.mkdir(exist_ok=True)
+    for line in _added_code(task, needed, prepared):
+        progress.preparing(line, None)
+    first = next(planned for planned in needed if not planned.skip)
+    if not task.is_probed:
+        progress.preparing("importing torch once, to measure the memory that an import needs", None)
+        baseline = _probe(task, _job(task, first, prepared))
+        _check_limits(needed, baseline)
+    setting = Setting(
+        isolation=task.isolation,
+        run=task.folder,
+        environment=_environment(task.isolation),
+        steady=task.settings.steady,
+        on_phase=progress.phase,
+    )
+    return LoadBench(task, setting, prepared, refused)
+
+
+def _prepare_checkpoints(
+    task: Run, planned: Sequence[Planned], progress: Progress
+) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
+    """Find or generate the checkpoint of every model in every format that some cell needs.
+
+    Returns:
+        the checkpoints, and the reasons why a model's checkpoint cannot be written in a format.
+
+    Raises:
+        FormatLimit: none of the checkpoints can be written.
+    """
+    prepared: dict[tuple[str, str], cache.Prepared] = {}
+    refused: dict[tuple[str, str], FormatLimit] = {}
+    for each in planned:
+        key = _checkpoint_key(task, each.cell)
+        if each.skip or key in prepared or key in refused:
+            continue
+        try:
+            prepared[key] = _ensure(task, each.cell, key[1], progress.preparing)
+        except FormatLimit as error:
+            refused[key] = error
+            continue
+        for warning in prepared[key].warnings:
+            progress.preparing(warning, None)
+    if refused and not prepared:
+        raise next(iter(refused.values()))
+    return prepared, {key: error.message for key, error in refused.items()}
+
+
+def _ensure(
+    task: Run, cell: Cell, fmt: str, progress: cache.Report | None = None
+) -> cache.Prepared:
+    return cache.ensure(
+        cell.model,
+        fmt,
+        seed=task.settings.seed,
+        checkpoint=task.settings.checkpoint,
+        selection=task.settings.selection,
+        progress=progress,
+        python_path=_python_path(task, cell),
+    )
+
+
+def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
+    checkpoint = prepared[_checkpoint_key(task, planned.cell)]
+    selects = (
+        planned.selection and task.settings.checkpoint
+    )  # in the user's own file, not in a cached copy
+    return Job(
+        cell=planned.cell,
+        checkpoint=str(task.settings.checkpoint if selects else checkpoint.path),
+        manifest=str(checkpoint.manifest_path),
+        strategy_path=str(planned.strategy.path),
+        python_path=_python_path(task, planned.cell),
+        mounts=task.settings.mounts,
+        timeout_s=task.settings.timeout_s,
+        trace=task.settings.trace,
+    )
+
+
+def _added_code(
+    task: Run, needed: Sequence[Planned], prepared: dict[tuple[str, str], cache.Prepared]
+) -> dict[str, None]:
+    jobs = {
+        planned.cell.model.builder: _job(task, planned, prepared)
+        for planned in needed
+        if not planned.skip
+    }
+    return dict.fromkeys(line for job in jobs.values() for line in task.isolation.added_code(job))
+
+
+def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
+    """Return the import path for a user's builder, which is empty for a builder of weighin.
+
+    With an empty import path, no module of a user can hide a module of weighin.
+    """
+    return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
+
+
+def _probe(task: Run, job: Job) -> Memory:
+    """Run a worker without a limit up to its baseline, and return its memory at the baseline.
+
+    The probe also reads torch's libraries into the page cache, so that the first cell is not
+    charged for them, and shows before the first record whether workers can run at all.
+    """
+    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
+    unlimited = replace(job, cell=cell)
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
+        while line := _receive(running, deadline):
+            event = checked(decode_event(line) or {"event": ""}) or {"event": ""}
+            if event["event"] == "baseline":
+                return Memory(**event["memory"])
+            if event["event"] == "phase":
+                running.channel.send(ACKNOWLEDGEMENT)
+            if event["event"] == "failed":
+                raise ConfigError(f"no cell can run: {event['message']}")
+        stderr_lines = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
+    raise HarnessError(
+        f"a worker under {task.isolation.name} ended before it had imported torch"
+        + (f": {one_line(stderr_lines[-1])}" if stderr_lines else ""),
+        "weighin doctor says what works on this machine",
+    )
+
+
+def _receive(running: Running, deadline: float) -> bytes | None:
+    try:
+        with interrupts.allowed():
+            return running.channel.receive(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise HarnessError(
+            f"a worker did not import torch within {_PROBE_TIMEOUT_S:.0f} s",
+            "stop other work on this machine, and try again",
+        ) from None
+
+
+def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
+    """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
+    for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
+        # File-backed pages can be evicted.
+        need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
+        if limit is not None and limit < need:
+            of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
+            raise ConfigError(
+                f"--ram {format_exact(limit)} is less than `import torch` alone needs here{of_ranks}"
+                f" ({format_bytes(need)})",
+                f"give at least {format_bytes(2 * need)} plus the size of the weights",
+            )
+
+
+def _with_packages(setting: Setting, planned: Planned) -> Setting:
+    """Add the versions of a strategy's packages, which are the same in a container as here."""
+    if not planned.strategy.packages:
+        return setting
+    found = {"packages": packages.versions(planned.strategy.packages)}
+    return replace(setting, environment=setting.environment | found)
+
+
+def _environment(isolation: Isolation) -> dict[str, Any]:
+    return environment.machine() | environment.code() | {"isolation": isolation.describe()}
+
+
+def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
+    """Return the title and format of the checkpoint that a cell reads.
+
+    A save builds its model from ``task.settings.checkpoint`` in that checkpoint's own format, or without a
+    ``task.settings.checkpoint`` from a generated pt checkpoint.
+    """
+    if cell.operation == "load":
+        return cell.model.title, cell.format
+    return cell.model.title, formats.detect(
+        task.settings.checkpoint
+    ).NAME if task.settings.checkpoint else "pt"
