@@ -20,7 +20,18 @@ from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer
 from weighin.probes.rank_samplers import RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
-from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
+from weighin.record import (
+    SCHEMA,
+    Faults,
+    Kill,
+    Memory,
+    Outcome,
+    Peaks,
+    Phase,
+    Pressure,
+    Result,
+    Sample,
+)
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
@@ -182,11 +193,12 @@ class Watch:
 
     def _killed_children(self) -> str:
         """Return whom the kernel killed beside the worker, and the cell's peak, if they are known."""
-        group, pid = self._running.cgroup, self._running.pid
-        if group is None or len(self._logs) > 1:
+        if len(self._logs) > 1:
             return ""
-        # A cell's cgroup has a name of its own, so that all messages of the log may be read.
-        kills = kernel_log.kills_since(0, group, pid or 0) or ()
+        group = self._running.cgroup
+        kills: tuple[Kill, ...] = ()
+        if group:  # its name is its own, so that all messages of the log may be read
+            kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
         text = "".join(
             f"; killed: {kill.command} (process {kill.pid}) with"
             f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
@@ -194,7 +206,7 @@ class Watch:
             if not kill.is_main
         )
         peak = _largest((self._peak_bytes, self._at_end.peak_bytes))
-        return text if peak is None else f"{text}; the cell's peak was {format_bytes(peak)}"
+        return f"{text}; the cell's peak was {format_bytes(peak)}" if peak else text
 
     @property
     def _is_ready(self) -> bool:
