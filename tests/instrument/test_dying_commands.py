@@ -41,7 +41,9 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
     """Run a script under its limit with weighin; return the run's folder and its record."""
     case.prepare(inputs)
     out = folder / "run"
-    own = () if case.around_bytes else ("--ram", str(case.limit_bytes))
+    own: tuple[str, ...] = () if case.around_bytes else ("--ram", str(case.limit_bytes))
+    if case.cold:
+        own += ("--cold", str(inputs["file"]))
     weighin = (sys.executable, "-P", "-m", "weighin", "run", "--isolation", "cgroup", *own)
     command = (*weighin, "--out", str(out), "--", *case.command(inputs))
     with temporary_group() if case.around_bytes else nullcontext() as group:
@@ -61,7 +63,7 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
             check=False,
         )
     empty(inputs)
-    assert "Traceback" not in process.stderr, process.stderr
+    assert out.exists(), process.stderr
     (result,) = run_folder.read(out).results
     assert process.returncode == result.exit_code
     return out, result
