@@ -46,7 +46,7 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one process; ``command`` and ``parent_pid`` are those of the last look."""
+    """What is known of one process; ``parent_pid`` is that of the first look."""
 
     pid: int
     start_ns: int
@@ -61,11 +61,11 @@ class _Seen:
         """Read what a process tells of itself; a process that has ended keeps its last figures."""
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
-            if command := command_of(self.pid):
-                self.command = command
+            # A process that ends has no command line any more, and orphans have another parent.
+            self.command = command_of(self.pid) or self.command or _name_of(self.pid)
+            self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
         except OSError:
             return
-        self.parent_pid = parent_of(self.pid) or self.parent_pid
 
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
@@ -127,20 +127,33 @@ class ProcessTable:
 
 
 def _with_closed(files: tuple[OpenFile, ...], before: tuple[OpenFile, ...]) -> tuple[OpenFile, ...]:
-    """Return the files of a process, with those that it had open or mapped before."""
-    paths = {file.path for file in files}
-    closed = [replace(file, is_open=False) for file in before if file.path not in paths]
-    return (*files, *closed)[:_MOST_FILES]
+    """Return the files of a process, with those that it has read and closed before."""
+    known = {file.path: file for file in before}
+    now_ns = time.monotonic_ns()
+    there = [
+        replace(file, seen_ns=known[file.path].seen_ns if file.path in known else now_ns)
+        for file in files
+    ]
+    for file in files:
+        known.pop(file.path, None)
+    closed = [
+        replace(file, is_open=False) for file in known.values() if file.position_bytes is not None
+    ]
+    return (*there, *closed)[:_MOST_FILES]
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process as one printable line; empty if it has none.
+    """Return the command line of a process as one printable line; empty if it has none, or ends.
 
     Raises:
         OSError: the process has ended.
     """
     arguments = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
-    return one_line(arguments) or one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+    return one_line(arguments)
+
+
+def _name_of(pid: int) -> str:
+    return one_line(read_kernel(Path(f"/proc/{pid}/comm")))
 
 
 def _process(seen: _Seen) -> Process:
