@@ -1,14 +1,15 @@
 """Keep a table of the processes of a command: when each was seen, and its share of the memory."""
 
+import contextlib
 import heapq
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import parent_of, read_kernel
-from weighin.probes.open_files import open_files
+from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_status
 from weighin.record import OpenFile, Process
 from weighin.text import one_line
@@ -67,6 +68,11 @@ class _Seen:
         except OSError:
             return
 
+    def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
+        """Add the files that ``look`` finds; those that it does not find have been closed."""
+        with contextlib.suppress(OSError):  # ended, or another user's
+            self.files = _with_closed(look(self.pid), self.files)
+
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
 
@@ -83,6 +89,7 @@ class ProcessTable:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
         self._reread = Pause(_REREAD_S)
+        self._files = Pause()
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
         """Note which processes run at the time ``t_ns``."""
@@ -99,25 +106,23 @@ class ProcessTable:
                 seen.read()
         if rereads:
             self._reread.end()
+        if self._files.begin():
+            for seen in _largest(self._running.values()):
+                seen.note_files(files_read)
+            self._files.end()
         if len(self._ended) > _MOST_ENDED:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Replace the processes' shares of the memory, and list the files of the largest ones.
-
-        Files that a process has read and closed since stay in its list: what was read may still be
-        in its memory.
-        """
+        """Replace the processes' shares of the memory, and list the files of the largest ones."""
         for seen in (*self._ended, *self._running.values()):
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.shares = shares[seen.pid]
-        for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
-            try:
-                seen.files = _with_closed(open_files(seen.pid), seen.files)
-            except OSError:  # ended, or another user's
-                continue
+            seen.read()
+        for seen in _largest(found):
+            seen.note_files(open_files)
 
     def processes(self) -> tuple[Process, ...]:
         """Return the processes with the most memory, in the order in which they were seen."""
@@ -126,8 +131,16 @@ class ProcessTable:
         return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
 
 
+def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
+    """Return the processes of which files are listed."""
+    return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
+
+
 def _with_closed(files: tuple[OpenFile, ...], before: tuple[OpenFile, ...]) -> tuple[OpenFile, ...]:
-    """Return the files of a process, with those that it has read and closed before."""
+    """Return the files of a process, with those that it has read before and closed.
+
+    What was read from them may still be in its memory.
+    """
     known = {file.path: file for file in before}
     now_ns = time.monotonic_ns()
     there = [

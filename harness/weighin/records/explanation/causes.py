@@ -13,7 +13,7 @@ from pathlib import PurePath
 from shlex import quote
 from typing import Final
 
-from weighin.record import OpenFile, Outcome, Process, Sample
+from weighin.record import OpenFile, Outcome, Sample
 from weighin.records.explanation.facts import (
     Facts,
     Place,
@@ -43,8 +43,10 @@ _WHOLE: Final = re.compile(
 )
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _MORE_THAN_ONE: Final = 1.15  # times the bytes that were read: more than one copy of them
-_SLICES: Final = 8
+_SLICES: Final = 4
+_LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
+_LEAST_STACKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +142,21 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Forked processes hold more together than the first has, and none has more than the first."""
+    """Forked processes hold more together than the parent, and it is not what they allocated."""
     for parent in facts.ran.processes:
-        children = [one for one in facts.present if _is_fork(one, parent)]
-        together = held_by(parent) + sum(map(held_by, children))
+        children = [
+            one
+            for one in facts.present
+            if one.parent_pid == parent.pid and one.command == parent.command
+        ]
         alone = parent.highest_rss_bytes or 0
-        if children and together > LEAST_BYTES and together > 1.3 * alone:
+        together = held_by(parent) + sum(map(held_by, children))
+        # A child begins with the pages of its parent. What it has above them is its own.
+        added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
+        if children and together > LEAST_BYTES and together - added > 1.25 * alone:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
             return {"count": count, "together": size(together), "alone": size(alone)}
     return None
-
-
-def _is_fork(child: Process, parent: Process) -> bool:
-    same = child.parent_pid == parent.pid and child.command == parent.command
-    child_rss, parent_rss = child.highest_rss_bytes, parent.highest_rss_bytes
-    return bool(same and child_rss and parent_rss and child_rss < 1.1 * parent_rss)
 
 
 def _shared_memory(facts: Facts) -> Evidence | None:
@@ -181,21 +183,17 @@ def _growth(facts: Facts) -> Evidence | None:
     """Anonymous memory grew by about as much in each part of the time until the peak."""
     rising = _rising(facts.samples)
     place = facts.place
-    if place is None or len(rising) < _SLICES or is_waiting(place):
+    if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
         return None
     first, last = rising[0], rising[-1]
     span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
     ends = [first.t_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
     levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
-    is_steady = all(b - a > grown / _SLICES / 3 for a, b in pairwise(levels))
+    is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
     mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
     stays = facts.grown(place.stack.pid, lambda one: _shares_line(one, place))
-    if (
-        span_ns < _STEADY_S * 1e9
-        or grown < LEAST_BYTES
-        or not is_steady
-        or stays < max(grown // 4, (max(mine) - min(mine)) // 2)
-    ):
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
         return None
     return {
         "low": size(first.anon_bytes),
