@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from leftovers import wait_until
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.command_memory import GroupMemory
 from weighin.probes.command_sampler import CommandSampler
 from weighin.units import MIB
 
@@ -208,3 +210,12 @@ def test_the_kernel_log_tells_who_was_killed_for_whose_limit(group: Path, is_own
     assert kill.limit_of == ("" if is_own else f"/{group.name}")
     assert kill.anon_bytes == pytest.approx(60 * MIB, abs=6 * MIB)
     assert kernel_log.kills_since(kernel_log.position(), cell, one.pid) == ()
+
+
+def test_a_group_that_was_removed_gives_no_sample() -> None:
+    with temporary_group() as made:
+        memory = GroupMemory(MemoryCgroup(made))
+    with closing(memory):
+        assert memory.sample(1, []) is None
+        assert memory.pids() == []
+        assert memory.oom_kills() is None

@@ -6,6 +6,7 @@ the sum of their proportional set sizes counts each page once. This sum is expen
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
@@ -22,6 +23,7 @@ _V1: Final = {
     "faults": "total_pgfault",
     "major": "total_pgmajfault",
 }
+_LINKS_OF_EMPTY: Final = 2
 _V2: Final = {
     "anon": "anon",
     "file": "file",
@@ -50,13 +52,8 @@ class GroupMemory:
         self.kernel_bytes: int | None = None
 
     def pids(self) -> list[int]:
-        """Return the pids of all members; those of another pid namespace are not visible."""
-        found: list[int] = []
-        for folder in self._folders():
-            with contextlib.suppress(OSError):  # removed, or threaded
-                # Opened anew each time: v1 keeps the list of an open file for a second.
-                found += map(int, read_text(f"{folder}/cgroup.procs").split())
-        return [pid for pid in found if pid]
+        """Return the pids of all members."""
+        return members_of(self._cgroup.path)
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return the figures of the group; None if it was removed."""
@@ -92,7 +89,7 @@ class GroupMemory:
 
     def oom_kills(self) -> int | None:
         """Return the number of processes that the kernel killed in the group and those below it."""
-        for folder in self._folders():
+        for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
             if kills is not None:
                 self._kills[folder] = kills
@@ -104,16 +101,6 @@ class GroupMemory:
     def close(self) -> None:
         os.close(self._usage)
         os.close(self._stat)
-
-    def _folders(self) -> list[str]:
-        """Return the group and the groups below it; the kernel counts those as links."""
-        top = str(self._cgroup.path)
-        try:
-            if os.stat(top).st_nlink <= 2:  # noqa: PTH116 (many times a second)
-                return [top]
-        except OSError:  # removed
-            return []
-        return [folder for folder, _, _ in os.walk(top)]
 
 
 class TreeMemory:
@@ -196,6 +183,26 @@ class TreeMemory:
 
     def close(self) -> None:
         return
+
+
+def members_of(group: Path) -> list[int]:
+    """Return the pids in a group and those below it; processes of other pid namespaces are left out."""
+    found: list[int] = []
+    for folder in _folders(group):
+        with contextlib.suppress(OSError):  # removed, or threaded
+            # Opened anew each time: v1 keeps the list of an open file for a second.
+            found += map(int, read_text(f"{folder}/cgroup.procs").split())
+    return [pid for pid in found if pid]
+
+
+def _folders(group: Path) -> list[str]:
+    """Return a group and the groups below it; the kernel counts those as links."""
+    try:
+        if group.stat().st_nlink <= _LINKS_OF_EMPTY:
+            return [str(group)]
+    except OSError:  # removed
+        return []
+    return [folder for folder, _, _ in os.walk(group)]
 
 
 def _read_shares(pids: list[int]) -> dict[int, Shares]:
