@@ -192,7 +192,8 @@ class OpenFile:
     """A file that a process had open or mapped when its cell used most memory.
 
     ``position_bytes`` is the place of the next read; None for a file that is only mapped.
-    ``is_open`` is False for a file that the process had open or mapped before, and no longer.
+    ``is_open`` is False for a file that the process had open to read before, and has closed.
+    ``seen_ns`` is the time at which it was first seen, some time after it was opened.
     """
 
     path: str
@@ -200,6 +201,7 @@ class OpenFile:
     position_bytes: int | None = None
     mapped_bytes: int = 0
     is_open: bool = True
+    seen_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
