@@ -62,7 +62,7 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
         return "No cells were measured."
     first = frame.iloc[0]
     changing = {*varying(frame), *without, *operations.first_of(frame).lacks}
-    if first["operation"] == operations.USUAL:
+    if first["operation"] in operations.UNNAMED:
         changing.add("operation")
     words = [
         dimension(name, first[name], model_size(frame))

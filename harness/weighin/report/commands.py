@@ -181,10 +181,10 @@ def _kill_row(kill: Kill) -> list[str]:
 
 def _read(file: OpenFile) -> str:
     """Return how far a file was read, or how much of it was mapped."""
-    name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes)
+    name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes, digits=1)
     if file.position_bytes is None:
-        return f"{name}, {format_bytes(file.mapped_bytes)} of {size} mapped"
-    return f"{name}, {format_bytes(file.position_bytes)} of {size}"
+        return f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
+    return f"{name}, {format_bytes(file.position_bytes, digits=1)} of {size}"
 
 
 def _named(others: Sequence[Process]) -> str:

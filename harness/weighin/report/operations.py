@@ -9,8 +9,23 @@ from typing import Final
 
 import pandas as pd
 
+from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
+
 Meaning = tuple[str, str, str, str]
 """The name, unit, meaning and accuracy of a figure."""
+
+
+_LOST: Final = (
+    f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
+    f" {REFAULTS_PER_MODEL:.0%} of the model again and took at least {SLOWDOWN:g}x the time without a"
+    " limit"
+)
+_FLOOR: Final = (
+    "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
+    " byte was read and compared. One step below, the load was killed for lack of memory or timed"
+    " out."
+)
+_FLOOR_READY: Final = "ready: time until every byte was read once, in the median cell."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,9 @@ class Kind:
         axis: the title of the memory axis of a timeline.
         zero: the event at which time starts in a timeline.
         outside: what the sampler observes.
+        life: the meaning of the times in a survival matrix.
+        lost: when a cell thrashes.
+        floor, floor_ready: the meaning of a RAM floor, and of the times beside it.
         computed, times: explanations of figures, one line each.
         accuracy: what is exact and what is sampled, one line each.
         meanings: of the figures, for report.html.
@@ -61,6 +79,10 @@ class Kind:
     axis: str = "RSS, GiB"
     zero: str = "the worker started"
     outside: str = "the worker"
+    life: str = "Time: for the load until every byte was read"
+    lost: str = _LOST
+    floor: str = _FLOOR
+    floor_ready: str = _FLOOR_READY
 
 
 ABOVE_IMPORT: Final = "above_import_per_model"
@@ -89,7 +111,12 @@ _NOT_OF_COMMANDS: Final = frozenset(
         "written_disk_bytes", "load_s", *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
     )
 )  # fmt: skip
-_STRATEGIES: Final = {"what": "strategy", "several": "strategies", "variants": "strategy variants"}
+_STRATEGIES: Final = {
+    "what": "strategy",
+    "several": "strategies",
+    "variants": "strategy variants",
+    "thrashes": "reads the model again and again",
+}
 _ACCURACY: Final = (
     "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
     "Sampled, so short spikes may be missed: anonymous.",
@@ -153,7 +180,7 @@ _COMMAND: Final = Kind(
     doing="running",
     subject="all processes of the command",
     until="the command ended",
-    words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants"},
+    words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants", "thrashes": "waits for memory"},
     figures=(
         "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
         "file_sampled_bytes", "exit_code",
@@ -170,6 +197,11 @@ _COMMAND: Final = Kind(
     axis="memory, GiB",
     zero="the command started",
     outside="the command",
+    life="Time: until the first process of the command ended",
+    lost=f"waited for memory for {STALLED_SHARE:.0%} of the time or more",
+    floor="RAM floor: the smallest limit, swap off, under which the command succeeded three times out of"
+    " three. One step below, it was killed for lack of memory or timed out.",
+    floor_ready="ready: time until the command ended, or until its server was ready, in the median cell.",
     accuracy=(
         "needs: the most anonymous and shared memory of all processes together; ≥: at least, because it"
         " was sampled and a short spike may be missed. Page cache can be given back, so it is no need.",
@@ -191,7 +223,9 @@ _COMMAND: Final = Kind(
 )  # fmt: skip
 KINDS: Final[Mapping[str, Kind]] = {"load": _LOAD, "save": _SAVE, "command": _COMMAND}
 USUAL: Final = "load"
-"""The operation that a caption does not name."""
+"""The operation of a run without cells."""
+UNNAMED: Final = ("load", "command")
+"""The operations that a caption does not name: a load is usual, and a command has a label."""
 
 
 def of(frame: pd.DataFrame) -> list[Kind]:

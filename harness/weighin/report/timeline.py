@@ -170,8 +170,8 @@ def _marks(axes: "Axes", track: Track, span: float) -> None:
         if at_s - written_s >= _LEAST_APART * span:
             words = look.verbatim(textwrap.shorten(text, _MARK_LENGTH, placeholder="…"))
             axes.annotate(
-                words, (at_s, 0.02), xycoords=("data", "axes fraction"), xytext=(1, 0),
-                textcoords="offset points", rotation=90, va="bottom", fontsize=6, color=look.INK,
+                words, (at_s, 0.86), xycoords=("data", "axes fraction"), xytext=(1, 0),
+                textcoords="offset points", rotation=90, va="top", fontsize=6, color=look.INK,
             )  # fmt: skip
             written_s = at_s
 
@@ -190,9 +190,10 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
         return
     height = float(table["rss_bytes"].iloc[-1]) / GIB if table is not None else 0.0
     axes.plot(track.end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
+    place = track.result.last_phase or ("" if track.result.ran else "no phase")
     side = "right" if track.end_s > span / 2 else "left"
     axes.annotate(
-        look.verbatim(f"{outcome} in {track.result.last_phase or 'no phase'}"),
+        look.verbatim(f"{outcome} in {place}" if place else str(outcome)),
         (track.end_s, height), xytext=(-7 if side == "right" else 7, 4),
         textcoords="offset points", ha=side, va="bottom", fontsize=8,
     )  # fmt: skip
@@ -248,6 +249,6 @@ def _stacks(tracks: Sequence[Track]) -> list[str]:
     lines = []
     for track in tracks:
         if stacks := stacks_at_peak(track.result):
-            usage, frame = format_bytes(stacks[0].usage_bytes), stacks[0].frames[0]
-            lines.append(f"{track.label} at {usage}: {frame}.")
+            usage, frame = format_bytes(stacks[0].usage_bytes, digits=1), stacks[0].frames[0]
+            lines.append(f"Stack of {track.label}, at {usage}: {frame}.")
     return lines
