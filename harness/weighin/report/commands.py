@@ -108,7 +108,8 @@ def stacks(results: Sequence[Result]) -> str:
         for stack in stacks_at_peak(result):
             process, usage = f"process {stack.pid}", format_bytes(stack.usage_bytes, digits=1)
             head = f"{title}, {process}, thread {plain(stack.thread)}, at {usage}:"
-            parts.append("\n".join([head, *(f"  {plain(frame)}" for frame in stack.frames)]))
+            code = [f"  > {plain(stack.code)}"] if stack.code else []
+            parts.append("\n".join([head, *(f"  {plain(frame)}" for frame in stack.frames), *code]))
     return "\n\n".join(parts)
 
 
@@ -136,6 +137,7 @@ def marks(results: Sequence[Result]) -> Listing | None:
 
 
 STACKS: Final = "Stacks at the peak"
+_LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
 
 
 def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
@@ -173,7 +175,7 @@ def _process_row(process: Process) -> list[str]:
 
 
 def _kill_row(kill: Kill) -> list[str]:
-    limit = {"": "its own", "machine": "the machine's memory"}.get(kill.limit_of, kill.limit_of)
+    limit = _LIMITS.get(kill.limit_of, kill.limit_of)
     figures = (kill.anon_bytes, kill.file_bytes, kill.shmem_bytes)
     who = "the first process" if kill.is_main else "another process"
     return [_short(kill.command), who, plain(limit), str(kill.pid), *map(_mib, figures)]
@@ -183,8 +185,10 @@ def _read(file: OpenFile) -> str:
     """Return how far a file was read, or how much of it was mapped."""
     name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes, digits=1)
     if file.position_bytes is None:
-        return f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
-    return f"{name}, {format_bytes(file.position_bytes, digits=1)} of {size}"
+        text = f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
+    else:
+        text = f"{name}, {format_bytes(file.position_bytes, digits=1)} of {size}"
+    return text if file.is_open else f"{text}, closed before"
 
 
 def _named(others: Sequence[Process]) -> str:
