@@ -1,0 +1,267 @@
+"""Pass a command's output on unchanged, and find lines in it while the command runs.
+
+Where this process writes to a terminal, the command gets a terminal too: programs print differently
+to a pipe. Its bytes are passed on before they are searched.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import termios
+import threading
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from weighin.errors import ConfigError
+from weighin.isolation.base import Streams
+from weighin.pipes import ready
+from weighin.record import Mark
+from weighin.text import one_line
+
+MOST_MARKS: Final = 1000
+"""Of more marks, the newest are kept."""
+
+_AT_ONCE: Final = 64 * 1024  # what a pipe holds
+_LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is searched
+_TEXT_LENGTH: Final = 160
+_SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
+_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_SIZE: Final = "HHHH"  # rows, columns and two unused numbers
+
+Search = Callable[[str], object]
+
+
+def searches(option: str, patterns: Sequence[str]) -> list[Search]:
+    """Return a search for each regular expression; raise ConfigError if one is wrong."""
+    found: list[Search] = []
+    for pattern in patterns:
+        try:
+            found.append(re.compile(pattern).search)
+        except re.error as error:
+            raise ConfigError(
+                f"{option} {pattern!r} is not a regular expression: {error}",
+                "write a backslash before a character that is meant literally: 'loss \\(train\\)'",
+            ) from None
+    return found
+
+
+class Relay:
+    """Passes the output of one command on to ``targets``, descriptors of standard output and error.
+
+    Lines that match ``marks`` or ``ready`` are marks, with the time at which their last character
+    arrived. ``at_ready`` is called once, in a thread, when the beginning of a line that matches
+    ``ready`` has arrived.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[int],
+        marks: Sequence[str] = (),
+        ready: str = "",
+        at_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.number_of_marks = 0
+        self._searches = searches("--mark", marks) + searches("--ready", [ready] if ready else [])
+        self._ready = searches("--ready", [ready])[0] if ready else None
+        self._at_ready = at_ready
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._channels: list[_Channel] = []
+        ends = [self._open(target) for target in targets]
+        self.streams = Streams(stdout=ends[0], stderr=ends[1])
+
+    def _open(self, target: int) -> int | None:
+        """Return the command's end of a new channel to ``target``, or of an open one to the same file."""
+        for channel in self._channels:
+            if os.path.sameopenfile(channel.target, target):
+                return channel.command_end
+        try:
+            os.fstat(target)
+        except OSError:  # closed, and so it is for the command
+            return None
+        self._channels.append(_Channel(target))
+        return self._channels[-1].command_end
+
+    def start(self) -> None:
+        """Begin to pass on; the command has been started, and has its ends of the channels."""
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
+            for channel in self._channels
+        ]
+        for channel in self._channels:
+            channel.close_command_end()
+        self._resizes = _resizing(self._channels)
+        self._resizes.__enter__()
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Pass on the rest of the output; all processes of the command have ended."""
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()  # as long as the reader needs
+        self._resizes.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Close all descriptors; after an error, output may be lost."""
+        for channel in self._channels:
+            channel.close()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The newest marks, oldest first."""
+        return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
+
+    def _pass_on(self, channel: "_Channel") -> None:
+        lines = _Lines()
+        while True:
+            if not ready([channel.source], _SILENCE_S):
+                if self._ends.is_set():
+                    break
+                continue
+            if not (data := channel.take()) or not channel.give(data):
+                break  # if nobody reads it, the command learns so from its own next write
+            self._search(lines.feed(data, time.monotonic_ns()))
+            if self._ready and self._ready(_plain(lines.begun)):
+                self._now_ready()
+        self._search(lines.rest())
+        channel.close()
+
+    def _search(self, lines: Sequence[tuple[int, str]]) -> None:
+        for t_ns, raw in lines:
+            if not raw:
+                continue
+            line = _plain(raw)
+            if any(search(line) for search in self._searches):
+                with self._lock:
+                    self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
+                    self.number_of_marks += 1
+                if self._ready and self._ready(line):
+                    self._now_ready()
+
+    def _now_ready(self) -> None:
+        with self._lock:
+            self._ready = None
+        self._at_ready()
+
+
+class _Channel:
+    """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.is_terminal = os.isatty(target)
+        if self.is_terminal:
+            self.source, self.command_end = os.openpty()
+            tty.setraw(self.command_end)  # the real terminal does what there is to do
+        else:
+            self.source, self.command_end = os.pipe()
+        self._open = {self.source, self.command_end}
+        self.resize()
+
+    def resize(self) -> bool:
+        """Copy the size of a real terminal; tell whether it has changed."""
+        if not self.is_terminal or self.source not in self._open:
+            return False
+        with contextlib.suppress(OSError):
+            nothing = bytes(struct.calcsize(_SIZE))
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, nothing)
+            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, nothing):
+                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+                return True
+        return False
+
+    def take(self) -> bytes:
+        """Return bytes that the command wrote; empty if no more will come."""
+        try:
+            return os.read(self.source, _AT_ONCE)
+        except OSError:  # a terminal that no process holds any more
+            return b""
+
+    def give(self, data: bytes) -> bool:
+        """Write bytes to the target; tell whether it takes them."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self.target, left) :]
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(self.target, select.POLLOUT)
+                writable.poll()
+            except OSError:
+                return False
+        return True
+
+    def close_command_end(self) -> None:
+        self._close(self.command_end)
+
+    def close(self) -> None:
+        self._close(self.source)
+        self._close(self.command_end)
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+
+class _Lines:
+    """Splits output into lines; a carriage return ends a line too, as in a progress bar."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        self._begun_ns = 0
+
+    @property
+    def begun(self) -> str:
+        """The beginning of the line that has not ended."""
+        return self._begun.decode(errors="replace")
+
+    def feed(self, data: bytes, t_ns: int) -> list[tuple[int, str]]:
+        """Return the lines that end in ``data``, each with the time of its last character."""
+        end = max(data.rfind(b"\n"), data.rfind(b"\r"))
+        if end < 0:
+            self._begun = (self._begun + data)[:_LONGEST_LINE]
+            self._begun_ns = t_ns
+            return []
+        first_ns = self._begun_ns if data[:1] in (b"\n", b"\r") else t_ns
+        text = (self._begun + data[:end]).decode(errors="replace")
+        first, *others = text.replace("\r", "\n").split("\n")
+        self._begun, self._begun_ns = data[end + 1 :], t_ns
+        return [(first_ns, first), *((t_ns, line) for line in others)]
+
+    def rest(self) -> list[tuple[int, str]]:
+        """Return the last line if it did not end."""
+        return [(self._begun_ns, self.begun)] if self._begun else []
+
+
+def _plain(line: str) -> str:
+    """Return a line without the sequences that set colours and titles in a terminal."""
+    return _ESCAPES.sub("", line) if "\x1b" in line else line
+
+
+@contextlib.contextmanager
+def _resizing(channels: Sequence[_Channel]) -> Iterator[None]:
+    """Give the pseudo-terminals the size of the real one, whenever that changes."""
+
+    def resize(*_: Any) -> None:
+        if any([channel.resize() for channel in channels]):
+            # The command may have read the old size when the real terminal told it first.
+            os.killpg(0, signal.SIGWINCH)
+
+    if not any(channel.is_terminal for channel in channels):
+        yield
+        return
+    before = signal.signal(signal.SIGWINCH, resize)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGWINCH, before)
