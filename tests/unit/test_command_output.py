@@ -79,11 +79,25 @@ def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None
         "time.sleep(0.1); print('the epoch 2 \\x1b[31mred\\x1b[0m')"
     )
     start_ns = time.monotonic_ns()
-    _, _, marks = to_files(tmp_path, program, marks=["^epoch", r"\b2 red", "lo.s"])
+    _, _, marks = to_files(tmp_path, program, marks=["^epoch", r"\b2 red$", "lo.s"])
     assert [mark.text for mark in marks] == ["epoch 1", "loss", "the epoch 2 red"]
     times = [start_ns, *(mark.t_ns for mark in marks), time.monotonic_ns()]
     assert times == sorted(times)
     assert times[2] - times[1] >= 80_000_000
+
+
+@pytest.mark.parametrize(
+    "pattern", ["^two$", "two(?!\\s)", "^t\\w+o\\Z", r"\Atwo", r"two\s*+$", "[^x]wo", "^(two|2)$"]
+)
+def test_a_pattern_is_looked_for_in_each_line_by_itself(tmp_path: Path, pattern: str) -> None:
+    program = "print('one\\n\\ntwo\\n  three', end='')"
+    _, _, marks = to_files(tmp_path, program, marks=[pattern])
+    assert [mark.text for mark in marks] == ["two"]
+
+
+def test_a_pattern_does_not_reach_into_the_next_line(tmp_path: Path) -> None:
+    _, _, marks = to_files(tmp_path, "print('one\\ntwo')", marks=[r"one\s+two", "one[^x]"])
+    assert marks == ()
 
 
 def test_a_progress_bar_is_many_lines_each_at_its_own_time(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from weighin.errors import ConfigError
@@ -33,23 +34,29 @@ _LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is sear
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
+"""What may match at the end of a text, and not at the end of a line: it looks around, or is possessive."""
 _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 
-Search = Callable[[str], object]
 
+class Pattern:
+    """A regular expression that is looked for in each line of a text."""
 
-def searches(option: str, patterns: Sequence[str]) -> list[Search]:
-    """Return a search for each regular expression; raise ConfigError if one is wrong."""
-    found: list[Search] = []
-    for pattern in patterns:
+    def __init__(self, option: str, text: str) -> None:
+        """Raise ConfigError, which names the option, if the text is not a regular expression."""
         try:
-            found.append(re.compile(pattern).search)
+            self.search = re.compile(text).search
+            self._anywhere = re.compile(text, re.MULTILINE).search
         except re.error as error:
             raise ConfigError(
-                f"{option} {pattern!r} is not a regular expression: {error}",
+                f"{option} {text!r} is not a regular expression: {error}",
                 "write a backslash before a character that is meant literally: 'loss \\(train\\)'",
             ) from None
-    return found
+        self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
+
+    def may_be_in(self, lines: str) -> bool:
+        """Tell whether a line may contain it: one search of many lines is quicker than many."""
+        return self._sees_line_ends or self._anywhere(lines) is not None
 
 
 class Relay:
@@ -69,8 +76,9 @@ class Relay:
     ) -> None:
         self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
         self.number_of_marks = 0
-        self._searches = searches("--mark", marks) + searches("--ready", [ready] if ready else [])
-        self._ready = searches("--ready", [ready])[0] if ready else None
+        self._ready = Pattern("--ready", ready) if ready else None
+        self._patterns = [Pattern("--mark", each) for each in marks]
+        self._patterns += [self._ready] if self._ready else []
         self._at_ready = at_ready
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -129,26 +137,26 @@ class Relay:
                 continue
             if not (data := channel.take()) or not channel.give(data):
                 break  # if nobody reads it, the command learns so from its own next write
-            self._search(lines.feed(data, time.monotonic_ns()))
-            if self._ready and self._ready(_plain(lines.begun)):
-                self._now_ready()
-        self._search(lines.rest())
+            self._note(lines.feed(data, time.monotonic_ns()))
+            self._look_if_ready(lines.begun)
+        self._note(lines.rest())
         channel.close()
 
-    def _search(self, lines: Sequence[tuple[int, str]]) -> None:
-        for t_ns, raw in lines:
-            if not raw:
-                continue
-            line = _plain(raw)
-            if any(search(line) for search in self._searches):
+    def _note(self, ended: "_Ended | None") -> None:
+        if not ended or not any(each.may_be_in(ended.text) for each in self._patterns):
+            return
+        for number, line in enumerate(ended.text.split("\n")):
+            if line and any(each.search(line) for each in self._patterns):
+                t_ns = ended.t_ns if number else ended.first_ns
                 with self._lock:
                     self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
                     self.number_of_marks += 1
-                if self._ready and self._ready(line):
-                    self._now_ready()
+                self._look_if_ready(line)
 
-    def _now_ready(self) -> None:
+    def _look_if_ready(self, line: str) -> None:
         with self._lock:
+            if not self._ready or not self._ready.search(line):
+                return
             self._ready = None
         self._at_ready()
 
@@ -213,6 +221,15 @@ class _Channel:
             os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Lines that ended, and the times of the last character of the first one and of all others."""
+
+    text: str
+    first_ns: int
+    t_ns: int
+
+
 class _Lines:
     """Splits output into lines; a carriage return ends a line too, as in a progress bar."""
 
@@ -223,29 +240,29 @@ class _Lines:
     @property
     def begun(self) -> str:
         """The beginning of the line that has not ended."""
-        return self._begun.decode(errors="replace")
+        return _plain(self._begun)
 
-    def feed(self, data: bytes, t_ns: int) -> list[tuple[int, str]]:
-        """Return the lines that end in ``data``, each with the time of its last character."""
+    def feed(self, data: bytes, t_ns: int) -> _Ended | None:
+        """Return the lines that end in ``data``; None if none does."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r"))
         if end < 0:
             self._begun = (self._begun + data)[:_LONGEST_LINE]
             self._begun_ns = t_ns
-            return []
+            return None
         first_ns = self._begun_ns if data[:1] in (b"\n", b"\r") else t_ns
-        text = (self._begun + data[:end]).decode(errors="replace")
-        first, *others = text.replace("\r", "\n").split("\n")
+        ended = _Ended(_plain(self._begun + data[:end]), first_ns, t_ns)
         self._begun, self._begun_ns = data[end + 1 :], t_ns
-        return [(first_ns, first), *((t_ns, line) for line in others)]
+        return ended
 
-    def rest(self) -> list[tuple[int, str]]:
+    def rest(self) -> _Ended | None:
         """Return the last line if it did not end."""
-        return [(self._begun_ns, self.begun)] if self._begun else []
+        return _Ended(self.begun, self._begun_ns, self._begun_ns) if self._begun else None
 
 
-def _plain(line: str) -> str:
-    """Return a line without the sequences that set colours and titles in a terminal."""
-    return _ESCAPES.sub("", line) if "\x1b" in line else line
+def _plain(output: bytes) -> str:
+    """Return output as text without the sequences that set colours and titles in a terminal."""
+    text = output.decode(errors="replace").replace("\r", "\n")
+    return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 @contextlib.contextmanager
@@ -253,7 +270,8 @@ def _resizing(channels: Sequence[_Channel]) -> Iterator[None]:
     """Give the pseudo-terminals the size of the real one, whenever that changes."""
 
     def resize(*_: Any) -> None:
-        if any([channel.resize() for channel in channels]):
+        changed = [channel for channel in channels if channel.resize()]
+        if changed:
             # The command may have read the old size when the real terminal told it first.
             os.killpg(0, signal.SIGWINCH)
 
