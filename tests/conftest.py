@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
+import known_commands
 import pytest
 from filelock import FileLock
 from fork_server import ForkServer
@@ -94,6 +95,13 @@ def _browser_missing() -> str:
 
 
 @cache
+def _compiler_missing() -> str:
+    if not shutil.which("gcc") or not Path("/usr/include/stdio.h").exists():
+        return "no C compiler here: apt-get install --no-install-recommends gcc libc6-dev"
+    return ""
+
+
+@cache
 def _vm_missing() -> str:
     programs = {
         "qemu-system-x86_64": "qemu-system-x86",
@@ -155,6 +163,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "cgroup": _cgroup_missing,
     "cuda": _cuda_missing,
     "browser": _browser_missing,
+    "compiler": _compiler_missing,
     "vm": _vm_missing,
     "fresh": _fresh_missing,
     "ray": _ray_missing,
@@ -216,6 +225,14 @@ def disk() -> Iterator[Path]:
     """Return a folder on a disk; /tmp may be a tmpfs, whose pages cannot be evicted."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-test-") as name:
         yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def programs(disk: Path) -> Path:
+    """The folder of the C programs that take known amounts of memory, built once."""
+    folder = disk / "programs"
+    folder.mkdir()
+    return known_commands.build(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,12 @@
 
 ::
 
-    from weighin import Load, Save, load_pretrained, load_streaming
+    from weighin import Load, Save, load_pretrained, load_streaming, phase
 
 ``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming``
 loads a checkpoint into a model and needs little more memory than the model. ``load_pretrained``
-loads and returns the model of a Hugging Face folder, and needs as little memory.
+loads and returns the model of a Hugging Face folder, and needs as little memory. ``phase`` names a
+part of a program, which ``weighin run`` then measures by itself.
 ``weighin.strategy`` has further functions for strategies.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weighin.loader.load import load_streaming
     from weighin.loader.pretrained import load_pretrained
+    from weighin.program_phases import phase
     from weighin.strategy import Load, Save
 
 __version__ = "0.2.0"
@@ -24,8 +26,9 @@ _PUBLIC = {
     "Save": "weighin.strategy",
     "load_pretrained": "weighin.loader.pretrained",
     "load_streaming": "weighin.loader.load",
+    "phase": "weighin.program_phases",
 }
-__all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming"]
+__all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming", "phase"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,4 +37,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_PUBLIC[name]), name)
+    value = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
+    return value

@@ -223,7 +223,7 @@ class Kill:
     """One process that the kernel killed for lack of memory, as the kernel's log tells it.
 
     ``limit_of`` is the cgroup whose limit was met: empty for the command's own, "machine" if the
-    whole machine was full, else the path of a cgroup around it.
+    whole machine was full, "unknown" if the log does not tell, else the path of another cgroup.
     """
 
     pid: int
@@ -247,6 +247,7 @@ class Mark:
 class Stack:
     """The stack of one thread of a process while its command used ``usage_bytes``.
 
+    The usage is without page cache, which can be given back.
     ``frames`` are "function (path/of/file.py:14)", the innermost first.
     """
 
@@ -255,6 +256,17 @@ class Stack:
     thread: str
     usage_bytes: int
     frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The phases of one process of a command, beside those of the process that began the first one.
+
+    Their peaks are those of the process alone; ``peak_cgroup_bytes`` is None.
+    """
+
+    pid: int
+    phases: tuple[Phase, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +283,7 @@ class Ran:
         ended: command lines of the processes that still ran at the end, and were ended.
         cold: the paths whose page cache was dropped before the start.
         frozen_ns: the time for which the command was stopped while its stacks were read.
+        tracks: the phases of further processes; those of the first one are ``Result.phases``.
     """
 
     pid: int
@@ -286,6 +299,7 @@ class Ran:
     ended: tuple[str, ...] = ()
     cold: tuple[str, ...] = ()
     frozen_ns: int = 0
+    tracks: tuple[Track, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.probes.other_processes import limit_of
+from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
@@ -91,7 +92,8 @@ class LocalRunning:
         self._mark = process_tree.new_mark()
         self.channel = child_process.Child(
             command,
-            os.environ
+            # Phases of a worker are those of its strategy, also if weighin itself is measured.
+            {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
             | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
             | process_tree.environment(self._mark),

@@ -30,8 +30,20 @@ def read_pss(pid: int | str = "self") -> int:
 
     The kernel walks the whole address space, which takes about 25 ms at 4 GiB.
     """
-    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
-    return next(int(line.split()[1]) * KIB for line in lines if line.startswith("Pss:"))
+    return _read_rollup(pid)["Pss"]
+
+
+def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
+    """Return the anonymous, file-backed and shared parts of a process's PSS, in bytes.
+
+    The result is None for a process without memory, which has just ended, and before Linux 5.4. The
+    kernel walks the whole address space, as for ``read_pss``.
+    """
+    rollup = _read_rollup(pid)
+    try:
+        return rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
+    except KeyError:
+        return None
 
 
 def read_private(pid: int) -> int:
@@ -39,8 +51,13 @@ def read_private(pid: int) -> int:
 
     The kernel walks the whole address space, as for ``read_pss``.
     """
-    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
-    return sum(int(line.split()[1]) * KIB for line in lines if line.startswith("Private_"))
+    return sum(size for name, size in _read_rollup(pid).items() if name.startswith("Private_"))
+
+
+def _read_rollup(pid: int | str) -> dict[str, int]:
+    """Return the fields of /proc/PID/smaps_rollup, in bytes."""
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[1:]  # the first is a range
+    return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
 
 
 def memory_of(status: dict[str, int]) -> Memory:

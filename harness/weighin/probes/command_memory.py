@@ -1,0 +1,217 @@
+"""Read the memory of a whole command at one instant: of its cgroup, or without one, of its tree.
+
+A cgroup's figures are the kernel's own, and cheap. The processes of a tree share pages, so that only
+the sum of their proportional set sizes counts each page once. This sum is expensive.
+"""
+
+import contextlib
+import os
+from typing import Final
+
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
+from weighin.probes.process import read_shares, read_status, read_text
+from weighin.probes.process_table import Pause, Shares
+from weighin.record import Sample
+
+_V1: Final = {
+    "anon": "total_rss",
+    "file": "total_cache",
+    "shmem": "total_shmem",
+    "mapped": "total_mapped_file",
+    "swap": "total_swap",
+    "faults": "total_pgfault",
+    "major": "total_pgmajfault",
+}
+_V2: Final = {
+    "anon": "anon",
+    "file": "file",
+    "shmem": "shmem",
+    "mapped": "file_mapped",
+    "faults": "pgfault",
+    "major": "pgmajfault",
+}
+
+
+class GroupMemory:
+    """The memory of a cgroup and the groups below it.
+
+    In its samples, ``file_bytes`` is the mapped page cache. Since the kernel counts mapped shared
+    memory in the same figure, ``file_bytes`` is too low if a command writes shared memory and does
+    not map it.
+    """
+
+    def __init__(self, cgroup: MemoryCgroup) -> None:
+        self._cgroup = cgroup
+        self._names = _V1 if cgroup.version == 1 else _V2
+        self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
+        self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
+        self._kernel_path = cgroup.path / "memory.kmem.usage_in_bytes"  # v1 only
+        self._kills: dict[str, int] = {}
+        self.kernel_bytes: int | None = None
+
+    def pids(self) -> list[int]:
+        """Return the pids of all members; those of another pid namespace are not visible."""
+        found: list[int] = []
+        for folder in self._folders():
+            with contextlib.suppress(OSError):  # removed, or threaded
+                # Opened anew each time: v1 keeps the list of an open file for a second.
+                found += map(int, read_text(f"{folder}/cgroup.procs").split())
+        return [pid for pid in found if pid]
+
+    def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
+        """Return the figures of the group; None if it was removed."""
+        try:
+            usage = int(os.pread(self._usage, 32, 0))
+            figures = parse_numbers(os.pread(self._stat, 16384, 0).decode())
+        except OSError:
+            return None
+        now = {name: figures.get(field, 0) for name, field in self._names.items()}
+        anon, shmem = now["anon"], now["shmem"]
+        mapped = max(now["mapped"] - shmem, 0)
+        self.kernel_bytes = figures.get("kernel")
+        if self._cgroup.version == 1:
+            with contextlib.suppress(OSError):
+                self.kernel_bytes = int(self._kernel_path.read_text())
+        return Sample(
+            t_ns=t_ns,
+            rss_bytes=anon + mapped + shmem,
+            anon_bytes=anon,
+            file_bytes=mapped,
+            shmem_bytes=shmem,
+            swap_bytes=now.get("swap", 0),
+            minor_faults=now["faults"] - now["major"],
+            major_faults=now["major"],
+            cgroup_bytes=usage,
+            cgroup_file_bytes=now["file"],
+            cgroup_shmem_bytes=shmem,
+        )
+
+    def shares(self, pids: list[int]) -> dict[int, Shares]:
+        """Return the share of each process in the memory, as far as it can be read."""
+        return _read_shares(pids)
+
+    def oom_kills(self) -> int | None:
+        """Return the number of processes that the kernel killed in the group and those below it."""
+        for folder in self._folders():
+            kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
+            if kills is not None:
+                self._kills[folder] = kills
+        return sum(self._kills.values()) if self._kills else None
+
+    def limit(self) -> int | None:
+        return self._cgroup.read_limit()
+
+    def close(self) -> None:
+        os.close(self._usage)
+        os.close(self._stat)
+
+    def _folders(self) -> list[str]:
+        """Return the group and the groups below it; the kernel counts those as links."""
+        top = str(self._cgroup.path)
+        try:
+            if os.stat(top).st_nlink <= 2:  # noqa: PTH116 (many times a second)
+                return [top]
+        except OSError:  # removed
+            return []
+        return [folder for folder, _, _ in os.walk(top)]
+
+
+class TreeMemory:
+    """The memory of a process and its descendants, as the sum of their proportional set sizes.
+
+    An orphan whose parent was not seen belongs to the tree if it became a child of this process,
+    which is a subreaper. Between two sums, the sum grows with the anonymous memory of a
+    process if no other process of the tree has changed.
+    """
+
+    kernel_bytes = None
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._members = {pid}
+        self._not_ours = {one for one in all_pids() if parent_of(one) == os.getpid()} - {pid}
+        self._search, self._sum = Pause(), Pause()
+        self._shares: dict[int, Shares] = {}
+        self._status: dict[int, dict[str, int]] = {}
+
+    def pids(self) -> list[int]:
+        """Return the pids of the tree, as of the last search for processes."""
+        if self._search.begin():
+            parents = {pid: parent_of(pid) for pid in all_pids()}
+            self._not_ours &= parents.keys()
+            self._members = {
+                pid
+                for pid, parent in parents.items()
+                if pid in self._members
+                or (parent == os.getpid() and pid not in self._not_ours)
+                or self._has_member_above(parent, parents)
+            }
+            self._search.end()
+        return list(self._members)
+
+    def _has_member_above(self, pid: int | None, parents: dict[int, int | None]) -> bool:
+        while pid:
+            if pid == self._pid:
+                return True
+            pid = parents.get(pid)
+        return False
+
+    def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
+        """Return the sum over the processes; None if none of them has memory."""
+        status = _read_statuses(pids)
+        if self._sum.begin():
+            self._shares, self._status = _read_shares(list(status)), status
+            self._sum.end()
+        if not self._shares or not status:
+            return None
+        anon, file, shmem = map(sum, zip(*self._shares.values(), strict=True))
+        anon = max(anon + self._grown(status), 0)
+        return Sample(
+            t_ns=t_ns,
+            rss_bytes=anon + file + shmem,
+            anon_bytes=anon,
+            file_bytes=file,
+            shmem_bytes=shmem,
+            swap_bytes=sum(one.get("VmSwap", 0) for one in status.values()),
+            minor_faults=0,
+            major_faults=0,
+        )
+
+    def _grown(self, status: dict[int, dict[str, int]]) -> int:
+        """Return by how much the tree grew since the last sum, if one process alone did; else 0."""
+        if status.keys() != self._status.keys():
+            return 0
+        changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
+        return sum(changes) if len(changes) - changes.count(0) == 1 else 0
+
+    def shares(self, _pids: list[int]) -> dict[int, Shares]:
+        """Return the share of each process in the last sum."""
+        return self._shares
+
+    def oom_kills(self) -> None:
+        return None
+
+    def limit(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return
+
+
+def _read_shares(pids: list[int]) -> dict[int, Shares]:
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # ended, or another user's
+            if shares := read_shares(pid):
+                found[pid] = shares
+    return found
+
+
+def _read_statuses(pids: list[int]) -> dict[int, dict[str, int]]:
+    """Return the status of each process that has memory: a zombie has none."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if "RssAnon" in (status := read_status(pid)):
+                found[pid] = status
+    return found

@@ -1,0 +1,167 @@
+"""Sample the memory of a command and of all its processes, in a thread of the parent.
+
+Samples draw the timeline and split it into anonymous memory, page cache and shared memory. The
+expensive figures are read only when the command uses more memory than before: the share of each
+process, its open files, and what ``at_maximum`` does.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.command_memory import GroupMemory, TreeMemory
+from weighin.probes.process_table import Pause, ProcessTable
+from weighin.record import Process, Sample
+from weighin.units import MIB
+
+DEFAULT_INTERVAL_S: Final = 0.02
+_FAST_INTERVAL_S: Final = 0.001
+_NEAR: Final = 4  # the limit is near if it is met after so many intervals
+
+
+class CommandSampler:
+    """Samples a command until ``stop`` is called.
+
+    A command uses most memory in the sample with the most anonymous and shared memory, and among
+    samples that differ in it by 1 % or 1 MiB, in the sample with the highest usage. Page cache alone
+    can be given back, so it decides last.
+
+    Attributes:
+        oom_kills: in the group and those below it; None without a cgroup.
+        peak_ns: the time of the sample in which the command uses most memory.
+        largest_anon_and_shmem_bytes: the largest sum of both in one sample.
+        largest_file_bytes: the most page cache in one sample; of a tree, the most mapped page cache.
+        largest_kernel_bytes: the most kernel memory in one sample; None if the kernel does not tell.
+        number_of_processes: that were seen; ``processes`` may return fewer.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        cgroup: MemoryCgroup | None,
+        interval_s: float = DEFAULT_INTERVAL_S,
+        at_maximum: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """``at_maximum`` is called in the thread with (t_ns, bytes), if a sample's memory without
+        page cache is larger than in all samples before.
+        """
+        self.oom_kills: int | None = None
+        self.peak_ns: int | None = None
+        self.largest_anon_and_shmem_bytes: int | None = None
+        self.largest_file_bytes: int | None = None
+        self.largest_kernel_bytes: int | None = None
+        self._samples: list[Sample] = []
+        self._memory = GroupMemory(cgroup) if cgroup else TreeMemory(pid)
+        self._limit = self._memory.limit()
+        self._interval_s = interval_s
+        self._at_maximum = at_maximum
+        self._table = ProcessTable()
+        self._keeping = Pause()
+        self._peak: Sample | None = None
+        self._kept: Sample | None = None
+        self._most_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="command sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        """Take a last sample, end the thread, and return all samples, oldest first."""
+        self._stop.set()
+        self._thread.join()
+        self._memory.close()
+        return self._samples
+
+    def processes(self) -> tuple[Process, ...]:
+        """Return the processes, with their shares when the command used most memory."""
+        return self._table.processes()
+
+    @property
+    def number_of_processes(self) -> int:
+        return self._table.number
+
+    def _run(self) -> None:
+        before: Sample | None = None
+        while True:
+            is_last = self._stop.is_set()
+            start_s = time.monotonic()
+            sample = self._look()
+            if is_last:
+                return
+            due_s = start_s + self._next_interval_s(before, sample)
+            before = sample
+            self._stop.wait(max(due_s - time.monotonic(), 0))
+
+    def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
+        """Return a shorter interval if the command would meet its limit within a few samples."""
+        if self._limit is None or before is None or now is None:
+            return self._interval_s
+        rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
+        is_near = rate * self._interval_s * _NEAR > self._limit - _used(now)
+        return min(_FAST_INTERVAL_S, self._interval_s) if is_near else self._interval_s
+
+    def _look(self) -> Sample | None:
+        t_ns = time.monotonic_ns()
+        pids = self._memory.pids()
+        self._table.look(pids, t_ns)
+        sample = self._memory.sample(t_ns, pids)
+        if (kills := self._memory.oom_kills()) is not None:
+            self.oom_kills = kills
+        if sample is None:
+            return None
+        self._samples.append(sample)
+        self._note_largest(sample)
+        if self._at_maximum and _used(sample) > self._most_bytes:
+            self._at_maximum(t_ns, _used(sample))
+        self._most_bytes = max(self._most_bytes, _used(sample))
+        return sample
+
+    def _note_largest(self, sample: Sample) -> None:
+        held = sample.anon_bytes + sample.shmem_bytes
+        cached = _page_cache(sample)
+        self.largest_anon_and_shmem_bytes = max(self.largest_anon_and_shmem_bytes or 0, held)
+        self.largest_file_bytes = max(self.largest_file_bytes or 0, cached)
+        if (kernel := self._memory.kernel_bytes) is not None:
+            self.largest_kernel_bytes = max(self.largest_kernel_bytes or 0, kernel)
+        most = self.largest_anon_and_shmem_bytes
+        if _is_more(sample, self._peak, most, step_bytes=1):
+            self._peak, self.peak_ns = sample, sample.t_ns
+        step_bytes = max(MIB, _usage(sample) // 100)
+        if _is_more(sample, self._kept, most, step_bytes) and self._keeping.begin():
+            self._table.keep(self._memory.shares(self._memory.pids()))
+            self._kept = sample
+            self._keeping.end()
+
+
+def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
+    """Tell whether a command used more memory than before, as the class says it.
+
+    ``most_bytes`` is the most anonymous and shared memory in all samples so far. Usage must have
+    grown by ``step_bytes``.
+    """
+    if before is None:
+        return True
+    held, held_before = (one.anon_bytes + one.shmem_bytes for one in (sample, before))
+    slack = max(MIB, most_bytes // 100)
+    if held > held_before + slack:
+        return True
+    return held >= most_bytes - slack and _usage(sample) >= _usage(before) + step_bytes
+
+
+def _usage(sample: Sample) -> int:
+    return sample.rss_bytes if sample.cgroup_bytes is None else sample.cgroup_bytes
+
+
+def _page_cache(sample: Sample) -> int:
+    """Return the page cache without shared memory, in bytes; of a tree, its mapped part."""
+    if sample.cgroup_file_bytes is None:
+        return sample.file_bytes
+    return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)
+
+
+def _used(sample: Sample) -> int:
+    """Return the usage without page cache, in bytes."""
+    return _usage(sample) - _page_cache(sample)

@@ -1,0 +1,80 @@
+"""List the data files that a process has open or mapped, and how far it has read each of them."""
+
+import contextlib
+import os
+import stat
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from weighin.probes.cgroup import read_kernel
+from weighin.record import OpenFile
+from weighin.text import one_line
+from weighin.units import MIB
+
+SMALLEST_BYTES: Final = MIB
+"""Smaller files are not listed: they explain no memory."""
+_MOST_FILES: Final = 16
+_MOST_DESCRIPTORS: Final = 512  # a server may have ten thousand connections
+_ACCESS_MODE: Final = 0o3
+_MAPS_FIELDS: Final = 6
+
+
+def open_files(pid: int) -> tuple[OpenFile, ...]:
+    """Return the regular files from 1 MiB that a process reads or maps, the largest first.
+
+    Programs, libraries and locale archives are left out, and files that are open only for writing.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
+    """
+    files: dict[str, OpenFile] = {}
+    for path, mapped_bytes in _mapped(pid).items():
+        with contextlib.suppress(OSError):  # deleted since
+            size = _regular_size(f"/proc/{pid}/root{path}")
+            if size >= SMALLEST_BYTES:
+                files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
+    for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # closed since
+            if (size := _regular_size(str(link))) < SMALLEST_BYTES:
+                continue
+            path = str(link.readlink()).removesuffix(" (deleted)")
+            position = _read_position(f"/proc/{pid}/fdinfo/{link.name}")
+            if position is None:
+                continue
+            before = files.get(path)
+            if before and before.position_bytes is not None:  # opened twice: the one that has read
+                position = max(position, before.position_bytes)
+            mapped_bytes = before.mapped_bytes if before else 0
+            files[path] = OpenFile(one_line(path), size, position, mapped_bytes)
+    found = sorted(files.values(), key=lambda file: -file.size_bytes)
+    return tuple(found[:_MOST_FILES])
+
+
+def _regular_size(path: str) -> int:
+    """Return the size of a regular file, in bytes; 0 for a folder, socket, pipe or device."""
+    found = os.stat(path)  # noqa: PTH116 (one of many, in the sampler's thread)
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+def _read_position(fdinfo: str) -> int | None:
+    """Return the place of the next read; None for a file that is open only for writing."""
+    fields = dict(line.split(":", 1) for line in read_kernel(Path(fdinfo)).splitlines()[:2])
+    if int(fields["flags"], 8) & _ACCESS_MODE == os.O_WRONLY:
+        return None
+    return int(fields["pos"])
+
+
+def _mapped(pid: int) -> dict[str, int]:
+    """Return the mapped bytes of each data file from the text of /proc/PID/maps."""
+    mapped: dict[str, int] = {}
+    programs: set[str] = set()
+    for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):
+        fields = line.split(maxsplit=_MAPS_FIELDS - 1)
+        if len(fields) < _MAPS_FIELDS or not (path := fields[-1]).startswith("/"):
+            continue
+        if "x" in fields[1] or path.endswith(("/locale-archive", " (deleted)")):
+            programs.add(path)
+        start, _, end = fields[0].partition("-")
+        mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
+    return {path: size for path, size in mapped.items() if path not in programs}

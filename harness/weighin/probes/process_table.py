@@ -1,0 +1,147 @@
+"""Keep a table of the processes of a command: when each was seen, and its share of the memory."""
+
+import heapq
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from weighin.probes.cgroup import parent_of, read_kernel
+from weighin.probes.open_files import open_files
+from weighin.probes.process import read_status
+from weighin.record import OpenFile, Process
+from weighin.text import one_line
+
+Shares = tuple[int, int, int]
+"""The anonymous, file-backed and shared parts of a process's proportional set size, in bytes."""
+
+SHARE: Final = 0.05
+"""The part of the time that looks at processes may take, because they disturb the processes."""
+MOST_PROCESSES: Final = 200
+"""A table has no more processes: those with the most memory are kept."""
+_MOST_ENDED: Final = 2000  # while the command runs
+_WITH_FILES: Final = 8
+_SETTLED_NS: Final = 200_000_000  # a child that was just forked soon runs another program
+_REREAD_S: Final = 0.5
+
+
+class Pause:
+    """Holds a repeated action to ``SHARE`` of this thread's time."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        self._least_s = least_s
+        self._start_s = self._due_s = 0.0
+
+    def begin(self) -> bool:
+        """Tell whether the action may be taken now; if so, call ``end`` after it."""
+        self._start_s = time.thread_time()
+        return time.monotonic() >= self._due_s
+
+    def end(self) -> None:
+        took_s = time.thread_time() - self._start_s  # of the processor: a busy machine is no reason
+        self._due_s = time.monotonic() + max(self._least_s, took_s / SHARE)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of one process; ``command`` and ``parent_pid`` are those of the last look."""
+
+    pid: int
+    start_ns: int
+    end_ns: int
+    parent_pid: int = 0
+    command: str = ""
+    highest_rss_bytes: int | None = None
+    shares: Shares | None = None
+    files: tuple[OpenFile, ...] = ()
+
+    def read(self) -> None:
+        """Read what a process tells of itself; a process that has ended keeps its last figures."""
+        try:
+            self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
+            if command := command_of(self.pid):
+                self.command = command
+        except OSError:
+            return
+        self.parent_pid = parent_of(self.pid) or self.parent_pid
+
+    def weight(self) -> tuple[int, int]:
+        return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
+
+
+class ProcessTable:
+    """The processes of one command.
+
+    Attributes:
+        number: of all processes that were seen; the table may have fewer.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._running: dict[int, _Seen] = {}
+        self._ended: list[_Seen] = []
+        self._reread = Pause(_REREAD_S)
+
+    def look(self, pids: Collection[int], t_ns: int) -> None:
+        """Note which processes run at the time ``t_ns``."""
+        for pid in self._running.keys() - pids:
+            self._ended.append(self._running.pop(pid))
+        for pid in pids:
+            if pid not in self._running:
+                self._running[pid] = _Seen(pid, t_ns, t_ns)
+                self.number += 1
+            self._running[pid].end_ns = t_ns
+        rereads = self._reread.begin()
+        for seen in self._running.values():
+            if rereads or t_ns - seen.start_ns < _SETTLED_NS:
+                seen.read()
+        if rereads:
+            self._reread.end()
+        if len(self._ended) > _MOST_ENDED:
+            self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
+
+    def keep(self, shares: Mapping[int, Shares]) -> None:
+        """Replace the processes' shares of the memory, and list the files of the largest ones."""
+        for seen in (*self._ended, *self._running.values()):
+            seen.shares, seen.files = None, ()
+        found = [self._running[pid] for pid in shares if pid in self._running]
+        for seen in found:
+            seen.shares = shares[seen.pid]
+        for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
+            try:
+                seen.files = open_files(seen.pid)
+            except OSError:  # ended, or another user's
+                continue
+
+    def processes(self) -> tuple[Process, ...]:
+        """Return the processes with the most memory, in the order in which they were seen."""
+        known = (*self._ended, *self._running.values())
+        largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
+        return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process as one printable line; empty if it has none.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    arguments = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+    return one_line(arguments) or one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+
+
+def _process(seen: _Seen) -> Process:
+    anon, file, shmem = seen.shares or (None, None, None)
+    return Process(
+        pid=seen.pid,
+        parent_pid=seen.parent_pid,
+        command=seen.command,
+        start_ns=seen.start_ns,
+        end_ns=seen.end_ns,
+        highest_rss_bytes=seen.highest_rss_bytes,
+        anon_bytes=anon,
+        file_bytes=file,
+        shmem_bytes=shmem,
+        files=seen.files,
+    )

@@ -1,0 +1,73 @@
+"""Name a part of a program, whose peaks ``weighin run`` then measures: ``with weighin.phase("read"):``.
+
+Programs import this module, so that it imports almost nothing while nobody measures.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from functools import wraps
+from typing import Any, Final, TypeVar
+
+VARIABLE: Final = "WEIGHIN_PHASES"
+"""Environment variable with the path of the socket to which a program reports its phases."""
+
+_COROUTINE: Final = 0x80  # a flag of code objects: inspect.CO_COROUTINE
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+if _path := os.environ.get(VARIABLE):
+    from weighin.phase_reporter import Reporter
+
+    _reporter: Reporter | None = Reporter(_path)
+else:
+    _reporter = None
+
+
+class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
+    """Measure the body of a ``with`` statement, or each call of a function, as a phase.
+
+    ::
+
+        with weighin.phase("read"):
+            state = torch.load(path)
+
+        @weighin.phase("build")
+        def build(): ...
+
+    Under ``weighin run``, the record then has the exact peak of the phase. Elsewhere, and in a
+    strategy, it does nothing: a strategy uses ``job.phase``. It never raises an error and never
+    changes what the program does. If weighin does not answer within 2 s, the process reports no
+    further phases.
+
+    Phases may be nested, and those of several threads may overlap: the peak of a phase includes all
+    that the whole process held meanwhile. The first process that begins a phase also has the peaks
+    of the whole command in its phases; the phases of other processes have their own peaks alone. A
+    phase ends in the process in which it began: a forked child may leave the block. A decorated
+    generator function is not measured, only a usual function or a coroutine function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun: list[tuple[int, int]] = []
+
+    def __enter__(self) -> None:
+        if _reporter:
+            self._begun.append(_reporter.begin(self._name))
+
+    def __exit__(self, *_: object) -> None:
+        if _reporter and self._begun:
+            _reporter.end(self._begun.pop())
+
+    def __call__(self, function: _Function) -> _Function:
+        if not getattr(getattr(function, "__code__", None), "co_flags", 0) & _COROUTINE:
+            return super().__call__(function)
+
+        @wraps(function)
+        async def measured(*arguments: Any, **keywords: Any) -> Any:
+            with phase(self._name):
+                return await function(*arguments, **keywords)
+
+        return measured  # type: ignore[return-value]
+
+    def _recreate_cm(self) -> "phase":
+        return phase(self._name)

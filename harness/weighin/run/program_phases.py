@@ -1,0 +1,186 @@
+"""Listen to the phases that a command's processes report, and read the kernel's marks meanwhile.
+
+A process waits at the begin and at the end of a phase (see ``weighin.phase_reporter``) until its
+peak RSS and the peak of the command's cgroup have been read here, and at the begin reset.
+"""
+
+import selectors
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.phase_reporter import address
+from weighin.probes.cgroup import MemoryCgroup, start_time
+from weighin.program_phases import VARIABLE
+from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.record import Phase, Track
+from weighin.run.program_track import GroupMark, ProcessTrack
+
+_SOCKET: Final = "phases"
+_LONGEST_MESSAGE: Final = 8192
+_MOST_CONNECTIONS: Final = 512
+_INTERVAL_S: Final = 0.02  # between two looks at processes in a phase, which may die inside it
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
+
+
+class PhaseListener:
+    """Listens at a socket in ``folder``, from ``watch`` until ``close``.
+
+    The first process that begins a phase is the main one: its phases have the peaks of the command's
+    cgroup. Until ``watch`` is called, processes wait.
+
+    Attributes:
+        folder: the folder of the socket, which a container must mount at the same path.
+        peak_bytes: the highest charge of the cgroup that was seen; on cgroup v1 each phase resets
+            the kernel's mark for all readers. Complete after ``close``.
+        warnings: what the record must say of the phases. Complete after ``close``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.warnings: tuple[str, ...] = ()
+        self._path = folder / _SOCKET
+        self._server = _listening(self._path)
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+        self._group = GroupMark(None)
+        self._tracks: dict[tuple[int, int], ProcessTrack] = {}
+        self._by_connection: dict[socket.socket, ProcessTrack] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable with which the command's processes find the socket."""
+        return {VARIABLE: str(self._path)}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self._group.highest_bytes
+
+    @property
+    def highest_rss_bytes(self) -> dict[int, int]:
+        """The highest RSS of each process that began a phase, by pid: each phase resets its mark."""
+        return {pid: track.highest_rss_bytes for (pid, _), track in self._tracks.items()}
+
+    @property
+    def last_phase(self) -> str | None:
+        """The phase in which the main process ended; None if it ended outside its phases."""
+        main = next(iter(self._tracks.values()), None)
+        return main.died_in if main else None
+
+    def watch(self, cgroup: MemoryCgroup | None) -> None:
+        """Begin to answer: the command has started, in ``cgroup`` if it has one of its own."""
+        if cgroup:
+            self._group = GroupMark(cgroup)
+        self._thread = threading.Thread(target=self._listen, name="weighin phases", daemon=True)
+        self._thread.start()
+
+    def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
+        """Stop, before the cgroup is removed; return the main process's phases, and other tracks.
+
+        Phases are in the order of their begin. A phase that has not ended ends now, or when its
+        process was seen last.
+        """
+        if self._server.fileno() >= 0:
+            self._stop()
+        tracks = [Track(pid, track.phases) for (pid, _), track in self._tracks.items()]
+        return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
+
+    def _stop(self) -> None:
+        if self._thread:
+            self._wake.send(b"\0")
+            self._thread.join()
+        for each in (*self._by_connection, self._server, self._woken, self._wake):
+            each.close()
+        self._selector.close()
+        self._path.unlink(missing_ok=True)
+        for track in self._tracks.values():
+            track.close()
+        self._group.close()
+        self.warnings = tuple(text for track in self._tracks.values() for text in track.warnings)
+
+    def _listen(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        while True:
+            is_in_phase = any(track.is_in_phase for track in self._tracks.values())
+            ready = self._selector.select(_INTERVAL_S if is_in_phase else None)
+            for key, _ in ready:
+                if key.fileobj is self._woken:
+                    return
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    self._receive(key.fileobj)
+            for track in self._tracks.values():
+                track.sample()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # it ended while it waited, or there are no descriptors left
+            return
+        size = _CREDENTIALS.size
+        pid, _, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        ticks = _start_time(pid)
+        if ticks is None or len(self._by_connection) >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        is_main = not self._tracks
+        track = self._tracks.setdefault(
+            (pid, ticks), ProcessTrack(pid, self._group if is_main else None)
+        )
+        self._by_connection[connection] = track
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            message = connection.recv(_LONGEST_MESSAGE)
+            event = decode_event(message) if message else None
+            if event and _is_complete(event):
+                self._by_connection[connection].take(event)
+                connection.send(ACKNOWLEDGEMENT, socket.MSG_NOSIGNAL)
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._selector.unregister(connection)
+        del self._by_connection[connection]
+        connection.close()
+
+
+def _start_time(pid: int) -> int | None:
+    try:
+        return start_time(pid) if pid else None  # 0: a process of a pid namespace not below ours
+    except OSError:  # /proc hides it
+        return None
+
+
+def _is_complete(event: dict[str, Any]) -> bool:
+    """Tell whether an event has the fields of its kind: anybody in the command can send messages."""
+    wanted = {"begin": ("name", str), "end": ("t_ns", int)}.get(event["event"])
+    return (
+        wanted is not None
+        and type(event.get("id")) is int
+        and type(event.get(wanted[0])) is wanted[1]
+    )
+
+
+def _listening(path: Path) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with address(str(path)) as place:
+            server.bind(place)
+        server.listen(4096)  # processes that connect before ``watch``; the kernel may hold fewer
+        server.setblocking(False)
+    except BaseException:
+        server.close()
+        raise
+    return server

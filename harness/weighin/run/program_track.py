@@ -1,0 +1,229 @@
+"""The phases of one process of a command, from the kernel's marks of the process and of its cgroup."""
+
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.process import memory_of, parse_faults, read_status, read_text
+from weighin.record import Memory, Phase
+from weighin.text import one_line
+from weighin.worker.phases import named_by_strategy
+
+_MOST_PHASES: Final = 1000  # of a process; a training loop may have millions
+_LONGEST_NAME: Final = 64
+
+
+class GroupMark:
+    """The peak of a command's cgroup: since its last reset, and ``highest_bytes`` of all time."""
+
+    def __init__(self, cgroup: MemoryCgroup | None) -> None:
+        self._cgroup = cgroup
+        self._mark = PeakMark(cgroup) if cgroup else None
+        self.highest_bytes: int | None = None
+
+    def read(self) -> int | None:
+        """Return the peak since the last reset; None if it cannot be read."""
+        peak = self._mark.read() if self._mark else None
+        if peak is not None:
+            self.highest_bytes = max(peak, self.highest_bytes or 0)
+        return peak
+
+    def reset(self) -> bool:
+        return self._mark is not None and self._mark.reset()
+
+    def usage(self) -> int | None:
+        return self._cgroup.read_usage() if self._cgroup else None
+
+    def refaults(self) -> int | None:
+        return self._cgroup.read_refaults() if self._cgroup else None
+
+    def close(self) -> None:
+        self.read()
+        if self._mark:
+            self._mark.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The figures of a process at one instant; ``peak_rss_bytes`` is since the last reset."""
+
+    t_ns: int
+    memory: Memory
+    peak_rss_bytes: int
+    faults: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A phase that has not ended. Its peaks are the largest of all readings since its begin."""
+
+    name: str
+    first: _Seen
+    refaults: int | None
+    peak_rss_bytes: int = 0
+    peak_cgroup_bytes: int | None = None
+
+
+class ProcessTrack:
+    """Takes the messages of one process, which waits meanwhile.
+
+    ``group`` is given for the main process only, whose phases have the peaks of the cgroup.
+    """
+
+    def __init__(self, pid: int, group: GroupMark | None) -> None:
+        self.highest_rss_bytes = 0
+        self.died_in: str | None = None
+        self._pid = pid
+        self._group = group
+        self._open: dict[int, _Open] = {}
+        self._phases: list[Phase] = []
+        self._highest: dict[str, int] = {}
+        self._number_lost = 0
+        self._resets = True
+        self._resets_group = True
+        self._last: _Seen | None = None
+
+    @property
+    def is_in_phase(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that have ended, in the order of their begin."""
+        return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the record must say of these phases."""
+        found = []
+        if not self._resets:
+            found.append(
+                f"the kernel's mark of process {self._pid} could not be reset: the peak RSS of its"
+                " phases is its peak since its start"
+            )
+        if self.died_in is not None:
+            found.append(
+                f"process {self._pid} ended inside its phase {self.died_in!r}: the peak RSS of this"
+                " phase is sampled"
+            )
+        if self._number_lost:
+            found.append(
+                f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are not"
+                " recorded; of each name, the one with the highest peak RSS is"
+            )
+        return found
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Begin or end a phase. An end without its begin does nothing."""
+        seen = self._look()
+        if seen is None:
+            return
+        if event["event"] == "begin":
+            self._begin(event["id"], _cleaned(event["name"]), seen)
+        elif phase := self._open.pop(event["id"], None):
+            # The message waited until now; the time must lie in the phase, whoever sent it.
+            end_ns = min(max(phase.first.t_ns, event["t_ns"]), seen.t_ns)
+            self._add(phase, replace(seen, t_ns=end_ns))
+
+    def sample(self) -> None:
+        """Look at a process that is in a phase; end its phases if it has ended."""
+        if self._open and self._look() is None:
+            self._end_all()
+
+    def close(self) -> None:
+        """End the phases that have not ended."""
+        if self._open:
+            self._look()
+            self._end_all()
+
+    def _begin(self, number: int, name: str, seen: _Seen) -> None:
+        self._resets = _reset_peak_rss(self._pid) and self._resets
+        if self._group:
+            self._resets_group = self._group.reset() and self._resets_group
+        refaults = self._group.refaults() if self._group else None
+        seen = replace(seen, t_ns=time.monotonic_ns())
+        if before := self._open.pop(number, None):  # of a program that this one has replaced
+            self._add(before, seen)
+        self._open[number] = _Open(name, seen, refaults)
+
+    def _look(self) -> _Seen | None:
+        """Read all marks, and raise the peaks of all open phases; None if the process has ended."""
+        group_peak = self._group.read() if self._group else None
+        for phase in self._open.values():
+            if group_peak is not None:
+                phase.peak_cgroup_bytes = max(group_peak, phase.peak_cgroup_bytes or 0)
+        try:
+            status = read_status(self._pid)
+            faults = parse_faults(read_text(f"/proc/{self._pid}/stat"))
+        except OSError:
+            return None
+        if "VmHWM" not in status:  # its memory is gone, and its parent has not waited for it
+            return None
+        usage = self._group.usage() if self._group else None
+        memory = replace(memory_of(status), cgroup_bytes=usage)
+        self._last = _Seen(time.monotonic_ns(), memory, status["VmHWM"], faults)
+        self.highest_rss_bytes = max(self.highest_rss_bytes, status["VmHWM"])
+        for phase in self._open.values():
+            phase.peak_rss_bytes = max(phase.peak_rss_bytes, status["VmHWM"])
+        return self._last
+
+    def _end_all(self) -> None:
+        """End all phases where the process was seen last; the innermost one names its place."""
+        self.died_in = list(self._open.values())[-1].name
+        while self._open:
+            _, phase = self._open.popitem()
+            last = self._last if self._last and self._last.t_ns >= phase.first.t_ns else phase.first
+            self._add(phase, last)
+
+    def _add(self, phase: _Open, end: _Seen) -> None:
+        refaults = self._group.refaults() if self._group else None
+        first = phase.first
+        added = Phase(
+            name=phase.name,
+            start_ns=first.t_ns,
+            end_ns=end.t_ns,
+            peak_rss_bytes=phase.peak_rss_bytes or first.memory.rss_bytes,
+            end=end.memory,
+            minor_faults=end.faults[0] - first.faults[0],
+            major_faults=end.faults[1] - first.faults[1],
+            peak_cgroup_bytes=phase.peak_cgroup_bytes if self._resets_group else None,
+            workingset_refault_file=(
+                None if refaults is None or phase.refaults is None else refaults - phase.refaults
+            ),
+        )
+        self._keep(added)
+
+    def _keep(self, phase: Phase) -> None:
+        """Add a phase; after too many, it only replaces one of its name with a lower peak."""
+        index = self._highest.get(phase.name)
+        is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
+        if len(self._phases) < _MOST_PHASES:
+            if is_higher:
+                self._highest[phase.name] = len(self._phases)
+            self._phases.append(phase)
+            return
+        self._number_lost += 1
+        if is_higher and index is not None:
+            self._phases[index] = phase
+
+
+def _reset_peak_rss(pid: int) -> bool:
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    except OSError:  # another user's process, or it has ended
+        return False
+    return True
+
+
+def _cleaned(name: str) -> str:
+    """Return a name that keeps the rules for a strategy's phases."""
+    name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
+    if not re.match(r"[A-Za-z0-9]", name):
+        name = f"phase {name}"[:_LONGEST_NAME].strip()
+    try:
+        return named_by_strategy(name)
+    except ValueError:  # it is the name of a phase of weighin's own
+        return f"{name} (program)"

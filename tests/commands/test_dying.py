@@ -1,0 +1,119 @@
+"""Each script dies under its limit, for lack of memory and at its line, without weighin."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from dying_commands import DYING, Dying, make_inputs
+
+from weighin.isolation.cgroup import limit, temporary_group
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.units import GIB
+
+pytestmark = pytest.mark.cgroup
+
+ALARM = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1)
+"""
+"""A sitecustomize.py: Python then prints its stack on a signal, without running Python code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    code: int
+    errors: str
+    oom_kills: int
+
+
+@pytest.fixture(scope="module")
+def inputs(disk: Path) -> Iterator[dict[str, Path]]:
+    folder = disk / "inputs"
+    folder.mkdir()
+    shm = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="weighin-test-"))
+    yield make_inputs(folder, shm)
+    shutil.rmtree(folder)
+    shutil.rmtree(shm)
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryCgroup]:
+    with temporary_group() as folder:
+        yield MemoryCgroup(folder)
+
+
+def start(
+    command: tuple[str, ...], group: MemoryCgroup, **variables: str
+) -> subprocess.Popen[bytes]:
+    script = 'echo $$ > "$1" && shift && exec "$@"'
+    return subprocess.Popen(
+        ("/bin/sh", "-c", script, "sh", str(group.path / "cgroup.procs"), *command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | variables,
+    )
+
+
+def run(command: tuple[str, ...], group: MemoryCgroup, shm: Path) -> Ended:
+    with start(command, group) as process:
+        errors = process.communicate(timeout=60)[1].decode()
+    for path in shm.iterdir():
+        path.unlink()
+    return Ended(process.returncode, errors, group.read_oom_kills() or 0)
+
+
+@pytest.mark.parametrize("case", DYING, ids=lambda case: case.script)
+def test_a_script_dies_under_its_limit_and_only_there(
+    case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup
+) -> None:
+    command = case.command(inputs)
+    limit(group.path, 2 * GIB)
+    free = run(command, group, inputs["shm"])
+    assert (free.code, free.errors, free.oom_kills) == (0, "", 0)
+    limit(group.path, case.tightest_bytes)
+    limited = run(command, group, inputs["shm"])
+    assert bool(limited.oom_kills) == case.dies
+    assert (limited.code == 0) == (not case.dies or case.script == "copied_by_workers.py")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in DYING if case.dies], ids=lambda case: case.script
+)
+def test_a_script_meets_its_limit_at_its_line(
+    case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup, tmp_path: Path
+) -> None:
+    control = group.path / "memory.oom_control"
+    if not control.exists():
+        pytest.skip("only cgroup v1 can let a process wait at its limit (memory.oom_control)")
+    (tmp_path / "sitecustomize.py").write_text(ALARM)
+    limit(group.path, case.tightest_bytes)
+    control.write_text("1")  # whoever meets the limit waits, or gets an error from a system call
+    process = start(case.command(inputs), group, PYTHONPATH=str(tmp_path))
+    with ExitStack() as stack:
+        stack.enter_context(process)
+        deadline = monotonic() + 60
+        while process.poll() is None and "under_oom 1" not in control.read_text():
+            assert monotonic() < deadline, "the script does not meet its limit"
+            sleep(0.002)
+        for pid in (group.path / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGUSR1)
+        group.raise_limit()
+        errors = process.communicate(timeout=60)[1].decode()
+    for path in inputs["shm"].iterdir():
+        path.unlink()
+    stacks = [f"{name}:{line}" for name, line in re.findall(r'([^/"]+\.py)", line (\d+)', errors)]
+    taken, *called = case.lines()
+    assert taken in stacks, errors
+    assert all(line in stacks for line in called), errors

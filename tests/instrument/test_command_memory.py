@@ -1,0 +1,210 @@
+"""A command's memory in a cgroup: exact splits, its processes, their files, and its kills."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_trees import FAMILY, FAMILY_ANON_MIB, FAMILY_SHMEM_MIB, Command, command, last, settle
+from leftovers import wait_until
+
+from weighin.isolation.cgroup import limit, temporary_group
+from weighin.probes import kernel_log, page_cache
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.command_sampler import CommandSampler
+from weighin.units import MIB
+
+pytestmark = pytest.mark.cgroup
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    with temporary_group() as made:
+        yield made
+
+
+def sampled(started: Command, group: Path, interval_s: float = 0.02) -> CommandSampler:
+    sampler = CommandSampler(started.pid, MemoryCgroup(group), interval_s)
+    sampler.start()
+    wait_until(lambda: sampler._samples, "no sample")
+    return sampler
+
+
+def test_a_family_is_counted_once_and_named(group: Path) -> None:
+    with command(FAMILY, group) as family:
+        family.reach("started")
+        sampler = sampled(family, group)
+        before = last(sampler)
+        family.go("forked")
+        settle(sampler)
+        family.go("alone")
+        samples = sampler.stop()
+        found = sampler.processes()
+    most = max(samples, key=lambda one: one.anon_bytes)
+    assert most.anon_bytes - before.anon_bytes == pytest.approx(
+        FAMILY_ANON_MIB * MIB, abs=0.01 * FAMILY_ANON_MIB * MIB + MIB
+    )
+    assert most.shmem_bytes == pytest.approx(FAMILY_SHMEM_MIB * MIB, abs=MIB)
+    assert most.cgroup_bytes
+    assert most.cgroup_bytes >= most.anon_bytes + most.shmem_bytes
+    assert sampler.oom_kills == 0
+    assert len(found) == 4
+    together = sum((one.anon_bytes or 0) + (one.shmem_bytes or 0) for one in found)
+    assert together == pytest.approx(sampler.largest_anon_and_shmem_bytes, rel=0.05)
+    assert (sampler.largest_kernel_bytes or 0) > 0
+
+
+READING = """
+import ctypes
+step("started")
+big = open(PATH, "rb", buffering=0)
+for _ in range(24):
+    big.read(1 << 20)
+mapped = mmap.mmap(os.open(PATH + "2", os.O_RDONLY), 0, prot=mmap.PROT_READ)
+sum(mapped[::4096])
+held = hold(40)
+step("read")
+held.close()
+step("freed")
+"""
+
+
+def test_the_files_that_are_read_and_mapped_at_the_peak(group: Path, disk: Path) -> None:
+    files = [disk / "big.bin", disk / "big.bin2"]
+    for file, mib in zip(files, (30, 20), strict=True):
+        file.write_bytes(b"\1" * (mib * MIB))
+    with command(f"PATH = {str(files[0])!r}\n{READING}", group) as one:
+        one.reach("started")
+        sampler = sampled(one, group)
+        one.go("read")
+        settle(sampler)
+        one.go("freed")
+        sampler.stop()
+        (process,) = sampler.processes()
+    read, mapped = process.files
+    assert (read.path, read.size_bytes, read.position_bytes) == (str(files[0]), 30 * MIB, 24 * MIB)
+    assert (mapped.path, mapped.size_bytes, mapped.position_bytes, mapped.mapped_bytes) == (
+        str(files[1]),
+        20 * MIB,
+        0,
+        20 * MIB,
+    )
+    for file in files:
+        file.unlink()
+
+
+CACHE_THEN_MEMORY = """
+step("started")
+for _ in range(2):
+    with open(PATH, "rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+held = hold(60)
+step("held")
+held.close()
+step("freed")
+"""
+
+
+def test_page_cache_at_the_limit_does_not_hide_the_peak(group: Path, disk: Path) -> None:
+    """Page cache fills the group up to its limit first: the usage then no longer grows."""
+    limit(group, 128 * MIB)
+    file = disk / "cached.bin"
+    file.write_bytes(b"\1" * (160 * MIB))
+    page_cache.drop([file])
+    with command(f"PATH = {str(file)!r}\n{CACHE_THEN_MEMORY}", group) as one:
+        one.reach("started")
+        sampler = sampled(one, group)
+        one.go("held")
+        settle(sampler)
+        one.go("freed")
+        samples = sampler.stop()
+        (process,) = sampler.processes()
+    assert process.anon_bytes
+    assert process.anon_bytes > 60 * MIB
+    (peak,) = [each for each in samples if each.t_ns == sampler.peak_ns]
+    assert peak.anon_bytes > 60 * MIB
+    assert sampler.largest_file_bytes
+    assert sampler.largest_file_bytes > 100 * MIB
+    file.unlink()
+
+
+def test_short_children_and_groups_below_are_seen(group: Path) -> None:
+    below = group / "below"
+    code = f"""
+step("started")
+for _ in range(3):
+    if (pid := os.fork()) == 0:
+        os.execv("/bin/sleep", ["sleep", "0.2"])
+    os.waitpid(pid, 0)
+os.mkdir({str(below)!r})
+if (pid := os.fork()) == 0:
+    open({str(below / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+    os.execv("/bin/sleep", ["sleep", "0.3"])
+os.waitpid(pid, 0)
+step("done")
+"""
+    with command(code, group) as one:
+        one.reach("started")
+        sampler = sampled(one, group)
+        one.go("done")
+        sampler.stop()
+        children = sampler.processes()[1:]
+        assert [child.command for child in children] == ["sleep 0.2"] * 3 + ["sleep 0.3"]
+        assert {child.parent_pid for child in children} == {one.pid}
+        assert sampler.number_of_processes == 5
+        for child, lived_s in zip(children, (0.2, 0.2, 0.2, 0.3), strict=True):
+            assert (child.end_ns - child.start_ns) / 1e9 == pytest.approx(lived_s, abs=0.15)
+
+
+def test_a_kill_of_a_child_is_counted_although_the_command_lives(group: Path) -> None:
+    limit(group, 64 * MIB)
+    code = """
+step("started")
+if (pid := os.fork()) == 0:
+    hold(200)
+os.waitpid(pid, 0)
+step("survived")
+"""
+    with command(code, group) as one:
+        one.reach("started")
+        sampler = sampled(one, group)
+        one.go("survived")
+        sampler.stop()
+    assert sampler.oom_kills == 1
+    assert sampler.largest_anon_and_shmem_bytes
+    assert sampler.largest_anon_and_shmem_bytes > 0.8 * 64 * MIB
+
+
+def test_sampling_takes_little_time(group: Path) -> None:
+    with command('step("started"); held = hold(100); step("held")', group) as one:
+        one.reach("started")
+        start = time.thread_time_ns()
+        sampler = CommandSampler(one.pid, MemoryCgroup(group))
+        for _ in range(100):
+            sampler._look()
+        each_ns = (time.thread_time_ns() - start) / 100
+        sampler._memory.close()
+    assert each_ns < 2_000_000
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_kernel_log_tells_who_was_killed_for_whose_limit(group: Path, is_own: bool) -> None:
+    if (start := kernel_log.position()) is None:
+        pytest.skip("this user may not read the kernel's log")
+    cell = group
+    if not is_own:
+        cell = group / "cell"
+        cell.mkdir()
+    limit(group, 64 * MIB)
+    with command('step("started"); hold(200)', cell) as one:
+        one.reach("started")
+        one.go()
+        assert one.process.wait(20) == -9
+    kills = kernel_log.kills_since(start, cell, one.pid)
+    assert kills
+    (kill,) = kills
+    assert (kill.pid, kill.is_main) == (one.pid, True)
+    assert kill.limit_of == ("" if is_own else f"/{group.name}")
+    assert kill.anon_bytes == pytest.approx(60 * MIB, abs=6 * MIB)
+    assert kernel_log.kills_since(kernel_log.position(), cell, one.pid) == ()

@@ -1,0 +1,80 @@
+"""C programs that take known amounts of memory, and the known answer of each.
+
+The head of each file in ``commands/programs/`` says what the program takes and when. ``build`` compiles
+them, statically: so their libraries add no page cache.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from weighin.units import MIB
+
+PROGRAMS = Path(__file__).parent / "commands" / "programs"
+FILE = "FILE"
+"""The argument that stands for a file of ``FILE_BYTES``."""
+FILE_BYTES = 128 * MIB
+
+VISIBLE_MS = 100
+"""Sampling is to see a peak that lasts at least this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One call of a program, and its memory when it uses most of it.
+
+    ``file_bytes`` is page cache, charged if nobody had read the file before. ``process_bytes`` are
+    the anonymous and shared memory of each process as its own RSS counts it, the largest first.
+    ``peak_ms`` is the shortest time for which the peak lasts.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    peak_ms: float
+    anon_bytes: int = 0
+    shmem_bytes: int = 0
+    file_bytes: int = 0
+    process_bytes: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return " ".join((self.name, *self.arguments))
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that cannot be given back: what the command needs."""
+        return self.anon_bytes + self.shmem_bytes
+
+    def command(self, programs: Path, file: Path) -> tuple[str, ...]:
+        """Return the command line, with the programs that were built in the folder ``programs``."""
+        replaced = (str(file) if each == FILE else each for each in self.arguments)
+        return (str(programs / self.name), *replaced)
+
+
+def _spend(ms: int) -> Known:
+    return Known("spend", ("256", str(ms)), ms, 320 * MIB, process_bytes=(320 * MIB,))
+
+
+KNOWN = (
+    _spend(1),
+    _spend(5),
+    _spend(20),
+    _spend(200),
+    Known("forks", ("128",), 300, 320 * MIB, process_bytes=(128 * MIB,) * 4),
+    Known("maps", (FILE,), 200, FILE_BYTES // 2, 0, FILE_BYTES, (FILE_BYTES // 2,)),
+    Known("shares", ("128",), 200, 0, 256 * MIB, process_bytes=(256 * MIB,) * 2),
+    Known("reads", (FILE,), 200, MIB, 0, FILE_BYTES, (MIB,)),
+    Known("child", ("256",), 200, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
+    Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB, 0)),
+)
+"""All programs; FILE has been written before, so that its page cache is charged to its writer."""
+
+
+def build(folder: Path) -> Path:
+    """Compile all programs into ``folder``, and return it."""
+    for source in sorted(PROGRAMS.glob("*.c")):
+        command = ("gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-static")
+        subprocess.run((*command, "-o", str(folder / source.stem), str(source)), check=True)
+    return folder

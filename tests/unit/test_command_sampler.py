@@ -1,0 +1,151 @@
+"""A command's memory without a cgroup: shared pages count once, and its processes are named."""
+
+import os
+import time
+
+import pytest
+from command_trees import (
+    FAMILY,
+    FAMILY_ANON_MIB,
+    FAMILY_SHMEM_MIB,
+    command,
+    last,
+    settle,
+)
+from leftovers import wait_until
+
+from weighin.probes.command_sampler import CommandSampler
+from weighin.units import MIB
+
+
+def test_pages_that_processes_share_are_counted_once() -> None:
+    with command(FAMILY) as family:
+        family.reach("started")
+        sampler = CommandSampler(family.pid, None)
+        sampler.start()
+        wait_until(lambda: sampler._samples, "no sample")
+        before = last(sampler)
+        family.go("forked")
+        expected = before.anon_bytes + FAMILY_ANON_MIB * MIB
+        wait_until(lambda: last(sampler).anon_bytes > 0.98 * expected, "not all was seen")
+        settle(sampler)
+        settled = last(sampler)
+        family.go("alone")
+        samples = sampler.stop()
+    assert max(one.anon_bytes for one in samples) == pytest.approx(expected, rel=0.05)
+    assert settled.anon_bytes == pytest.approx(expected, rel=0.02)
+    assert settled.shmem_bytes == pytest.approx(FAMILY_SHMEM_MIB * MIB, rel=0.05)
+    assert sampler.largest_anon_and_shmem_bytes == pytest.approx(
+        before.anon_bytes + (FAMILY_ANON_MIB + FAMILY_SHMEM_MIB) * MIB, rel=0.05
+    )
+    assert sampler.oom_kills is None
+    assert sampler.peak_ns in [one.t_ns for one in samples]
+
+
+def test_each_process_has_its_share_when_the_command_used_most() -> None:
+    with command(FAMILY) as family:
+        family.reach("started")
+        sampler = CommandSampler(family.pid, None)
+        sampler.start()
+        family.go("forked")
+        wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
+        settle(sampler)
+        family.go("alone")
+        wait_until(lambda: len(sampler._memory.pids()) == 1, "the children's end was not seen")
+        sampler.stop()
+        found = sampler.processes()
+    assert [one.pid == family.pid for one in found] == [True, False, False, False]
+    assert {one.parent_pid for one in found} == {os.getpid(), family.pid}
+    assert all("import mmap, os, sys, time" in one.command for one in found)
+    # Of the 128 MiB, 96 MiB are shared by four, and three have a copy of 32 MiB that is their own.
+    for child in found[1:]:
+        assert child.anon_bytes == pytest.approx((96 / 4 + 32) * MIB, rel=0.1)
+        assert child.shmem_bytes == pytest.approx(FAMILY_SHMEM_MIB * MIB / 4, rel=0.2)
+    assert found[0].highest_rss_bytes
+    assert found[0].highest_rss_bytes > (128 + 32) * MIB
+    assert found[1].end_ns < found[0].end_ns
+
+
+def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
+    """The sum of shares is expensive: between two sums, the process's own status shows its growth."""
+    with command('step("a"); held = hold(300); step("b"); more = hold(100); step("c")') as one:
+        one.reach("a")
+        sampler = CommandSampler(one.pid, None, interval_s=0.002)
+        sampler.start()
+        one.go("b")
+        wait_until(lambda: last(sampler).anon_bytes > 300 * MIB, "the first growth was not seen")
+        one.go("c")
+        wait_until(lambda: last(sampler).anon_bytes > 400 * MIB, "the second growth was not seen")
+        samples = sampler.stop()
+    assert max(sample.anon_bytes for sample in samples) == pytest.approx(405 * MIB, rel=0.02)
+    assert len({sample.anon_bytes for sample in samples}) > 10
+
+
+ORPHAN = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        held = hold(50)
+        print("orphan", flush=True)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+step("left")
+"""
+
+
+def test_an_orphan_that_this_process_adopts_belongs_to_the_command() -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(36, 1) == 0  # PR_SET_CHILD_SUBREAPER
+    orphans: list[int] = []
+    try:
+        with command('step("started")' + ORPHAN) as daemon:
+            daemon.reach("started")
+            sampler = CommandSampler(daemon.pid, None)
+            sampler.start()
+            daemon.go()
+            for _ in range(2):
+                assert daemon.process.stdout
+                daemon.process.stdout.readline()
+            wait_until(lambda: last(sampler).anon_bytes > 50 * MIB, "the orphan was not seen")
+            sampler.stop()
+            orphans = [one.pid for one in sampler.processes() if one.parent_pid == os.getpid()]
+            orphans.remove(daemon.pid)
+            assert len(orphans) == 1
+    finally:
+        libc.prctl(36, 0)
+        for pid in orphans:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+
+
+def test_each_new_maximum_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    with command('step("a"); held = hold(100); step("b"); held.close(); step("c")') as one:
+        one.reach("a")
+        sampler = CommandSampler(
+            one.pid, None, 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
+        )
+        sampler.start()
+        one.go("b")
+        wait_until(lambda: told and told[-1][1] > 100 * MIB, "no maximum")
+        one.go("c")
+        time.sleep(0.05)
+        sampler.stop()
+    sizes = [used for _, used in told]
+    assert sizes == sorted(set(sizes))
+    assert [t_ns for t_ns, _ in told] == sorted(t_ns for t_ns, _ in told)
+
+
+def test_a_command_that_has_ended_leaves_no_samples() -> None:
+    with command('step("a")') as one:
+        one.reach("a")
+        one.go()
+        one.process.wait(10)
+        sampler = CommandSampler(one.pid, None)
+        sampler.start()
+        assert sampler.stop() == []
+        assert (sampler.peak_ns, sampler.largest_anon_and_shmem_bytes) == (None, None)
+        assert sampler.processes() == ()
