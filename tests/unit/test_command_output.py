@@ -243,7 +243,7 @@ def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
     assert shown == b"wait\r\n(90, 40)\r\n"
 
 
-def test_the_command_is_ready_when_the_beginning_of_a_line_says_so(tmp_path: Path) -> None:
+def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Path) -> None:
     calls: list[int] = []
     program = (
         "import time; print('not yet', flush=True); time.sleep(0.1)\n"

@@ -226,6 +226,32 @@ json = click.option(
     " output.",
 )
 
+server = several(
+    click.option(
+        "--ready",
+        default="",
+        metavar="REGEX",
+        help="The command is a server, and a line of its output that contains this regular expression"
+        " tells that it is ready. It is measured until then, and stopped.",
+    ),
+    click.option(
+        "--ready-url",
+        default="",
+        metavar="URL",
+        help="The command is a server, which is ready when this address answers a GET request with a"
+        " status below 500. It is measured until then, and stopped.",
+    ),
+    click.option(
+        "--grace",
+        "grace_s",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="Time from SIGTERM to SIGKILL for a server that is ready, and for processes that the"
+        " command leaves running.",
+    ),
+)
+
 _cluster = (
     click.option(
         "--address",

@@ -64,6 +64,7 @@ EXAMPLES = (
     metavar="REGEX",
     help="Mark each line of output that contains this regular expression on the timeline. Repeatable.",
 )
+@_options.server
 @click.option(
     "--stacks/--no-stacks",
     default=True,
@@ -156,7 +157,11 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
             folder=str(Path.cwd()),
             cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
             marks=typed["marks"],
-            stacks=typed["stacks"] and repeats == 1,
+            stacks=typed.get("stacks", False) and repeats == 1,
+            ready=typed["ready"],
+            ready_url=typed["ready_url"],
+            grace_s=typed["grace_s"],
+            in_search="within" in settings,
             image=typed["image"],
         ),
         settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
@@ -183,4 +188,4 @@ def _end(
     (result,) = results
     click.echo(f"weighin: {result.outcome}: {result.message}", err=True)
     click.echo(f"weighin: {task.folder}", err=True)
-    context.exit(result.exit_code or 0)
+    context.exit(0 if result.outcome == "ok" else result.exit_code or 1)

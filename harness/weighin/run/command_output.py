@@ -17,13 +17,16 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+from weighin.cell import Cell
 from weighin.errors import ConfigError
 from weighin.isolation.base import Streams
 from weighin.pipes import ready
 from weighin.record import Mark
+from weighin.run.command_settings import CommandSettings
 from weighin.text import one_line
 
 MOST_MARKS: Final = 1000
@@ -33,9 +36,11 @@ _AT_ONCE: Final = 64 * 1024  # what a pipe holds
 _LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is searched
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
+_PROMPT_S: Final = 0.05  # a line that has not ended by then is a prompt
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
 """What may match at the end of a text, and not at the end of a line: it looks around, or is possessive."""
+_STANDARD: Final = (1, 2)
 _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 
 
@@ -63,8 +68,7 @@ class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
     Lines that match ``marks`` or ``ready`` are marks, with the time at which their last character
-    arrived. ``at_ready`` is called once, in a thread, when the beginning of a line that matches
-    ``ready`` has arrived.
+    arrived. ``at_ready`` is called once, in a thread, when a line matches ``ready``; the line need not end. Without any of them, the command gets the targets themselves.
     """
 
     def __init__(
@@ -83,8 +87,13 @@ class Relay:
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._channels: list[_Channel] = []
-        ends = [self._open(target) for target in targets]
+        ends = [
+            self._open(target) if self._patterns else None if target == its_own else target
+            for target, its_own in zip(targets, _STANDARD, strict=True)
+        ]
         self.streams = Streams(stdout=ends[0], stderr=ends[1])
+        self._threads: list[threading.Thread] = []
+        self._resizing = contextlib.ExitStack()
 
     def _open(self, target: int) -> int | None:
         """Return the command's end of a new channel to ``target``, or of an open one to the same file."""
@@ -106,8 +115,7 @@ class Relay:
         ]
         for channel in self._channels:
             channel.close_command_end()
-        self._resizes = _resizing(self._channels)
-        self._resizes.__enter__()
+        self._resizing.enter_context(_resizing(self._channels))
         for thread in self._threads:
             thread.start()
 
@@ -116,10 +124,10 @@ class Relay:
         self._ends.set()
         for thread in self._threads:
             thread.join()  # as long as the reader needs
-        self._resizes.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Close all descriptors; after an error, output may be lost."""
+        """Release everything; without ``finish``, output may be lost."""
+        self._resizing.close()
         for channel in self._channels:
             channel.close()
 
@@ -131,14 +139,14 @@ class Relay:
     def _pass_on(self, channel: "_Channel") -> None:
         lines = _Lines()
         while True:
-            if not ready([channel.source], _SILENCE_S):
+            if not ready([channel.source], _PROMPT_S if lines.begun else _SILENCE_S):
+                self._look_if_ready(lines.begun)
                 if self._ends.is_set():
                     break
                 continue
             if not (data := channel.take()) or not channel.give(data):
                 break  # if nobody reads it, the command learns so from its own next write
             self._note(lines.feed(data, time.monotonic_ns()))
-            self._look_if_ready(lines.begun)
         self._note(lines.rest())
         channel.close()
 
@@ -263,6 +271,21 @@ def _plain(output: bytes) -> str:
     """Return output as text without the sequences that set colours and titles in a terminal."""
     text = output.decode(errors="replace").replace("\r", "\n")
     return _ESCAPES.sub("", text) if "\x1b" in text else text
+
+
+@contextlib.contextmanager
+def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
+    """Yield the relay for the output of a cell's command; see ``CommandSettings.in_search``."""
+    with Path(os.devnull).open("r+b", buffering=0) as nothing:
+        is_hidden = how.in_search and cell.ram_limit_bytes is not None
+        targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
+        relay = Relay(targets, how.marks, how.ready, at_ready)
+        if how.in_search:
+            relay.streams = replace(relay.streams, stdin=nothing.fileno())
+        try:
+            yield relay
+        finally:
+            relay.close()
 
 
 @contextlib.contextmanager
