@@ -68,7 +68,8 @@ class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
     Lines that match ``marks`` or ``ready`` are marks, with the time at which their last character
-    arrived. ``at_ready`` is called once, in a thread, when a line matches ``ready``; the line need not end. Without any of them, the command gets the targets themselves.
+    arrived. ``at_ready`` is called once, in a thread, when a line matches ``ready``, which need not end. Without any of them,
+    the command gets the targets themselves.
     """
 
     def __init__(

@@ -186,7 +186,8 @@ class _Watch:
 
     def _read_figures(self) -> None:
         """Read the kernel's figures of the cell, at its end."""
-        self._peak_bytes = self._mark.read() if self._mark else None
+        peak_bytes = self._mark.read() if self._mark else None
+        self._peak_bytes = command_outcome.largest(peak_bytes, self._listener.peak_bytes)
         self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
         self._refaults = self._cgroup.read_refaults() if self._cgroup else None
         self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
@@ -214,7 +215,8 @@ class _Watch:
         # Its last sample sees all page cache, which stays in the group after the process.
         self.samples = self.samples or self._sampler.stop()
         self._phases, self._tracks = self._listener.close()
-        self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
+        if not is_ready:
+            self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
         if self._mark:
             self._mark.close()
 
