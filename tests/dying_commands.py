@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from weighin.probes import page_cache
 from weighin.units import MIB
 
 SCRIPTS = Path(__file__).parent / "commands" / "dying"
@@ -41,6 +42,7 @@ class Dying:
     """A script, its limit, and why it dies. ``inputs`` are the names of its ``Inputs``.
 
     If ``around_bytes`` is given, a cgroup around the command's own has this smaller limit.
+    ``cold`` tells whether its inputs are to be out of the page cache, or all in it.
     """
 
     script: str
@@ -48,6 +50,7 @@ class Dying:
     cause: Cause
     inputs: tuple[str, ...] = ()
     around_bytes: int | None = None
+    cold: bool = False
 
     @property
     def dies(self) -> bool:
@@ -62,6 +65,16 @@ class Dying:
         """Return the command line, with the files that ``make_inputs`` wrote."""
         arguments = (str(inputs[name]) for name in self.inputs)
         return (sys.executable, str(SCRIPTS / self.script), *arguments)
+
+    def prepare(self, inputs: Mapping[str, Path]) -> None:
+        """Bring the page cache of its files into its state. A warm file is charged to this process."""
+        for file in (inputs[name] for name in self.inputs if inputs[name].is_file()):
+            if self.cold:
+                assert page_cache.drop([file]) == 0, (
+                    "another process keeps the file in the page cache"
+                )
+            else:
+                file.read_bytes()
 
     def lines(self) -> tuple[str, ...]:
         """Return the right answers to "where", as "file.py:14": the line that takes the memory first."""
@@ -90,7 +103,7 @@ DYING = (
     Dying("outer_limit.py", 700 * MIB, Cause.OUTER_LIMIT, around_bytes=300 * MIB),
     Dying("heavy_import.py", 300 * MIB, Cause.IMPORT),
     Dying("copied_by_workers.py", 300 * MIB, Cause.COPY_ON_WRITE),
-    Dying("page_cache_only.py", 300 * MIB, Cause.PAGE_CACHE, ("file",)),
+    Dying("page_cache_only.py", 300 * MIB, Cause.PAGE_CACHE, ("file",), cold=True),
     Dying("leak_in_loop.py", 300 * MIB, Cause.GROWTH),
     Dying("whole_file.py", 300 * MIB, Cause.READ, ("file",)),
     Dying("slow_growth.py", 300 * MIB, Cause.GROWTH),

@@ -189,12 +189,14 @@ class OpenFile:
     """A file that a process had open or mapped when its cell used most memory.
 
     ``position_bytes`` is the place of the next read; None for a file that is only mapped.
+    ``is_open`` is False for a file that the process had open or mapped before, and no longer.
     """
 
     path: str
     size_bytes: int
     position_bytes: int | None = None
     mapped_bytes: int = 0
+    is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +249,9 @@ class Mark:
 class Stack:
     """The stack of one thread of a process while its command used ``usage_bytes``.
 
-    The usage is without page cache, which can be given back.
-    ``frames`` are "function (path/of/file.py:14)", the innermost first.
+    The usage is without page cache, which can be given back. ``frames`` are
+    "function (path/of/file.py:14)", the innermost first. ``code`` is the line of source code of the
+    innermost frame outside of libraries; empty if it could not be read.
     """
 
     t_ns: int
@@ -256,6 +259,7 @@ class Stack:
     thread: str
     usage_bytes: int
     frames: tuple[str, ...]
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """``weighin run``: run any command under limits, and say what it needed."""
 
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -178,6 +179,8 @@ def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
     """Show what was measured, and exit with the command's code, or with the run's for several cells."""
+    from weighin.records import explanation
+
     if len(results) > 1:
         from weighin.cli.report import show_run
         from weighin.records import run_folder
@@ -186,6 +189,7 @@ def _end(
         _run.end(context, results)
         return
     (result,) = results
-    click.echo(f"weighin: {result.outcome}: {result.message}", err=True)
-    click.echo(f"weighin: {task.folder}", err=True)
+    for line in explanation.answer(task.folder, result):
+        click.echo(f"weighin: {line}", err=True)
+    click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
     context.exit(0 if result.outcome == "ok" else result.exit_code or 1)

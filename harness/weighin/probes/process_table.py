@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,7 @@ MOST_PROCESSES: Final = 200
 """A table has no more processes: those with the most memory are kept."""
 _MOST_ENDED: Final = 2000  # while the command runs
 _WITH_FILES: Final = 8
+_MOST_FILES: Final = 32  # of one process, with those that it has closed
 _SETTLED_NS: Final = 200_000_000  # a child that was just forked soon runs another program
 _REREAD_S: Final = 0.5
 
@@ -102,15 +103,19 @@ class ProcessTable:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Replace the processes' shares of the memory, and list the files of the largest ones."""
+        """Replace the processes' shares of the memory, and list the files of the largest ones.
+
+        Files that a process has read and closed since stay in its list: what was read may still be
+        in its memory.
+        """
         for seen in (*self._ended, *self._running.values()):
-            seen.shares, seen.files = None, ()
+            seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.shares = shares[seen.pid]
         for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
             try:
-                seen.files = open_files(seen.pid)
+                seen.files = _with_closed(open_files(seen.pid), seen.files)
             except OSError:  # ended, or another user's
                 continue
 
@@ -119,6 +124,13 @@ class ProcessTable:
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
         return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
+
+
+def _with_closed(files: tuple[OpenFile, ...], before: tuple[OpenFile, ...]) -> tuple[OpenFile, ...]:
+    """Return the files of a process, with those that it had open or mapped before."""
+    paths = {file.path for file in files}
+    closed = [replace(file, is_open=False) for file in before if file.path not in paths]
+    return (*files, *closed)[:_MOST_FILES]
 
 
 def command_of(pid: int) -> str:

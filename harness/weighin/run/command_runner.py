@@ -29,6 +29,7 @@ from weighin.run import command_outcome, command_output, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.program_phases import PhaseListener
+from weighin.run.stack_code import with_code
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class _Watch:
         self._listener = PhaseListener(folder)
         self._cell, self._how = cell, how
         self._log = kernel_log.position()
+        self._started_s = time.time()
         self._machine_oom_kills = read_machine_oom_kills()
         self._in_time = True
         self._ended: tuple[str, ...] = ()
@@ -280,7 +282,9 @@ class _Watch:
                 survived=self._exit.signal != signal.SIGKILL,
                 processes=sampler.processes(),
                 kills=tuple(kills or ()),
-                stacks=self._stacks.stacks if self._stacks else (),
+                stacks=with_code(
+                    self._stacks.stacks if self._stacks else (), self._how.folder, self._started_s
+                ),
                 ended=self._ended,
                 tracks=self._tracks,
                 cold=self._how.cold,
