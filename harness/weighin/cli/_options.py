@@ -226,6 +226,30 @@ json = click.option(
     " output.",
 )
 
+command = click.argument(
+    "command",
+    cls=Argument,
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND ...",
+    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
+)
+image = click.option(
+    "--image",
+    default="",
+    metavar="IMAGE",
+    help="Run the command in a container of this image, with the current folder at its own path.",
+)
+cold = click.option(
+    "--cold",
+    multiple=True,
+    metavar="PATH",
+    help="A file or folder to drop from the page cache before each start. Pages that another"
+    " program has read are not charged to the command. Repeatable.",
+)
+label = click.option(
+    "--name", "label", default="", metavar="LABEL", help="The command's name in tables."
+)
 server = several(
     click.option(
         "--ready",
