@@ -126,6 +126,7 @@ class Peaks:
     cuda_driver_sampled_bytes: int | None = None
     pinned_bytes: int | None = None
     unreclaimable_sampled_bytes: int | None = None
+    shmem_sampled_bytes: int | None = None
     pss_bytes: int | None = None
 
 

@@ -261,6 +261,7 @@ class _Watch:
                 anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
                 file_sampled_bytes=largest_file,
                 unreclaimable_sampled_bytes=sampled,
+                shmem_sampled_bytes=max((one.shmem_bytes for one in self.samples), default=None),
             ),
             last_phase=self._listener.last_phase,
             phases=self._phases,
