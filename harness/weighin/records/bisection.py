@@ -77,7 +77,7 @@ def _estimate(first: Result) -> int | None:
     """Return an estimate of the floor from the cell without a limit; None if nothing was measured."""
     if first.ran:
         needed = first.ran.needed_bytes
-        return needed and needed + min(_BESIDE_BYTES, needed // 8)
+        return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
     peaks = first.peaks
     sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
     return sampled and sampled + _BESIDE_BYTES
