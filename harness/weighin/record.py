@@ -223,7 +223,7 @@ class Kill:
     """One process that the kernel killed for lack of memory, as the kernel's log tells it.
 
     ``limit_of`` is the cgroup whose limit was met: empty for the command's own, "machine" if the
-    whole machine was full, else the path of a cgroup around it.
+    whole machine was full, "unknown" if the log does not tell, else the path of another cgroup.
     """
 
     pid: int
@@ -247,6 +247,7 @@ class Mark:
 class Stack:
     """The stack of one thread of a process while its command used ``usage_bytes``.
 
+    The usage is without page cache, which can be given back.
     ``frames`` are "function (path/of/file.py:14)", the innermost first.
     """
 

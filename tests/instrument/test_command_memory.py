@@ -9,7 +9,7 @@ from command_trees import FAMILY, FAMILY_ANON_MIB, FAMILY_SHMEM_MIB, Command, co
 from leftovers import wait_until
 
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import page_cache
+from weighin.probes import kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_sampler import CommandSampler
 from weighin.units import MIB
@@ -186,3 +186,25 @@ def test_sampling_takes_little_time(group: Path) -> None:
         each_ns = (time.thread_time_ns() - start) / 100
         sampler._memory.close()
     assert each_ns < 2_000_000
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_kernel_log_tells_who_was_killed_for_whose_limit(group: Path, is_own: bool) -> None:
+    if (start := kernel_log.position()) is None:
+        pytest.skip("this user may not read the kernel's log")
+    cell = group
+    if not is_own:
+        cell = group / "cell"
+        cell.mkdir()
+    limit(group, 64 * MIB)
+    with command('step("started"); hold(200)', cell) as one:
+        one.reach("started")
+        one.go()
+        assert one.process.wait(20) == -9
+    kills = kernel_log.kills_since(start, cell, one.pid)
+    assert kills
+    (kill,) = kills
+    assert (kill.pid, kill.is_main) == (one.pid, True)
+    assert kill.limit_of == ("" if is_own else f"/{group.name}")
+    assert kill.anon_bytes == pytest.approx(60 * MIB, abs=6 * MIB)
+    assert kernel_log.kills_since(kernel_log.position(), cell, one.pid) == ()

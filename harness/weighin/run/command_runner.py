@@ -1,6 +1,7 @@
 """Run one command in a cell: start it, watch it from outside, and build its Result."""
 
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError
@@ -22,13 +23,16 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.stacks import StackTaker
 from weighin.record import SCHEMA, Cost, Peaks, Pressure, Ran, Result
 from weighin.records import run_folder
 from weighin.run import command_outcome
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
+from weighin.run.program_phases import PhaseListener
 from weighin.units import format_bytes
+
+if TYPE_CHECKING:
+    from weighin.probes.stacks import StackTaker
 
 _SETTLE_S: Final = 0.3  # in which helpers of the command end by themselves
 _PATIENCE_S: Final = 10.0
@@ -49,10 +53,17 @@ def take(
     """
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
-    watch = _Watch(cell, how)
-    start_ns = time.monotonic_ns()
-    with _passing_signals_on() as signals:
-        running = isolation.start_command(cell, how.folder, Streams())
+    with (
+        tempfile.TemporaryDirectory(prefix="weighin-") as folder,
+        _passing_signals_on() as signals,
+    ):
+        watch = _Watch(cell, how, Path(folder))
+        start_ns = time.monotonic_ns()
+        try:
+            running = isolation.start_command(watch.cell_with_phases(), how.folder, Streams())
+        except BaseException:
+            watch.abandon()
+            raise
         try:
             signals.receiver = running.send_signal
             watch.begin(running)
@@ -125,13 +136,23 @@ def _passing_signals_on() -> Iterator[_Signals]:
 class _Watch:
     """Watches one command from outside, from its start until its last counters are read."""
 
-    def __init__(self, cell: Cell, how: CommandSettings) -> None:
+    def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
         self.samples: list[Any] = []
+        self._listener = PhaseListener(folder)
         self._cell, self._how = cell, how
         self._log = kernel_log.position()
         self._machine_oom_kills = read_machine_oom_kills()
         self._in_time = True
         self._ended: tuple[str, ...] = ()
+
+    def cell_with_phases(self) -> Cell:
+        """Return the cell with the variable by which its processes report their phases."""
+        environment = self._cell.environment | self._listener.environment
+        return replace(self._cell, environment=environment)
+
+    def abandon(self) -> None:
+        """Release everything for a command that could not be started."""
+        self._listener.close()
 
     def begin(self, running: RunningCommand) -> None:
         self._running = running
@@ -140,11 +161,12 @@ class _Watch:
         )
         self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
-        self._stacks = StackTaker(list(running.groups)) if self._how.stacks else None
+        self._stacks = _stack_taker(running) if self._how.stacks else None
         self._sampler = CommandSampler(
             running.pid, self._cgroup, at_maximum=self._stacks.look if self._stacks else None
         )
         self._sampler.start()
+        self._listener.watch(self._cgroup)
 
     def end(self, *, in_time: bool) -> None:
         """Read the last figures, end what is left of the command, and reap its first process."""
@@ -163,6 +185,8 @@ class _Watch:
         self._exit = running.reap()
         # Its last sample sees all page cache, which stays in the group after the process.
         self.samples = self._sampler.stop()
+        self._phases, self._tracks = self._listener.close()
+        self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
         if self._mark:
             self._mark.close()
 
@@ -193,6 +217,7 @@ class _Watch:
         )
         needed = command_outcome.largest(sampled, by_peak)
         some_ns, full_ns = self._pressure
+        why = self._stacks.why if self._stacks else ""
         return Result(
             schema=SCHEMA,
             cell=self._cell,
@@ -204,6 +229,8 @@ class _Watch:
                 file_sampled_bytes=largest_file,
                 unreclaimable_sampled_bytes=sampled,
             ),
+            last_phase=self._listener.last_phase,
+            phases=self._phases,
             load_ns=elapsed_ns,
             ready_ns=elapsed_ns,
             pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
@@ -211,7 +238,7 @@ class _Watch:
             limit_events=self._limit_events,
             exit_code=command_outcome.code_of(self._exit),
             cost=Cost(wall_ns=0, load_ns=elapsed_ns),
-            warnings=tuple(filter(None, (running.unseen, self._stacks and self._stacks.why))),
+            warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
             ran=Ran(
                 pid=running.pid,
                 peak_ns=sampler.peak_ns,
@@ -223,10 +250,17 @@ class _Watch:
                 kills=tuple(kills or ()),
                 stacks=self._stacks.stacks if self._stacks else (),
                 ended=self._ended,
+                tracks=self._tracks,
                 cold=self._how.cold,
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
         )
+
+
+def _stack_taker(running: RunningCommand) -> "StackTaker":
+    from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
+
+    return StackTaker(list(running.groups))
 
 
 def _close(running: RunningCommand) -> HarnessError | None:

@@ -1,5 +1,7 @@
 """Start or resume the search that ``weighin floor`` performs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Run a plan: prepare the shared resources, measure each cell, and record it at once."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from weighin.suite.matrix import Planned
 
 
-Following = Callable[[Sequence[Result]], AnyPlanned | None]
+Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
 """A function that chooses the next cell from all results of the run so far; None ends the run."""
 
 

@@ -1,5 +1,7 @@
 """Define one run to perform, and the bench that measures its cells."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime

@@ -1,0 +1,157 @@
+"""Read from the kernel's log which processes the OOM killer ended, and for whose limit.
+
+The kernel writes two lines for each kill: "oom-kill:constraint=...", which names the cgroups, and
+"... Killed process ...", with the victim's memory. It leaves out the first line after ten kills
+within five seconds, and for the other victims of memory.oom.group. Source: mm/oom_kill.c and
+mm/memcontrol.c of the kernel, Documentation/ABI/testing/dev-kmsg.
+"""
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from weighin.probes.cgroup import memory_hierarchy
+from weighin.record import Kill
+from weighin.text import one_line
+from weighin.units import KIB
+
+MACHINE: Final = "machine"
+"""Stands in ``Kill.limit_of`` for the memory of the whole machine."""
+UNKNOWN: Final = "unknown"
+"""Stands in ``Kill.limit_of`` for a limit that the log does not name."""
+
+_LOG: Final = Path("/dev/kmsg")
+_MESSAGE_BYTES: Final = 8192
+_FACILITY_SHIFT: Final = 3  # the lower bits of the first number are the priority
+_LATE_S: Final = 0.05  # a victim may end before the line with its memory is written
+_CAUSE: Final = re.compile(
+    r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
+    r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
+)
+_WHOLE_GROUP: Final = re.compile(r"Tasks in (?P<group>.*) are going to be killed due to memory")
+_VICTIM: Final = re.compile(
+    r"(?P<kind>.*out of memory.*): Killed process (?P<pid>\d+) \((?P<name>.*)\),? total-vm:\d+kB,"
+    r" anon-rss:(?P<anon>\d+)kB, file-rss:(?P<file>\d+)kB, shmem-rss:(?P<shmem>\d+)kB",
+    re.IGNORECASE,
+)
+
+
+def position() -> int | None:
+    """Return the number of the next message of the log; None where this user may not read it."""
+    last = b""
+    try:
+        for message in _read():
+            last = message
+    except OSError:
+        return None
+    return _number(last) + 1 if last else 0
+
+
+def kills_since(
+    start: int | None, group: Path | None, main_pid: int, pids: Collection[int] = ()
+) -> tuple[Kill, ...] | None:
+    """Return the kills in a cgroup and those below it, and of the processes ``pids``, since ``start``.
+
+    ``start`` is what ``position`` returned. The result is None where this user may not read the
+    log. The log has the pids of the machine: in a container with pids of its own, no victim is found
+    to be the main process.
+    """
+    if start is None:
+        return None
+    inside = _inside(group)
+    for _ in range(2):
+        try:
+            lines = [_text(message) for message in _read() if _number(message) >= start]
+        except OSError:
+            return None
+        found = parse_kills(lines, inside, main_pid, pids)
+        if all(kill.anon_bytes is not None for kill in found):
+            break
+        time.sleep(_LATE_S)
+    return found
+
+
+def _inside(group: Path | None) -> str | None:
+    """Return a group's path below the mount point, which is the end of its path in the log."""
+    hierarchy = memory_hierarchy()
+    if group is None or hierarchy is None:
+        return None
+    return f"/{group.relative_to(hierarchy[1])}"
+
+
+def _read() -> Iterator[bytes]:
+    """Yield all messages of the log, oldest first."""
+    log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                yield os.read(log, _MESSAGE_BYTES)
+            except BlockingIOError:  # the end
+                return
+            except BrokenPipeError:  # the oldest messages were overwritten in the meantime
+                continue
+    finally:
+        os.close(log)
+
+
+def _number(message: bytes) -> int:
+    return int(message.split(b",", 2)[1])
+
+
+def _text(message: bytes) -> str:
+    """Return the first line of a message; empty for a message that a program has written."""
+    numbers, _, text = message.decode(errors="replace").partition(";")
+    is_of_kernel = int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0
+    return text.split("\n", 1)[0] if is_of_kernel else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """The first line of a kill: the victim, its cgroup, and the cgroup whose limit was met."""
+
+    pid: int
+    group: str
+    limited: str
+
+
+def parse_kills(
+    lines: list[str], group: str | None, main_pid: int, pids: Collection[int] = ()
+) -> tuple[Kill, ...]:
+    """Return the kills that the log's lines tell of a group, and of the main process and ``pids``.
+
+    ``group`` is the end of the group's path.
+    """
+    kills: dict[int, Kill] = {}
+    cause: _Cause | None = None
+    is_whole_group = False
+    for line in lines:
+        sizes: dict[str, int] = {}
+        if match := _CAUSE.search(line):
+            # The constraint says less: before Linux 5.3, it is CONSTRAINT_NONE for a cgroup, too.
+            limited, is_whole_group = match["limited"] or MACHINE, False
+            cause = _Cause(int(match["pid"]), match["group"] or "", limited)
+        elif match := _VICTIM.search(line):
+            if not cause or (cause.pid != int(match["pid"]) and not is_whole_group):
+                limited = UNKNOWN if "cgroup" in match["kind"].lower() else MACHINE
+                cause = _Cause(int(match["pid"]), "", limited)
+            sizes = {f"{kind}_bytes": int(match[kind]) * KIB for kind in ("anon", "file", "shmem")}
+        else:
+            is_whole_group = is_whole_group or bool(_WHOLE_GROUP.search(line))
+            continue
+        pid, own = int(match["pid"]), _up_to(cause.group, group)
+        if own is not None or pid == main_pid or pid in pids:
+            limit_of = "" if cause.limited == own else cause.limited
+            kills[pid] = Kill(pid, one_line(match["name"]), pid == main_pid, limit_of, **sizes)
+    return tuple(kills.values())
+
+
+def _up_to(path: str, group: str | None) -> str | None:
+    """Return the part of a path up to the group in it; None if the group is not in it."""
+    if group is None:
+        return None
+    before, found, _ = f"{path}/".partition(f"{group}/")
+    return before + group if found else None

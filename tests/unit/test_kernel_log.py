@@ -1,0 +1,110 @@
+"""The kernel's account of its OOM kills, from lines that kernels printed."""
+
+import pytest
+
+from weighin.probes import kernel_log
+from weighin.probes.kernel_log import parse_kills
+from weighin.record import Kill
+from weighin.units import KIB
+
+V1_6_18 = """\
+python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
+Tasks state (memory values in pages):
+[  pid  ]   uid  tgid total_vm      rss rss_anon rss_file rss_shmem pgtables_bytes swapents oom_score_adj name
+oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/weighin-test-13917,task_memcg=/weighin-test-13917/cell,task=python3,pid=14734,uid=0
+Memory cgroup out of memory: Killed process 14734 (python3) total-vm:221372kB, anon-rss:65152kB, file-rss:6644kB, shmem-rss:0kB, UID:0 pgtables:196kB oom_score_adj:0
+"""
+V2_5_15 = """\
+oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/user.slice/hello-cg,task_memcg=/user.slice/hello-cg,task=stress-ng-vm,pid=1284158,uid=0
+Memory cgroup out of memory: Killed process 1284158 (stress-ng-vm) total-vm:1131148kB, anon-rss:1045532kB, file-rss:1372kB, shmem-rss:36kB, UID:0 pgtables:2144kB oom_score_adj:1000
+oom_reaper: reaped process 1284158 (stress-ng-vm), now anon-rss:0kB, file-rss:0kB, shmem-rss:36kB
+"""
+V1_5_2 = """\
+oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/foo,task_memcg=/foo,task=bash,pid=7997,uid=0
+Memory cgroup out of memory: Killed process 7997 (bash) total-vm:12kB, anon-rss:8kB, file-rss:4kB, shmem-rss:0kB
+"""
+MACHINE_6_8 = """\
+oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=user.slice,mems_allowed=0,global_oom,task_memcg=/system.slice/app.service,task=uvicorn,pid=2621226,uid=1000
+Out of memory: Killed process 2621226 (uvicorn) total-vm:3392864kB, anon-rss:595900kB, file-rss:392kB, shmem-rss:0kB, UID:1001 pgtables:1888kB oom_score_adj:0
+"""
+WHOLE_GROUP_6_1 = """\
+oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/pod,task_memcg=/pod/app.scope,task=node (v16,pid=22609,uid=0
+Memory cgroup out of memory: Killed process 22609 (node (v16) total-vm:9923620kB, anon-rss:4116684kB, file-rss:23132kB, shmem-rss:0kB, UID:0 pgtables:10964kB oom_score_adj:969
+Tasks in /pod/app.scope are going to be killed due to memory.oom.group set
+Memory cgroup out of memory: Killed process 22609 (node (v16) total-vm:9923620kB, anon-rss:4116684kB, file-rss:23132kB, shmem-rss:0kB, UID:0 pgtables:10964kB oom_score_adj:969
+Memory cgroup out of memory: Killed process 22600 (tini) total-vm:2568kB, anon-rss:0kB, file-rss:1024kB, shmem-rss:0kB, UID:0 pgtables:48kB oom_score_adj:969
+Memory cgroup out of memory: Killed process 7 (other) total-vm:2568kB, anon-rss:4kB, file-rss:1024kB, shmem-rss:0kB, UID:0 pgtables:48kB oom_score_adj:969
+"""
+
+
+def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -> Kill:
+    anon, file, shmem = (size * KIB for size in sizes)
+    return Kill(pid, name, False, limit_of, anon, file, shmem)
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "expected"),
+    [
+        (V1_6_18, "/weighin-test-13917", [kill(14734, "python3", (65152, 6644, 0))]),
+        (
+            V1_6_18,
+            "/weighin-test-13917/cell",
+            [kill(14734, "python3", (65152, 6644, 0), "/weighin-test-13917")],
+        ),
+        (V1_6_18, "/cell", [kill(14734, "python3", (65152, 6644, 0), "/weighin-test-13917")]),
+        (V1_6_18, "/weighin-test", []),
+        (V1_6_18, None, []),
+        (V2_5_15, "/user.slice/hello-cg", [kill(1284158, "stress-ng-vm", (1045532, 1372, 36))]),
+        (V2_5_15, "/hello-cg", [kill(1284158, "stress-ng-vm", (1045532, 1372, 36))]),
+        (V1_5_2, "/foo", [kill(7997, "bash", (8, 4, 0))]),
+        (
+            MACHINE_6_8,
+            "/system.slice/app.service",
+            [kill(2621226, "uvicorn", (595900, 392, 0), "machine")],
+        ),
+        (
+            WHOLE_GROUP_6_1,
+            "/pod",
+            [
+                kill(22609, "node (v16", (4116684, 23132, 0)),
+                kill(22600, "tini", (0, 1024, 0)),
+                kill(7, "other", (4, 1024, 0)),
+            ],
+        ),
+    ],
+)
+def test_the_kills_of_a_group(text: str, group: str | None, expected: list[Kill]) -> None:
+    assert list(parse_kills(text.splitlines(), group, 1)) == expected
+
+
+def test_the_main_process_is_told_from_its_children() -> None:
+    (found,) = parse_kills(V2_5_15.splitlines(), "/hello-cg", 1284158)
+    assert found.is_main
+
+
+def test_a_process_without_a_group_is_found_by_its_pid() -> None:
+    (found,) = parse_kills(MACHINE_6_8.splitlines(), None, 1, {2621226})
+    assert (found.limit_of, found.is_main) == ("machine", False)
+
+
+@pytest.mark.parametrize(("text", "limit_of"), [(V2_5_15, "unknown"), (MACHINE_6_8, "machine")])
+def test_the_kernel_leaves_out_the_cause_after_ten_kills(text: str, limit_of: str) -> None:
+    line = text.splitlines()[1]
+    pid = int(line.split("process ")[1].split()[0])
+    (found,) = parse_kills([line], "/hello-cg", pid)
+    assert (found.limit_of, found.is_main) == (limit_of, True)
+    assert parse_kills([line], "/hello-cg", 1) == ()
+
+
+def test_a_kill_whose_second_line_is_missing_has_no_sizes() -> None:
+    (found,) = parse_kills(V2_5_15.splitlines()[:1], "/hello-cg", 1284158)
+    assert found == Kill(1284158, "stress-ng-vm", True)
+
+
+def test_a_log_that_may_not_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pathlib import Path
+
+    monkeypatch.setattr(kernel_log, "_LOG", Path("/nonexistent"))
+    assert kernel_log.position() is None
+    assert kernel_log.kills_since(None, None, 1) is None
+    assert kernel_log.kills_since(7, None, 1) is None
