@@ -210,7 +210,7 @@ mounts = click.option(
     type=PATH,
     metavar="PATH",
     help="A file or folder to mount read-only at the same path in Docker containers, for models"
-    " that read more files than their own module. Repeatable.",
+    " that read more files than their own module, and for commands. Repeatable.",
 )
 wait = click.option(
     "--wait",

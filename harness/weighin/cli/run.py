@@ -48,8 +48,12 @@ EXAMPLES = (
     "--image",
     default="",
     metavar="IMAGE",
-    help="Run the command in a container of this image, with the current folder at its own path.",
+    help="Run the command in a container of this image, as docker run does: after the image's"
+    " entrypoint, with the network of the engine. The container sees the current folder at its own"
+    " path, runs as this user, and gets TERM and the variables of --env, but no others of this"
+    " environment. With --isolation docker, the default is weighin's own image, which has torch.",
 )
+@_options.mounts
 @click.option(
     "--cold",
     multiple=True,
@@ -158,6 +162,7 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
             marks=typed["marks"],
             stacks=typed["stacks"] and repeats == 1,
             image=typed["image"],
+            mounts=tuple(str(path.absolute()) for path in typed["mounts"]),
         ),
         settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
         label=typed["label"],

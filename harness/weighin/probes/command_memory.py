@@ -6,6 +6,7 @@ the sum of their proportional set sizes counts each page once. This sum is expen
 
 import contextlib
 import os
+from collections.abc import Collection
 from typing import Final
 
 from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
@@ -40,8 +41,10 @@ class GroupMemory:
     not map it.
     """
 
-    def __init__(self, cgroup: MemoryCgroup) -> None:
+    def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
+        """``helpers`` are members that are not the command's."""
         self._cgroup = cgroup
+        self._helpers = frozenset([0, *helpers])  # 0: not visible
         self._names = _V1 if cgroup.version == 1 else _V2
         self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
         self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
@@ -56,7 +59,7 @@ class GroupMemory:
             with contextlib.suppress(OSError):  # removed, or threaded
                 # Opened anew each time: v1 keeps the list of an open file for a second.
                 found += map(int, read_text(f"{folder}/cgroup.procs").split())
-        return [pid for pid in found if pid]
+        return [pid for pid in found if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return the figures of the group; None if it was removed."""

@@ -60,11 +60,14 @@ def take(
         watch = _Watch(cell, how, Path(folder))
         start_ns = time.monotonic_ns()
         try:
-            running = isolation.start_command(watch.cell_with_phases(), how.folder, Streams())
+            running = isolation.start_command(
+                watch.cell_with_phases(), how.folder, Streams(), (*how.mounts, folder)
+            )
         except BaseException:
             watch.abandon()
             raise
         try:
+            signals.passes_interrupts = not running.shares_terminal
             signals.receiver = running.send_signal
             watch.begin(running)
             in_time = running.wait(timeout_s or inf)
@@ -108,12 +111,13 @@ def files_in(paths: Sequence[str]) -> list[Path]:
 class _Signals:
     receiver: Callable[[int], None] | None = None
     asked_to_end: bool = False
+    passes_interrupts: bool = False
     _early: list[int] = field(default_factory=list)
 
     def take(self, number: int, _frame: object) -> None:
         self.asked_to_end = True
-        # The terminal sends Ctrl-C to the command as well, which may go on after it.
-        if number != signal.SIGINT and self.receiver:
+        # The terminal may send Ctrl-C to the command as well, which may go on after it.
+        if self.receiver and (number != signal.SIGINT or self.passes_interrupts):
             self.receiver(number)
 
 
@@ -163,7 +167,10 @@ class _Watch:
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
         self._stacks = _stack_taker(running) if self._how.stacks else None
         self._sampler = CommandSampler(
-            running.pid, self._cgroup, at_maximum=self._stacks.look if self._stacks else None
+            running.pid,
+            self._cgroup,
+            at_maximum=self._stacks.look if self._stacks else None,
+            helpers=running.helpers,
         )
         self._sampler.start()
         self._listener.watch(self._cgroup)

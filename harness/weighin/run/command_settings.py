@@ -21,6 +21,7 @@ class CommandSettings:
         ready_url: an address that answers when a server is ready.
         grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
         image: the image of a container; empty for weighin's own.
+        mounts: the paths that a container sees read-only, beside the working folder.
     """
 
     folder: str
@@ -31,11 +32,13 @@ class CommandSettings:
     ready_url: str = ""
     grace_s: float = GRACE_S
     image: str = ""
+    mounts: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        lists = {name: tuple(found[name]) for name in ("cold", "marks")}
+        names = ("cold", "marks", "mounts")
+        lists = {name: tuple(found[name]) for name in names if name in found}
         return cls(**{**found, **lists})

@@ -7,6 +7,7 @@ that each key reaches the command at once, Ctrl-C too. Otherwise, the three stre
 import atexit
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -19,7 +20,7 @@ from time import monotonic
 from typing import Any, Final
 
 from weighin.isolation.base import Streams
-from weighin.isolation.docker.stream import STDERR, STDOUT, FrameBuffer
+from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer
 from weighin.pipes import ready
 
 _AT_ONCE: Final = 64 * 1024
@@ -47,10 +48,41 @@ class Standard:
         self.outputs = {}
 
 
+class _Output:
+    """The output of one stream, up to the mark that follows it."""
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark = mark
+        self._held = b""
+        self.is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the output in ``data``; what may begin the mark is held back."""
+        if self.is_over:
+            return b""
+        output, found, _ = (self._held + data).partition(self._mark)
+        self.is_over = bool(found)
+        held = 0 if found else _overlap(output, self._mark)
+        self._held = output[len(output) - held :]
+        return output[: len(output) - held]
+
+    def rest(self) -> bytes:
+        """Return what was held back, if the mark will not come."""
+        held, self._held = self._held, b""
+        return held
+
+
+def _overlap(data: bytes, mark: bytes) -> int:
+    """Return how many bytes at the end of ``data`` begin the mark."""
+    longest = min(len(data), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if data.endswith(mark[:n])), 0)
+
+
 class Attachment:
     """The streams of one container, from ``begin`` until ``finish``.
 
     Attributes:
+        mark: what the keeper writes after the last output; it is not passed on.
         interrupted: is called with SIGPIPE when nobody reads the command's output any more.
     """
 
@@ -65,6 +97,11 @@ class Attachment:
         self._resize = resize
         self._size: os.terminal_size | None = None
         self._mode: list[Any] | None = None
+        self.mark = CANCEL + secrets.token_hex(8).encode()
+        self._outputs = {
+            number: _Output(self.mark)
+            for number in ([STDOUT] if standard.is_terminal else [STDOUT, STDERR])
+        }
         self._woken, self._wake = os.pipe()
         self._closed = self._writing = False
         self.interrupted: Callable[[int], None] = lambda _: None
@@ -128,13 +165,16 @@ class Attachment:
             atexit.unregister(self._restore)
 
     def _pass_output(self) -> None:
-        frames = FrameBuffer()
-        while data := self._receive():
-            if self._standard.is_terminal:
-                self._write(STDOUT, data)
-                continue
-            for number, payload in frames.feed(data):
-                self._write(number, payload)
+        frames, outputs = FrameBuffer(), self._outputs
+        while not all(output.is_over for output in outputs.values()):
+            if not (data := self._receive()):
+                break
+            parts = [(STDOUT, data)] if self._standard.is_terminal else frames.feed(data)
+            for number, payload in parts:
+                if number in outputs:
+                    self._write(number, outputs[number].feed(payload))
+        for number, output in outputs.items():
+            self._write(number, output.rest())
 
     def _receive(self) -> bytes:
         try:

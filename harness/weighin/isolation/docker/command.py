@@ -33,6 +33,8 @@ STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
 
 _BIRTH_TIMEOUT_S: Final = 30.0
+_PROGRAM_TIMEOUT_S: Final = 0.1
+_LOOK_S: Final = 0.0005
 _EXIT_TIMEOUT_S: Final = 2.0
 _PAUSE_S: Final = 0.02  # between two looks at a process, before Linux 5.3
 
@@ -134,6 +136,13 @@ class DockerCommand:
         self._attachment.interrupted = self.send_signal
         self._attachment.begin()
         self._keeper.go()
+        self._wait_for_program(keeper)
+
+    def _wait_for_program(self, keeper: int) -> None:
+        """Return when the child has become the command, so that it is not seen under another name."""
+        deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
+        while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def _state(self) -> dict[str, Any]:
         return dict(self._client.inspect_container(self._container)["State"])
@@ -179,12 +188,15 @@ class DockerCommand:
             if self._exit.signal == signal.SIGKILL:
                 killed = oom_killed(self._client, self._container, self.cgroup)
                 self._exit = Exit(None, signal.SIGKILL, oom_killed=killed)
+            self._keeper.end_output(self._attachment.mark)
             self._attachment.finish()
         return self._exit
 
     def _exit_of_container(self) -> Exit:
         """Return the engine's word if the keeper was killed too; the last counters are lost then."""
-        self.unseen = "the container was killed with its command, so that the last counters are lost"
+        self.unseen = (
+            "the container was killed with its command, so that the last counters are lost"
+        )
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         code = wait_for_container(self._client, self._container, deadline)
         return Exit(code) if code <= 128 else Exit(None, signal=code - 128)
@@ -226,6 +238,13 @@ class DockerCommand:
         self._keeper.close()
         self._attachment.close()
         self._on_close()
+
+
+def _command_line(pid: int) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return None
 
 
 def _groups(cgroup: Path, pid: int) -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ own dynamic loader. So it runs in every image. It talks to this process through 
 because the standard streams belong to the command.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -39,17 +40,21 @@ trap : INT QUIT
 )
 code=$?
 trap '' INT QUIT
-exec </dev/null >/dev/null 7>&-
 echo "$code" >&8
 exec 8>&- 2>/dev/null
+read -r mark <&9
+printf %s "$mark"
+printf %s "$mark" >&7
+exec </dev/null >/dev/null 7>&-
 read -r _ <&9
 exit "$code"
 """
 """The child writes an empty line, waits for the first line from ``hold``, and becomes the command.
 
-After the command's end, the keeper closes the standard streams, so that their end can be seen, and
-writes the exit code. A shell also writes a word such as "Killed" before the code if a signal ended
-the command: this tells a signal from the same exit code. The keeper ends with ``hold``, at the
+After the command's end, the keeper writes its exit code. A shell also writes a word such as "Killed"
+before the code if a signal ended the command: this tells a signal from the same exit code. The
+second line from ``hold`` is a mark, which the keeper writes after the last output, because the
+engine does not tell where output ends while a container runs. The keeper ends with ``hold``, at the
 latest when this process ends. It ignores Ctrl-C, which a terminal sends to it too.
 """
 
@@ -118,6 +123,11 @@ class Keeper:
             if not self._read():
                 break
         return parse(self._said)
+
+    def end_output(self, mark: bytes) -> None:
+        """Let the keeper write ``mark`` after the output of the command, all of which has ended."""
+        with contextlib.suppress(OSError):  # the keeper was killed
+            os.write(self._hold, mark + b"\n")
 
     def close(self) -> None:
         """End the keeper, and with it the container; a second call has no effect."""
