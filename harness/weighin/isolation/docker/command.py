@@ -39,10 +39,8 @@ _EXIT_TIMEOUT_S: Final = 2.0
 _PAUSE_S: Final = 0.02  # between two looks at a process, before Linux 5.3
 
 
-def settings(
-    image: Mapping[str, Any], cell: Cell, keeper: Keeper
-) -> tuple[list[str], dict[str, str | None]]:
-    """Return the command of a cell's container, and its variables; None removes the image's.
+def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list[str], list[str]]:
+    """Return the command of a cell's container, and its variables; a bare name removes the image's.
 
     As with ``docker run IMAGE COMMAND``, the command stands after the image's entrypoint. Of this
     process's variables, a container gets only TERM.
@@ -51,7 +49,8 @@ def settings(
     asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
     for_loader = {n: v for n, v in (of_image | asked).items() if n in LOADER_VARIABLES}
     command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], for_loader)
-    return command, asked | dict.fromkeys(for_loader)
+    passed = [f"{name}={value}" for name, value in asked.items() if name not in for_loader]
+    return command, [*passed, *for_loader]
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
