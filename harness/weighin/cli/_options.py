@@ -210,7 +210,7 @@ mounts = click.option(
     type=PATH,
     metavar="PATH",
     help="A file or folder to mount read-only at the same path in Docker containers, for models"
-    " that read more files than their own module. Repeatable.",
+    " that read more files than their own module, and for commands. Repeatable.",
 )
 wait = click.option(
     "--wait",
@@ -238,7 +238,10 @@ image = click.option(
     "--image",
     default="",
     metavar="IMAGE",
-    help="Run the command in a container of this image, with the current folder at its own path.",
+    help="Run the command in a container of this image, as docker run does: after the image's"
+    " entrypoint, with the network of the engine. The container sees the current folder at its own"
+    " path, runs as this user, and gets TERM and the variables of --env, but no others of this"
+    " environment. With --isolation docker, the default is weighin's own image, which has torch.",
 )
 cold = click.option(
     "--cold",

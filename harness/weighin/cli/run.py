@@ -39,6 +39,7 @@ EXAMPLES = (
 @click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
 @_options.isolation
 @_options.image
+@_options.mounts
 @_options.cold
 @click.option(
     "--mark",
@@ -146,6 +147,7 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
             grace_s=typed["grace_s"],
             in_search="within" in settings,
             image=typed["image"],
+            mounts=tuple(str(path.absolute()) for path in typed["mounts"]),
         ),
         settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
         label=typed["label"],

@@ -6,6 +6,7 @@ the sum of their proportional set sizes counts each page once. This sum is expen
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -48,8 +49,10 @@ class GroupMemory:
     not map it.
     """
 
-    def __init__(self, cgroup: MemoryCgroup) -> None:
+    def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
+        """``helpers`` are members that are not the command's."""
         self._cgroup = cgroup
+        self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
         self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
         self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
@@ -58,8 +61,8 @@ class GroupMemory:
         self.kernel_bytes: int | None = None
 
     def pids(self) -> list[int]:
-        """Return the pids of all members."""
-        return members_of(self._cgroup.path)
+        """Return the pids of all members; those of another pid namespace are not visible."""
+        return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return the figures of the group; None if it was removed."""

@@ -63,11 +63,14 @@ def take(
         output = opened.enter_context(command_output.relaying(how, cell, watch.readiness.now))
         start_ns = time.monotonic_ns()
         try:
-            running = isolation.start_command(watch.cell_with_phases(), how.folder, output.streams)
+            running = isolation.start_command(
+                watch.cell_with_phases(), how.folder, output.streams, (*how.mounts, folder)
+            )
         except BaseException:
             watch.abandon()
             raise
         try:
+            signals.passes_interrupts = not running.shares_terminal
             signals.receiver = running.send_signal
             watch.begin(running)
             output.start()
@@ -119,12 +122,13 @@ def files_in(paths: Sequence[str]) -> list[Path]:
 class _Signals:
     receiver: Callable[[int], None] | None = None
     asked_to_end: bool = False
+    passes_interrupts: bool = False
     _early: list[int] = field(default_factory=list)
 
     def take(self, number: int, _frame: object) -> None:
         self.asked_to_end = True
-        # The terminal sends Ctrl-C to the command as well, which may go on after it.
-        if number != signal.SIGINT and self.receiver:
+        # The terminal may send Ctrl-C to the command as well, which may go on after it.
+        if self.receiver and (number != signal.SIGINT or self.passes_interrupts):
             self.receiver(number)
 
 
@@ -176,7 +180,10 @@ class _Watch:
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
         self._stacks = _stack_taker(running) if self._how.stacks else None
         self._sampler = CommandSampler(
-            running.pid, self._cgroup, at_maximum=self._stacks.look if self._stacks else None
+            running.pid,
+            self._cgroup,
+            at_maximum=self._stacks.look if self._stacks else None,
+            helpers=running.helpers,
         )
         self._sampler.start()
         self._listener.watch(self._cgroup)

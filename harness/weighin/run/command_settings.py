@@ -23,6 +23,7 @@ class CommandSettings:
         in_search: whether the run searches for the smallest limit: its commands read nothing from
             standard input, and only the output of the one without a limit is shown.
         image: the image of a container; empty for weighin's own.
+        mounts: the paths that a container sees read-only, beside the working folder.
     """
 
     folder: str
@@ -34,11 +35,13 @@ class CommandSettings:
     grace_s: float = GRACE_S
     in_search: bool = False
     image: str = ""
+    mounts: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        lists = {name: tuple(found[name]) for name in ("cold", "marks")}
+        names = ("cold", "marks", "mounts")
+        lists = {name: tuple(found[name]) for name in names if name in found}
         return cls(**{**found, **lists})
