@@ -63,7 +63,7 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
             check=False,
         )
     empty(inputs)
-    assert out.exists(), process.stderr
+    assert (out / "records.jsonl").exists(), process.stderr
     (result,) = run_folder.read(out).results
     assert process.returncode == result.exit_code
     return out, result
