@@ -114,6 +114,8 @@ class Peaks:
     In a cell of several ranks, ``rss_bytes`` is the peak of the rank with the highest peak. The
     sampled maxima are those of all ranks together, with shared pages counted once. ``pss_bytes`` is
     the sum of all ranks' proportional set sizes at the instant at which all ranks were ready.
+    ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
+    the other figures of processes are the worker's alone.
     """
 
     rss_bytes: int | None = None
@@ -126,7 +128,9 @@ class Peaks:
     cuda_driver_sampled_bytes: int | None = None
     pinned_bytes: int | None = None
     unreclaimable_sampled_bytes: int | None = None
+    shmem_sampled_bytes: int | None = None
     pss_bytes: int | None = None
+    others_private_sampled_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

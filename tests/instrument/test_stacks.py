@@ -103,6 +103,16 @@ def test_a_killed_program_leaves_the_line_that_took_too_much(
     assert taker.frozen_ns > 0
 
 
+def test_a_limit_around_the_cell_is_near_too(groups: list[Path], tmp_path: Path) -> None:
+    cgroup.limit(groups[0], 200 * MIB)
+    cells = [group / "cell" for group in groups]
+    for cell in cells:
+        cell.mkdir()
+    taker, _, _ = run(cells, tmp_path, mib=400, pause_s=0.002)
+    assert is_in_load(taker.stacks[-1]) or taker.stacks[-1].thread == "waiting"
+    assert taker.stacks[-1].usage_bytes > (200 - 32) * MIB
+
+
 def test_a_program_that_grows_is_seen_at_its_maxima(groups: list[Path], tmp_path: Path) -> None:
     start = time.monotonic_ns()
     taker, _, _ = run(groups, tmp_path, mib=300, pause_s=0.01)

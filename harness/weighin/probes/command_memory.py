@@ -6,10 +6,17 @@ the sum of their proportional set sizes counts each page once. This sum is expen
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    all_pids,
+    limits_around,
+    parent_of,
+    parse_numbers,
+)
 from weighin.probes.process import read_shares, read_status, read_text
 from weighin.probes.process_table import Pause, Shares
 from weighin.record import Sample
@@ -42,8 +49,10 @@ class GroupMemory:
     not map it.
     """
 
-    def __init__(self, cgroup: MemoryCgroup) -> None:
+    def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
+        """``helpers`` are members that are not the command's."""
         self._cgroup = cgroup
+        self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
         self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
         self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
@@ -52,8 +61,8 @@ class GroupMemory:
         self.kernel_bytes: int | None = None
 
     def pids(self) -> list[int]:
-        """Return the pids of all members."""
-        return members_of(self._cgroup.path)
+        """Return the pids of all members; those of another pid namespace are not visible."""
+        return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return the figures of the group; None if it was removed."""
@@ -96,7 +105,9 @@ class GroupMemory:
         return sum(self._kills.values()) if self._kills else None
 
     def limit(self) -> int | None:
-        return self._cgroup.read_limit()
+        """Return the smallest limit of the group and those above it, in bytes."""
+        limits = limits_around(self._cgroup.path)
+        return limits[0][0] if limits else None
 
     def close(self) -> None:
         os.close(self._usage)

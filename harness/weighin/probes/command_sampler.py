@@ -7,7 +7,7 @@ process, its open files, and what ``at_maximum`` does.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from weighin.probes.cgroup import MemoryCgroup
@@ -43,8 +43,11 @@ class CommandSampler:
         cgroup: MemoryCgroup | None,
         interval_s: float = DEFAULT_INTERVAL_S,
         at_maximum: Callable[[int, int], None] | None = None,
+        helpers: Collection[int] = (),
     ) -> None:
-        """``at_maximum`` is called in the thread with (t_ns, bytes), if a sample's memory without
+        """``helpers`` are processes in the group that are not the command's.
+
+        ``at_maximum`` is called in the thread with (t_ns, bytes), if a sample's memory without
         page cache is larger than in all samples before.
         """
         self.oom_kills: int | None = None
@@ -53,7 +56,7 @@ class CommandSampler:
         self.largest_file_bytes: int | None = None
         self.largest_kernel_bytes: int | None = None
         self._samples: list[Sample] = []
-        self._memory = GroupMemory(cgroup) if cgroup else TreeMemory(pid)
+        self._memory = GroupMemory(cgroup, helpers) if cgroup else TreeMemory(pid)
         self._limit = self._memory.limit()
         self._interval_s = interval_s
         self._at_maximum = at_maximum

@@ -119,6 +119,7 @@ class ProcessTable:
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
+            seen.read()
             seen.shares = shares[seen.pid]
             seen.read()
         for seen in _largest(found):

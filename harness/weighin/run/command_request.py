@@ -15,7 +15,8 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
-from weighin.run import trust
+from weighin.run import readiness, trust
+from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
@@ -57,12 +58,21 @@ def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]
     """
     _check_program(request)
     files_in(request.how.cold)
+    readiness.check(request.how)
+    for option, patterns in (("--mark", request.how.marks), ("--ready", (request.how.ready,))):
+        for pattern in patterns:
+            Pattern(option, pattern)
     for limit in request.limits:
         if limit is not None and limit < LEAST_RAM:
             raise ConfigError(
                 f"--ram {format_exact(limit)} is less than any program needs",
                 f"did you mean {limit}g?" if limit < 1024 else "give at least 1MiB",
             )
+    if request.how.image and request.isolation not in ("auto", "docker"):
+        raise ConfigError(
+            f"--image {request.how.image} needs a container, not --isolation {request.isolation}",
+            "leave out --isolation, or leave out --image",
+        )
     site.check_ram(request.limits)
     limited = any(limit is not None for limit in request.limits)
     isolation, note = _choose(request, site, limited=limited or request.settings.within is not None)
@@ -80,7 +90,7 @@ def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]
         for repeat in range(request.repeats)
         for limit in dict.fromkeys(request.limits)
     ]
-    settings = replace(request.settings, command=request.how, base_image=request.how.image or None)
+    settings = replace(request.settings, command=request.how)
     folder = request.folder or Path("results") / _name(label, request)
     check_folder(folder, settings.verb)
     run_folder.write_plan(folder, cells, settings.as_json())
@@ -106,13 +116,15 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
     planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
     if settings.shard:
         planned = settings.shard.of(planned)
-    isolation = select.named(cells[0].isolation, settings.base_image)
+    isolation = select.named(cells[0].isolation, settings.base_image, image=settings.command.image)
     return Run(folder, planned, isolation, settings)
 
 
 def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
-    """Return a line for each command of a plan."""
-    return list(dict.fromkeys(f"command {join(cell.command)} in {how.folder}" for cell in cells))
+    """Return a line for each command of a plan, and for each path that its container sees."""
+    place = f"{how.folder}, image {how.image}" if how.image else how.folder
+    lines = [f"command {join(cell.command)} in {place}" for cell in cells]
+    return list(dict.fromkeys([*lines, *(f"mount {path}" for path in how.mounts)]))
 
 
 def label_of(command: Sequence[str]) -> str:
@@ -147,9 +159,13 @@ def _check_program(request: CommandRequest) -> None:
 def _choose(request: CommandRequest, site: Site, *, limited: bool) -> tuple[Isolation, str]:
     """Choose the isolation. A container lacks this machine's programs, so it must be asked for."""
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
-    image = request.how.image or None
     return site.choose(
-        name, limited=limited, base_image=image, packages=(), containers=name != "auto"
+        name,
+        limited=limited,
+        base_image=request.settings.base_image,
+        packages=(),
+        containers=name != "auto",
+        image=request.how.image,
     )
 
 

@@ -51,6 +51,8 @@ def test_a_family_is_counted_once_and_named(group: Path) -> None:
     assert most.cgroup_bytes >= most.anon_bytes + most.shmem_bytes
     assert sampler.oom_kills == 0
     assert len(found) == 4
+    assert found[0].highest_rss_bytes
+    assert found[0].highest_rss_bytes >= (128 + FAMILY_SHMEM_MIB) * MIB
     together = sum((one.anon_bytes or 0) + (one.shmem_bytes or 0) for one in found)
     assert together == pytest.approx(sampler.largest_anon_and_shmem_bytes, rel=0.05)
     assert (sampler.largest_kernel_bytes or 0) > 0
@@ -175,7 +177,7 @@ step("survived")
         sampler.stop()
     assert sampler.oom_kills == 1
     assert sampler.largest_anon_and_shmem_bytes
-    assert sampler.largest_anon_and_shmem_bytes > 0.8 * 64 * MIB
+    assert sampler.largest_anon_and_shmem_bytes > 0.5 * 64 * MIB
 
 
 def test_sampling_takes_little_time(group: Path) -> None:
