@@ -94,8 +94,8 @@ class StackTaker:
         self._taken_bytes = usage_bytes
         start_s = time.monotonic()
         running = {pid: _running_threads(pid) for pid in pids}
-        with self._freezer.frozen() as is_frozen:
-            found = self._dump(self._program, pids, is_frozen=is_frozen)
+        with self._freezer.frozen():
+            found = self._dump(self._program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
@@ -133,9 +133,11 @@ class StackTaker:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
 
-    def _dump(self, program: str, pids: list[int], *, is_frozen: bool) -> dict[int, list[Any]]:
+    def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
         """Return the threads of each process, as py-spy prints them."""
-        options = ["--nonblocking"] if is_frozen else []
+        # A process that does not freeze in time is in a long system call, at whose end it freezes:
+        # its stack does not change meanwhile, and py-spy would wait for it until a time-out.
+        options = ["--nonblocking"] if self._freezer.works else []
         dumps = {
             pid: subprocess.Popen(
                 [program, "dump", "--json", *options, "--pid", str(pid)],
