@@ -35,7 +35,11 @@ class CommandBench:
         if self.stopped:
             raise Interrupted("stopped; nothing is left running")
         measured, self.stopped = command_runner.take(
-            self.isolation, self.how, planned.cell, self.timeout_s, self.environment
+            self.isolation,
+            self.how.of(planned.cell.strategy),
+            planned.cell,
+            self.timeout_s,
+            self.environment,
         )
         return measured
 

@@ -1,7 +1,7 @@
 """How the commands of a run are started and watched."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 GRACE_S: Final = 10.0
@@ -21,6 +21,7 @@ class CommandSettings:
         ready_url: an address that answers when a server is ready.
         grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
         image: the image of a container; empty for weighin's own.
+        own: the ``cold`` and ``marks`` of single commands, by their labels, in place of the shared ones.
     """
 
     folder: str
@@ -31,6 +32,11 @@ class CommandSettings:
     ready_url: str = ""
     grace_s: float = GRACE_S
     image: str = ""
+    own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def of(self, label: str) -> Self:
+        """Return the settings of one command."""
+        return replace(self, own={}, **self.own.get(label, {}))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,4 +44,8 @@ class CommandSettings:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         lists = {name: tuple(found[name]) for name in ("cold", "marks")}
-        return cls(**{**found, **lists})
+        own = {
+            label: {name: tuple(texts) for name, texts in lists_of_one.items()}
+            for label, lists_of_one in found.get("own", {}).items()
+        }
+        return cls(**{**found, **lists, "own": own})
