@@ -6,12 +6,15 @@ and a line that calls that one with ``# CALLED``. ``page_cache_only.py`` is the 
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import pytest
 import torch
 
 from weighin.probes import page_cache
@@ -62,7 +65,7 @@ class Dying:
         return self.around_bytes or self.limit_bytes
 
     def command(self, inputs: Mapping[str, Path]) -> tuple[str, ...]:
-        """Return the command line, with the files that ``make_inputs`` wrote."""
+        """Return the command line, with the files that the fixture wrote."""
         arguments = (str(inputs[name]) for name in self.inputs)
         return (sys.executable, str(SCRIPTS / self.script), *arguments)
 
@@ -111,11 +114,12 @@ DYING = (
 """All scripts. Without a limit each of them ends well, with at most 1 GiB."""
 
 
-def make_inputs(folder: Path, shm: Path) -> dict[str, Path]:
-    """Write the inputs of all scripts into ``folder``, 1 GiB of which 600 MiB occupy no disk.
-
-    ``shm`` is an empty folder in /dev/shm. The caller removes both.
-    """
+@pytest.fixture(scope="session")
+def inputs(disk: Path) -> Iterator[dict[str, Path]]:
+    """Write the inputs of all scripts: 1 GiB, of which 600 MiB occupy no disk."""
+    folder = disk / "inputs"
+    folder.mkdir()
+    shm = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="weighin-test-"))
     inputs = {name: folder / f"{name}.pt" for name in ("float32", "bfloat16")}
     inputs |= {"file": folder / "file.bin", "shm": shm}
     layers = [f"layers.{number}" for number in range(16)]
@@ -125,4 +129,12 @@ def make_inputs(folder: Path, shm: Path) -> dict[str, Path]:
     torch.save(halves, inputs["bfloat16"])
     with inputs["file"].open("wb") as file:
         file.truncate(600 * MIB)
-    return inputs
+    yield inputs
+    shutil.rmtree(folder)
+    shutil.rmtree(shm)
+
+
+def empty(inputs: Mapping[str, Path]) -> None:
+    """Remove what a script wrote to shared memory."""
+    for path in inputs["shm"].iterdir():
+        path.unlink()

@@ -114,6 +114,8 @@ class Peaks:
     In a cell of several ranks, ``rss_bytes`` is the peak of the rank with the highest peak. The
     sampled maxima are those of all ranks together, with shared pages counted once. ``pss_bytes`` is
     the sum of all ranks' proportional set sizes at the instant at which all ranks were ready.
+    ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
+    the other figures of processes are the worker's alone.
     """
 
     rss_bytes: int | None = None
@@ -128,6 +130,7 @@ class Peaks:
     unreclaimable_sampled_bytes: int | None = None
     shmem_sampled_bytes: int | None = None
     pss_bytes: int | None = None
+    others_private_sampled_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,8 @@ class OpenFile:
     """A file that a process had open or mapped when its cell used most memory.
 
     ``position_bytes`` is the place of the next read; None for a file that is only mapped.
-    ``is_open`` is False for a file that the process had open or mapped before, and no longer.
+    ``is_open`` is False for a file that the process had open to read before, and has closed.
+    ``seen_ns`` is the time at which it was first seen, some time after it was opened.
     """
 
     path: str
@@ -198,6 +202,7 @@ class OpenFile:
     position_bytes: int | None = None
     mapped_bytes: int = 0
     is_open: bool = True
+    seen_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

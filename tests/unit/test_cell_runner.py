@@ -1,7 +1,7 @@
 """One cell, from an isolation's start to a Result: what is written beside the record."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,9 @@ class _Isolation:
         running.read_only = self._read_only
         return running
 
-    def start_command(self, _cell: Cell, _folder: str, _streams: Streams) -> Any: ...
+    def start_command(
+        self, _cell: Cell, _folder: str, _streams: Streams, _mounts: Sequence[str] = ()
+    ) -> Any: ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         return []

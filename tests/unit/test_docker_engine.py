@@ -19,7 +19,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker import engine as docker_engine
 from weighin.isolation.docker import isolation, wheels
 from weighin.isolation.docker.container import DockerRunning, remove
-from weighin.isolation.docker.image import find_base
+from weighin.isolation.docker.image import find_image
 from weighin.isolation.docker.image_build import Recipe
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
@@ -259,7 +259,7 @@ class NoImages:
 def test_a_base_image_that_cannot_be_had() -> None:
     client: Any = NoImages()
     with pytest.raises(IsolationUnavailable) as caught:
-        find_base(client, "python:3.11-slim-bookworm", lambda _: None)
+        find_image(client, "python:3.11-slim-bookworm", lambda _: None)
     assert str(caught.value) == (
         "the base image python:3.11-slim-bookworm does not exist here and cannot be pulled: "
         "Get https://registry-1.docker.io/v2/: no such host\n"
@@ -279,7 +279,7 @@ def test_a_base_image_that_cannot_be_had() -> None:
 def test_a_pull_asks_for_one_tag(base: str, pulled: tuple[str, str]) -> None:
     client: Any = NoImages()
     with pytest.raises(IsolationUnavailable):
-        find_base(client, base, lambda _: None)
+        find_image(client, base, lambda _: None)
     assert client.pulled == pulled
 
 

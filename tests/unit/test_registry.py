@@ -328,7 +328,8 @@ def test_our_strategies_declare_all_options_that_they_read(operation: Operation)
 
 def test_the_options_of_our_suites_are_known() -> None:
     for path in sorted((registry.data_folder("configs") / "suites").glob("*.yaml")):
-        assert registry.chosen(read_suite(path))
+        if "models" in read_mapping(path):
+            assert registry.chosen(read_suite(path))
 
 
 def test_a_suite_by_its_name_from_any_folder(

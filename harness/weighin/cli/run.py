@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _arguments, _console, _options, _run
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,14 +32,7 @@ EXAMPLES = (
     codes=True,
     context_settings={"show_default": True, "allow_interspersed_args": False},
 )
-@click.argument(
-    "command",
-    cls=Argument,
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="-- COMMAND ...",
-    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
-)
+@_options.command
 @click.option(
     "--ram",
     default="none",
@@ -48,19 +41,9 @@ EXAMPLES = (
 )
 @click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
 @_options.isolation
-@click.option(
-    "--image",
-    default="",
-    metavar="IMAGE",
-    help="Run the command in a container of this image, with the current folder at its own path.",
-)
-@click.option(
-    "--cold",
-    multiple=True,
-    metavar="PATH",
-    help="A file or folder to drop from the page cache before each start. Pages that another"
-    " program has read are not charged to the command. Repeatable.",
-)
+@_options.image
+@_options.mounts
+@_options.cold
 @click.option(
     "--mark",
     "marks",
@@ -68,6 +51,7 @@ EXAMPLES = (
     metavar="REGEX",
     help="Mark each line of output that contains this regular expression on the timeline. Repeatable.",
 )
+@_options.server
 @click.option(
     "--stacks/--no-stacks",
     default=True,
@@ -83,7 +67,7 @@ EXAMPLES = (
     metavar="SECONDS",
     help="Time after which the command is killed; 0 for none.",
 )
-@click.option("--name", "label", default="", metavar="LABEL", help="The command's name in tables.")
+@_options.label
 @_options.suite
 @_options.engine
 @click.option(
@@ -163,9 +147,14 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
         how=CommandSettings(
             folder=str(Path.cwd()),
             cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
-            marks=typed["marks"],
-            stacks=typed["stacks"] and repeats == 1,
+            marks=typed.get("marks", ()),
+            stacks=typed.get("stacks", False) and repeats == 1,
+            ready=typed["ready"],
+            ready_url=typed["ready_url"],
+            grace_s=typed["grace_s"],
+            in_search="within" in settings,
             image=typed["image"],
+            mounts=tuple(str(path.absolute()) for path in typed["mounts"]),
         ),
         settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
         label=typed["label"],
@@ -194,4 +183,4 @@ def _end(
     for line in explanation.answer(task.folder, result):
         click.echo(f"weighin: {line}", err=True)
     click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
-    context.exit(result.exit_code or 0)
+    context.exit(0 if result.outcome == "ok" else result.exit_code or 1)

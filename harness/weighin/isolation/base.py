@@ -128,6 +128,16 @@ class RunningCommand(Protocol):
         """The reason why there is no cgroup, for the record; empty if there is one."""
         ...
 
+    @property
+    def helpers(self) -> frozenset[int]:
+        """The processes in the cgroups that belong to the isolation, and not to the command."""
+        ...
+
+    @property
+    def shares_terminal(self) -> bool:
+        """Whether Ctrl-C in this process's terminal reaches the command without this process."""
+        ...
+
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process has ended within ``timeout_s``; it is not reaped."""
         ...
@@ -190,8 +200,13 @@ class Isolation(Protocol):
         """Start one worker for this job, under the limits of its cell."""
         ...
 
-    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
-        """Start the command of this cell in a working folder, under the cell's limits."""
+    def start_command(
+        self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
+    ) -> RunningCommand:
+        """Start the command of this cell in a working folder, under the cell's limits.
+
+        A container sees ``folder`` and, read-only, ``mounts``, each at its own path.
+        """
         ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

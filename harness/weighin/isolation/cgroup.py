@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weighin.cell import Cell, Job
@@ -72,7 +72,9 @@ class CgroupIsolation:
         running.channel.send(encode_job(job))
         return running
 
-    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+    def start_command(
+        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+    ) -> RunningCommand:
         """Start a command that enters its limited group before its first instruction."""
         with _limited_groups(cell) as groups:
             return CgroupCommand(

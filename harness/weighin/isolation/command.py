@@ -25,6 +25,9 @@ class LocalCommand:
     the cgroups that it enters before its first instruction.
     """
 
+    helpers: frozenset[int] = frozenset()
+    shares_terminal = True
+
     def __init__(
         self,
         command: Sequence[str],

@@ -1,7 +1,7 @@
 """Run the worker as a plain process: measured, but without a limit."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from weighin import child_process
@@ -45,7 +45,9 @@ class ProcessIsolation:
         running.channel.send(encode_job(job))
         return running
 
-    def start_command(self, cell: Cell, folder: str, streams: Streams) -> RunningCommand:
+    def start_command(
+        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+    ) -> RunningCommand:
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

@@ -12,18 +12,23 @@ NAMES = ("docker", "cgroup", "process")
 _WITHOUT_LIMIT: Final = "without a limit, these work: recommend, predict, and bench without --ram"
 
 
-def named(name: str, base_image: str | None = None, packages: tuple[str, ...] = ()) -> Isolation:
+def named(
+    name: str,
+    base_image: str | None = None,
+    packages: tuple[str, ...] = (),
+    image: str = "",
+) -> Isolation:
     """Return an isolation by its name, without checking that it works on this machine.
 
     ``packages`` are the packages that strategies need; a Docker image contains them only if they
-    are listed here.
+    are listed here. ``image`` is that of a command's container; empty for weighin's own.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
             DockerIsolation,  # the SDK takes 0.2 s to import
         )
 
-        return DockerIsolation(base_image, packages)
+        return DockerIsolation(base_image, packages, image)
     if name == "cgroup":
         from weighin.isolation.cgroup import CgroupIsolation
 
@@ -42,6 +47,7 @@ def choose(
     base_image: str | None = None,
     packages: tuple[str, ...] = (),
     containers: bool = True,
+    image: str = "",
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line on why better isolations were not used.
 
@@ -56,7 +62,7 @@ def choose(
     refused: list[IsolationUnavailable] = []
     tried = NAMES if containers else tuple(one for one in NAMES if one != "docker")
     for candidate in (name,) if name != "auto" else tried:
-        isolation = named(candidate, base_image, packages)
+        isolation = named(candidate, base_image, packages, image)
         if limited and not isolation.limits:
             continue
         try:

@@ -15,7 +15,8 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
-from weighin.run import trust
+from weighin.run import readiness, trust
+from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
@@ -72,7 +73,17 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
         _check_program(each, site)
         if site is THIS_MACHINE:
             files_in(each.how.cold)
+        for pattern in each.how.marks:
+            Pattern("--mark", pattern)
+    readiness.check(request.how)
+    if request.how.ready:
+        Pattern("--ready", request.how.ready)
     _check_limits(request.limits)
+    if request.how.image and request.isolation not in ("auto", "docker"):
+        raise ConfigError(
+            f"--image {request.how.image} needs a container, not --isolation {request.isolation}",
+            "leave out --isolation, or leave out --image",
+        )
     site.check_ram(request.limits)
     limited = any(limit is not None for limit in request.limits)
     isolation, note = _choose(request, site, limited=limited or request.settings.within is not None)
@@ -90,9 +101,7 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
         for limit in dict.fromkeys(request.limits)
         for each in requests
     ]
-    settings = replace(
-        request.settings, command=_shared(requests), base_image=request.how.image or None
-    )
+    settings = replace(request.settings, command=_shared(requests))
     label = "-".join(dict.fromkeys(cell.strategy for cell in cells))[:_LABEL_LENGTH]
     folder = request.folder or Path("results") / _name(label, request)
     check_folder(folder, settings.verb)
@@ -162,13 +171,15 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
     planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
     if settings.shard:
         planned = settings.shard.of(planned)
-    isolation = select.named(cells[0].isolation, settings.base_image)
+    isolation = select.named(cells[0].isolation, settings.base_image, image=settings.command.image)
     return Run(folder, planned, isolation, settings)
 
 
 def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
-    """Return a line for each command of a plan."""
-    return list(dict.fromkeys(f"command {join(cell.command)} in {how.folder}" for cell in cells))
+    """Return a line for each command of a plan, and for each path that its container sees."""
+    place = f"{how.folder}, image {how.image}" if how.image else how.folder
+    lines = [f"command {join(cell.command)} in {place}" for cell in cells]
+    return list(dict.fromkeys([*lines, *(f"mount {path}" for path in how.mounts)]))
 
 
 def label_of(command: Sequence[str]) -> str:
@@ -203,9 +214,13 @@ def _check_program(request: CommandRequest, site: Site) -> None:
 def _choose(request: CommandRequest, site: Site, *, limited: bool) -> tuple[Isolation, str]:
     """Choose the isolation. A container lacks this machine's programs, so it must be asked for."""
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
-    image = request.how.image or None
     return site.choose(
-        name, limited=limited, base_image=image, packages=(), containers=name != "auto"
+        name,
+        limited=limited,
+        base_image=request.settings.base_image,
+        packages=(),
+        containers=name != "auto",
+        image=request.how.image,
     )
 
 

@@ -20,7 +20,10 @@ class CommandSettings:
         ready: a regular expression; a line of the output that contains it tells that a server is ready.
         ready_url: an address that answers when a server is ready.
         grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
+        in_search: whether the run searches for the smallest limit: its commands read nothing from
+            standard input, and only the output of the one without a limit is shown.
         image: the image of a container; empty for weighin's own.
+        mounts: the paths that a container sees read-only, beside the working folder.
         own: the ``cold`` and ``marks`` of single commands, by their labels, in place of the shared ones.
     """
 
@@ -31,19 +34,28 @@ class CommandSettings:
     ready: str = ""
     ready_url: str = ""
     grace_s: float = GRACE_S
+    in_search: bool = False
     image: str = ""
+    mounts: tuple[str, ...] = ()
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, label: str) -> Self:
         """Return the settings of one command."""
-        return replace(self, own={}, **self.own.get(label, {}))
+        own = self.own.get(label, {})
+        return replace(
+            self,
+            own={},
+            cold=own.get("cold", self.cold),
+            marks=own.get("marks", self.marks),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        lists = {name: tuple(found[name]) for name in ("cold", "marks")}
+        names = ("cold", "marks", "mounts")
+        lists = {name: tuple(found[name]) for name in names if name in found}
         own = {
             label: {name: tuple(texts) for name, texts in lists_of_one.items()}
             for label, lists_of_one in found.get("own", {}).items()

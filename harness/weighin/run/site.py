@@ -33,6 +33,7 @@ class Site(Protocol):
         base_image: str | None,
         packages: tuple[str, ...],
         containers: bool = True,
+        image: str = "",
     ) -> tuple[Isolation, str]:
         """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
         ...
@@ -66,6 +67,7 @@ class ThisMachine:
         base_image: str | None,
         packages: tuple[str, ...],
         containers: bool = True,
+        image: str = "",
     ) -> tuple[Isolation, str]:
         return select.choose(
             name,
@@ -73,6 +75,7 @@ class ThisMachine:
             base_image=base_image,
             packages=packages,
             containers=containers,
+            image=image,
         )
 
     def check_soft_limit(self, isolation: Isolation) -> None:

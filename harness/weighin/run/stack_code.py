@@ -28,4 +28,7 @@ def _code(stack: Stack, folder: str, started_s: float) -> str:
         is_as_it_ran = path.is_file() and path.stat().st_mtime <= started_s
     except OSError:
         return ""
-    return one_line(linecache.getline(str(path), frame.line)) if is_as_it_ran else ""
+    if not is_as_it_ran:
+        return ""
+    code, _, _comment = linecache.getline(str(path), frame.line).partition("  #")
+    return one_line(code)

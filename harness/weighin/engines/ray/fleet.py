@@ -49,12 +49,13 @@ class Fleet:
         base_image: str | None,
         packages: tuple[str, ...],
         containers: bool = True,
+        image: str = "",
     ) -> tuple[Isolation, str]:
         """Return the named isolation, or for ``auto`` the first one that works on every node."""
         refused = []
         tried = [one for one in select.NAMES if containers or one != "docker"]
         for candidate in tried if name == "auto" else [name]:
-            isolation = select.named(candidate, base_image, packages)
+            isolation = select.named(candidate, base_image, packages, image)
             if limited and not isolation.limits:
                 refused.append(f"{candidate} cannot enforce a RAM limit")
                 continue

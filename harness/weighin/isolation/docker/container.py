@@ -108,12 +108,13 @@ class DockerRunning:
             deadline = time.monotonic() + timeout_s
             code = self.channel.wait(timeout_s)
             if code is None:  # the keeper was killed too, with its group or by kill()
-                code = self._wait_for_container(deadline)
+                code = wait_for_container(self._client, self._container, deadline)
             killed = code - 128 if code > 128 else None
             self._exit = Exit(
                 code=code if killed is None else None,
                 signal=killed,
-                oom_killed=killed == signal.SIGKILL and self._oom_killed(),
+                oom_killed=killed == signal.SIGKILL
+                and oom_killed(self._client, self._container, self.cgroup),
             )
         return self._exit
 
@@ -174,34 +175,37 @@ class DockerRunning:
             return []
         return sorted(pid for pid in pids if pid not in (0, self._keeper))  # 0: not visible
 
-    def _wait_for_container(self, deadline: float) -> int:
-        left = max(deadline - time.monotonic(), 1.0)
-        try:
-            return int(self._client.wait(self._container, timeout=ceil(left))["StatusCode"])
-        except NotFound:  # another program removed the container
-            return 128 + signal.SIGKILL
-        except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
-            if is_gone(error):
-                raise explain_refusal(error, "report how a container ended") from error
-            raise TimeoutError from None
-        except ENGINE_ERRORS as error:
+
+def wait_for_container(client: docker.APIClient, container: str, deadline: float) -> int:
+    """Return a container's exit code; raise TimeoutError if it still runs at ``deadline``."""
+    left = max(deadline - time.monotonic(), 1.0)
+    try:
+        return int(client.wait(container, timeout=ceil(left))["StatusCode"])
+    except NotFound:  # another program removed the container
+        return 128 + signal.SIGKILL
+    except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
+        if is_gone(error):
             raise explain_refusal(error, "report how a container ended") from error
+        raise TimeoutError from None
+    except ENGINE_ERRORS as error:
+        raise explain_refusal(error, "report how a container ended") from error
 
-    def _oom_killed(self) -> bool:
-        """Tell whether the worker was OOM-killed, by the kernel's counter or the engine's report.
 
-        The engine learns of a kill a little later than the kernel counts it.
-        """
-        if self.cgroup and (kills := MemoryCgroup(self.cgroup).read_oom_kills()) is not None:
-            return kills > 0
-        for _ in range(_NEWS_ATTEMPTS):
-            try:
-                if self._client.inspect_container(self._container)["State"]["OOMKilled"]:
-                    return True
-            except ENGINE_ERRORS:
-                break
-            time.sleep(_PAUSE_S)
-        return False
+def oom_killed(client: docker.APIClient, container: str, cgroup: Path | None) -> bool:
+    """Tell whether a process was OOM-killed, by the kernel's counter or the engine's report.
+
+    The engine learns of a kill a little later than the kernel counts it.
+    """
+    if cgroup and (kills := MemoryCgroup(cgroup).read_oom_kills()) is not None:
+        return kills > 0
+    for _ in range(_NEWS_ATTEMPTS):
+        try:
+            if client.inspect_container(container)["State"]["OOMKilled"]:
+                return True
+        except ENGINE_ERRORS:
+            break
+        time.sleep(_PAUSE_S)
+    return False
 
 
 def is_here(container: str, pid: int) -> bool:

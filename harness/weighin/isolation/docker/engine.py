@@ -156,6 +156,11 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
             "install nvidia-container-toolkit, then sudo nvidia-ctk runtime configure "
             "--runtime=docker and sudo systemctl restart docker",
         )
+    if "minimum memory limit" in reason.lower():
+        return IsolationUnavailable(
+            f"the Docker engine sets no limit so small: {reason}",
+            "give a larger --ram, or use --isolation cgroup",
+        )
     if "bind source path does not exist" in reason or "mounts denied" in reason.lower():
         return IsolationUnavailable(
             f"the Docker engine cannot access a folder of this machine: {reason}",

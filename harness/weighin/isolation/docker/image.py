@@ -7,6 +7,7 @@ as it is. The wheels are part of the build context, so that no build step needs 
 from typing import Final
 
 import docker
+import docker.utils
 from docker.errors import ImageNotFound
 
 from weighin.errors import IsolationUnavailable
@@ -29,7 +30,7 @@ def ensure_image(
     Raises:
         IsolationUnavailable: the base image or a wheel is missing, or the build failed.
     """
-    recipe = read_recipe(base, find_base(client, base, progress), packages)
+    recipe = read_recipe(base, find_image(client, base, progress), packages)
     with explained("build the image"):
         if not client.images(recipe.tag):
             build(client, recipe, progress)
@@ -48,40 +49,47 @@ def read_recipe(base: str, base_id: str, packages: tuple[str, ...] = ()) -> Reci
     )
 
 
-def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
-    """Return the ID of the base image; pull the image if the engine does not have it.
+def find_image(
+    client: docker.APIClient, name: str, progress: Progress, *, is_base: bool = True
+) -> str:
+    """Return the ID of an image; pull the image if the engine does not have it.
+
+    ``is_base`` tells how to name another one: it is the base of weighin's image, or is used as it is.
 
     Raises:
         IsolationUnavailable: the engine does not have the image and cannot pull it.
     """
     try:
         try:
-            return _image_id(client, base)
+            return _image_id(client, name)
         except ImageNotFound:
-            progress(f"pulling {base}")
-            repository, tag = (
-                base.rsplit(":", 1) if ":" in base.rpartition("/")[2] else (base, "latest")
-            )
-            client.pull(repository, tag=tag)
-            return _image_id(client, base)
+            progress(f"pulling {name}")
+            repository, tag = docker.utils.parse_repository_tag(name)
+            client.pull(repository, tag=tag or "latest")
+            return _image_id(client, name)
     except ENGINE_ERRORS as error:
-        raise _no_base(base, error) from error
+        raise _no_image(name, error, is_base=is_base) from error
 
 
-def check_base(client: docker.APIClient, base: str) -> None:
-    """Raise IsolationUnavailable if the engine has no base image and no registry offers it."""
+def check_image(client: docker.APIClient, name: str, *, is_base: bool = True) -> None:
+    """Raise IsolationUnavailable if the engine does not have an image and no registry offers it."""
     try:
         try:
-            _image_id(client, base)
+            _image_id(client, name)
         except ImageNotFound:
-            client.inspect_distribution(base)  # type: ignore[no-untyped-call]  # asks, and pulls nothing
+            client.inspect_distribution(name)  # type: ignore[no-untyped-call]  # asks, and pulls nothing
     except ENGINE_ERRORS as error:
-        raise _no_base(base, error) from error
+        raise _no_image(name, error, is_base=is_base) from error
 
 
-def _no_base(base: str, error: BaseException) -> IsolationUnavailable:
+def _no_image(name: str, error: BaseException, *, is_base: bool) -> IsolationUnavailable:
+    if not is_base:
+        return IsolationUnavailable(
+            f"the image {name} does not exist here and cannot be pulled: {first_line(error)}",
+            "name one that docker images lists: --image IMAGE; or leave --image out for weighin's own",
+        )
     return IsolationUnavailable(
-        f"the base image {base} does not exist here and cannot be pulled: {first_line(error)}",
+        f"the base image {name} does not exist here and cannot be pulled: {first_line(error)}",
         f"name an existing one: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
         "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
     )

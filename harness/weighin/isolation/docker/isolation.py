@@ -11,18 +11,20 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import docker
 from docker.errors import APIError
-from docker.types import DeviceRequest, LogConfig, Mount
 
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit
-from weighin.isolation.docker import packages
+from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.docker import command as in_container
+from weighin.isolation.docker import host_config, packages
+from weighin.isolation.docker.attachment import Attachment, Standard
+from weighin.isolation.docker.command import KILLED_AT_BIRTH, STREAMS, DockerCommand
 from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -35,22 +37,19 @@ from weighin.isolation.docker.engine import (
     killed_at_birth,
     owner_labels,
 )
-from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, check_base, ensure_image
+from weighin.isolation.docker.image import (
+    BASE_VARIABLE,
+    PYTHON,
+    check_image,
+    ensure_image,
+    find_image,
+)
 from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
-from weighin.isolation.docker.mounts import CODE, Bind, environment_inside, place
+from weighin.isolation.docker.keeper import Keeper
+from weighin.isolation.docker.mounts import Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
-from weighin.probes.environment import settings
 from weighin.protocol import encode_job
-from weighin.units import MIB
-
-_TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
-_PIDS: Final = 4096  # includes threads; torch starts at least one per processor
-_KILLED_AT_BIRTH: Final = Exit(code=None, signal=9, oom_killed=True)
-_NOT_PASSED: Final = (
-    "NVIDIA_",
-    "LD_PRELOAD",
-)  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
 
 
 class DockerIsolation:
@@ -58,14 +57,17 @@ class DockerIsolation:
 
     ``base_image`` is the base of the image; None means the variable WEIGHIN_BASE_IMAGE, or if that
     is not set, python:3.11-slim-bookworm. ``packages`` are the packages that the run's strategies
-    need.
+    need. Commands run in ``image``, as it is; if it is empty, in the image of the workers.
     """
 
     name = "docker"
     limits = True
 
-    def __init__(self, base_image: str | None = None, packages: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, base_image: str | None = None, packages: tuple[str, ...] = (), image: str = ""
+    ) -> None:
         self._packages = packages
+        self._given = image
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
         self._has_base = False
         self._image: str | None = None
@@ -76,19 +78,23 @@ class DockerIsolation:
     def check(self) -> None:
         """Raise IsolationUnavailable unless an engine answers that can run a worker under a limit.
 
-        The engine must have the base image, or reach a registry that has it.
+        The engine must have the image or its base, or reach a registry that has it.
         """
         check_engine(self._engine_info())
         if not self._has_base:
-            check_base(self._client, self._base)
+            check_image(self._client, self._given or self._base, is_base=not self._given)
             self._has_base = True
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
-        """Build the image if it is missing.
+        """Build the image if it is missing; pull one that was given.
 
         Raises:
-            IsolationUnavailable: the base image or a wheel is missing, or the build failed.
+            IsolationUnavailable: an image or a wheel is missing, or the build failed.
         """
+        if self._given:
+            find_image(self._client, self._given, progress, is_base=False)
+            self._image = self._given
+            return
         self._image = ensure_image(self._client, self._base, progress, self._packages)
 
     def added_code(self, job: Job) -> list[str]:
@@ -120,6 +126,60 @@ class DockerIsolation:
         running.channel.send(encode_job(inside))
         return running
 
+    def start_command(
+        self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
+    ) -> RunningCommand:
+        """Start a command in its working folder, which the container sees at the same path.
+
+        ``mounts`` are further paths, which the container sees read-only. Apart from the limit and the
+        user, the container is that of ``docker run``. If the limit is too small to start it, the
+        result reports that, and no error is raised.
+
+        Raises:
+            IsolationUnavailable: the engine refused a request, or runs on another machine.
+            ConfigError: a path cannot be mounted.
+        """
+        if self._image is None:
+            self.prepare()
+        assert self._image is not None
+        client, info = self._client, self._engine_info()
+        with contextlib.ExitStack() as opened, self._new_container() as name:
+            keeper, standard = Keeper(), Standard(streams)
+            opened.callback(keeper.close)
+            opened.callback(standard.close)
+            binds = in_container.binds(folder, mounts, keeper)
+            about = client.inspect_image(self._image)["Config"]  # type: ignore[no-untyped-call]
+            start, variables = in_container.settings(about, cell, keeper)
+            container = client.create_container(
+                self._image,
+                start[1:],
+                entrypoint=start[:1],
+                name=name,
+                host_config=host_config.of_command(client, info, binds, cell.ram_limit_bytes),
+                stdin_open=True,
+                tty=standard.is_terminal,
+                user=host_config.user(info),
+                working_dir=folder,
+                environment=variables,
+                labels=owner_labels() | {"weighin.cell": cell.id},
+            )["Id"]
+            stream = client.attach_socket(container, params=STREAMS)
+            resize = in_container.resize(client, container)
+            attachment = Attachment(stream, standard, resize=resize)
+            opened.callback(attachment.close)
+            running = DockerCommand(
+                client, container, keeper, attachment, on_close=lambda: self._remove(name)
+            )
+            limited = cell.ram_limit_bytes is not None
+            try:
+                running.begin(limited=limited)
+            except APIError as error:
+                if not (limited and killed_at_birth(error)):
+                    raise
+                running.end_at_birth()
+            opened.pop_all()
+            return running
+
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Remove the containers whose owner, a process of this machine, is dead."""
         removed = []
@@ -144,7 +204,7 @@ class DockerIsolation:
             "cgroup_driver": info.get("CgroupDriver"),
             "cgroup_version": info.get("CgroupVersion"),
             "storage_driver": info.get("Driver"),
-            "base_image": self._base,
+            "base_image": None if self._given else self._base,
             "image": self._image,
         }
         return {name: str(value) for name, value in entries.items() if value}
@@ -171,38 +231,46 @@ class DockerIsolation:
         environment: dict[str, str] | None = None,
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
-        client, name = self._client, f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
-        host = self._host_config(binds, limit_bytes, gpu=gpu)
-        created, channel = False, None
+        client = self._client
+        host = host_config.of_worker(client, self._engine_info(), binds, limit_bytes, gpu=gpu)
+        channel = None
+        with self._new_container() as name:
+            try:
+                container = client.create_container(
+                    image,
+                    ["sh", "-c", KEEPER, "weighin", *command],
+                    name=name,
+                    host_config=host,
+                    stdin_open=True,
+                    user=host_config.user(self._engine_info()),
+                    working_dir="/tmp",  # noqa: S108 (inside the container)
+                    environment=host_config.worker_environment(environment or {}),
+                    labels=owner_labels() | (labels or {}),
+                )["Id"]
+                channel = StreamChannel(client.attach_socket(container, params=STREAMS))
+                if not (born := self._run(container, limited=limit_bytes is not None)):
+                    channel.end()
+                return DockerRunning(
+                    client,
+                    container,
+                    channel,
+                    on_close=lambda: self._remove(name),
+                    known_exit=None if born else KILLED_AT_BIRTH,
+                )
+            except BaseException:
+                if channel is not None:
+                    channel.close()
+                raise
+
+    @contextlib.contextmanager
+    def _new_container(self) -> Iterator[str]:
+        """Give the block the name of a container to make; remove the container if the block fails."""
+        name = f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
         self._containers.add(name)  # before the request, so that an interrupt also removes it
         try:
-            container = client.create_container(
-                image,
-                ["sh", "-c", KEEPER, "weighin", *command],
-                name=name,
-                host_config=host,
-                stdin_open=True,
-                user=self._user(),
-                working_dir="/tmp",  # noqa: S108 (inside the container)
-                environment=_environment(environment or {}),
-                labels=owner_labels() | (labels or {}),
-            )["Id"]
-            created = True
-            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            channel = StreamChannel(client.attach_socket(container, params=streams))
-            if not (born := self._run(container, limited=limit_bytes is not None)):
-                channel.end()
-            return DockerRunning(
-                client,
-                container,
-                channel,
-                on_close=lambda: self._remove(name),
-                known_exit=None if born else _KILLED_AT_BIRTH,
-            )
+            yield name
         except BaseException as error:
-            if channel is not None:
-                channel.close()
-            self._remove(name, certain=created or isinstance(error, APIError))
+            self._remove(name, certain=isinstance(error, APIError))
             if isinstance(error, ENGINE_ERRORS):
                 raise explain_refusal(error, "run a container") from error
             raise
@@ -217,39 +285,6 @@ class DockerIsolation:
             raise
         return True
 
-    def _host_config(
-        self, binds: Sequence[Bind], limit_bytes: int | None, *, gpu: bool
-    ) -> dict[str, Any]:
-        limit: dict[str, Any] = {}
-        if limit_bytes is not None:
-            limit = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
-            if self._engine_info().get("CgroupVersion", "1") == "1":  # v2 has no such setting
-                limit["mem_swappiness"] = 0
-        return self._client.create_host_config(
-            **limit,
-            network_mode="none",
-            ipc_mode="private",
-            read_only=True,
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges"],
-            pids_limit=_PIDS,
-            shm_size=_TMPFS_BYTES,
-            tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
-            log_config=LogConfig(type="none"),
-            mounts=[
-                Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable)
-                for bind in binds
-            ],
-            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
-        )
-
-    def _user(self) -> str | None:
-        """Return this user's uid:gid; None for a rootless engine, where root is this user."""
-        options = self._engine_info().get("SecurityOptions") or []
-        if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
-            return None
-        return f"{os.getuid()}:{os.getgid()}"
-
     def _remove(self, name: str, *, certain: bool = True) -> None:
         if name in self._containers:
             remove(self._client, name, certain=certain)
@@ -259,9 +294,3 @@ class DockerIsolation:
         with contextlib.suppress(IsolationUnavailable):  # the engine has stopped
             for name in tuple(self._containers):
                 self._remove(name)
-
-
-def _environment(of_cell: dict[str, str]) -> dict[str, str]:
-    """Return the variables of a worker: the cell's, and this process's that affect figures."""
-    passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
-    return passed | of_cell | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108

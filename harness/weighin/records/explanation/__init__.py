@@ -1,11 +1,12 @@
 """Explain in at most three lines how a command ended, what it needed, and why: from its record alone."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from weighin.record import Kill, Outcome, Result, Sample
 from weighin.records.explanation.causes import Cause, find
-from weighin.records.explanation.facts import Facts, held_by, names, program, size
+from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
 from weighin.records.samples import read_samples
 from weighin.units import MIB
 
@@ -23,8 +24,10 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
     if result.ran is None:
         return [ending]
     facts = Facts(result, result.ran, samples or ())
-    lines = [ending, " ".join(filter(None, (_need(facts), _where(facts), _cache(facts))))]
-    if cause := find(facts):
+    cause = find(facts)
+    where = _where(facts, cause.place if cause else facts.place)
+    lines = [ending, " ".join(filter(None, (_need(facts), where, _cache(facts))))]
+    if cause:
         lines.append(f"{cause.words} {cause.hint}".strip())
     return [line for line in lines if line]
 
@@ -48,8 +51,7 @@ def _ending(result: Result) -> str:
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
-        text += f". What still ran at the end was ended: {', '.join(map(program, ran.ended[:3]))}"
-        text += f" and {len(ran.ended) - 3} more" if len(ran.ended) > 3 else ""
+        text += f". What still ran at the end was ended: {_counted(ran.ended)}"
     return f"{text}."
 
 
@@ -63,12 +65,19 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
     more = max(len(kills), result.oom_kills or 0) - len(victims)
     who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
     if any(kill.is_main for kill in kills):
-        first = ", the first process" if len(kills) == 1 else ""
+        first = ", the first process" if len(kills) == 1 else ", the first process among them"
     elif result.ran.survived:
         first = ", and the first process lived on"
     else:
         first = ""
     return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}"
+
+
+def _counted(commands: Sequence[str]) -> str:
+    """Return up to three different command lines, each with its number: "python x.py (3), tee"."""
+    counts = Counter(map(program, commands)).most_common()
+    texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def _limit(result: Result, kills: Sequence[Kill]) -> str:
@@ -107,9 +116,9 @@ def _need(facts: Facts) -> str:
     return f"{text}; its peak with page cache is {size(peak)}."
 
 
-def _where(facts: Facts) -> str:
+def _where(facts: Facts, place: Place | None) -> str:
     """Return which line and which process took most of the memory."""
-    place, holder, first = facts.place, facts.holder, facts.ran.pid
+    holder, first = facts.holder, facts.ran.pid
     by = ""
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
         who = (
@@ -137,7 +146,7 @@ def _cache(facts: Facts) -> str:
     ):
         return ""
     large = sorted({file.path: file for file in files}.values(), key=lambda file: -file.size_bytes)
-    of = f" of {names(large)}" if large else ""
+    of = f" of {names(large)}" if large and most >= MIB else ""
     start = (
         f"{', '.join(cold[:2])} cold at the start"
         if cold

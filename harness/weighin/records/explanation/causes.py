@@ -5,6 +5,7 @@ record for which it holds and one for which it does not (tests/unit/test_causes.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,7 @@ from pathlib import PurePath
 from shlex import quote
 from typing import Final
 
-from weighin.record import OpenFile, Outcome, Process, Sample
+from weighin.record import OpenFile, Outcome, Sample
 from weighin.records.explanation.facts import (
     Facts,
     Place,
@@ -41,18 +42,25 @@ _WHOLE: Final = re.compile(
     r"\.(?:read|readlines|readall)\(\s*\)|\.read_(?:bytes|text)\(|\bfromfile\("
 )
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
-_SLICES: Final = 8
+_MORE_THAN_ONE: Final = 1.15  # times the bytes that were read: more than one copy of them
+_SLICES: Final = 4
+_LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
+_LEAST_STACKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A cause, when it holds, and how it is said. ``hint`` is empty where no way out is certain."""
+    """A cause, when it holds, and how it is said. ``hint`` is empty where no way out is certain.
+
+    ``place`` finds the line that took the memory.
+    """
 
     name: str
     when: Callable[[Facts], Evidence | None]
     words: str
     hint: str = ""
+    place: Callable[[Facts], Place | None] = lambda facts: facts.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +70,15 @@ class Cause:
     name: str
     words: str
     hint: str = ""
+    place: Place | None = None
 
 
 def find(facts: Facts) -> Cause | None:
     """Return the most specific cause that the record proves; None if there is none."""
     for rule in RULES:
         if (evidence := rule.when(facts)) is not None:
-            return Cause(rule.name, rule.words.format(**evidence), rule.hint.format(**evidence))
+            words, hint = (text.format(**evidence) for text in (rule.words, rule.hint))
+            return Cause(rule.name, words, hint, rule.place(facts))
     return None
 
 
@@ -79,12 +89,13 @@ def _two_copies(facts: Facts) -> Evidence | None:
     if place is None or not files or facts.anon_bytes < LEAST_BYTES:
         return None
     read_bytes = sum(file.size_bytes for file in files)
-    copied = facts.grown(place.stack.pid, _copies)
-    read = facts.grown(place.stack.pid, _reads)
-    built = facts.grown(place.stack.pid, _builds)
-    fills = _copies(place) and copied > read_bytes // 8 and facts.anon_bytes > read_bytes + copied
-    beside = (_reads(place) or _copies(place)) and built + read > 1.4 * read_bytes
-    if not (fills or (beside and built > read_bytes // 2)):
+    first = min(files, key=lambda file: file.seen_ns or 0)
+    grown = facts.grown_since(first)
+    before = facts.anon_bytes - grown
+    built = any(_builds(one) for one in facts.places if one.stack.pid == place.stack.pid)
+    copied = _copies(place) and grown > _MORE_THAN_ONE * read_bytes
+    beside = built and before > read_bytes and grown > read_bytes // 4
+    if not copied and not (beside and (_reads(place) or _copies(place))):
         return None
     if not files[0].path.endswith(_PICKLES):
         return _about(files) | _recommend(facts, files) | {"try": "Try"}
@@ -96,8 +107,9 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
     if place is None or not (code := _CONVERTS.search(place.stack.code)):
         return None
     files = facts.read_files(place.stack.pid)
-    grown = facts.grown(place.stack.pid, lambda one: _same(one, place))
-    if not files or grown < max(LEAST_BYTES, files[0].size_bytes // 4):
+    read_bytes = sum(file.size_bytes for file in files)
+    grown = facts.grown_since(min(files, key=lambda file: file.seen_ns or 0)) if files else 0
+    if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
         return None
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
     return _about(files) | _recommend(facts, files) | {"call": call, "grown": size(grown)}
@@ -108,15 +120,11 @@ def _whole_file(facts: Facts) -> Evidence | None:
     process = facts.process(place.stack.pid) if place else None
     if place is None or process is None or not _WHOLE.search(place.stack.code):
         return None
-    grown = facts.grown(place.stack.pid, lambda one: _same(one, place))
-    large = [
-        file
-        for file in process.files
-        if file.is_open and not file.mapped_bytes and file.size_bytes > 0.8 * grown
-    ]
-    if not large or grown < LEAST_BYTES:
-        return None
-    return _about(large[:1])
+    for file in process.files:
+        grown = facts.grown_since(file)
+        if file.is_open and not file.mapped_bytes and LEAST_BYTES < grown < 1.1 * file.size_bytes:
+            return _about([file])
+    return None
 
 
 def _import(facts: Facts) -> Evidence | None:
@@ -124,7 +132,8 @@ def _import(facts: Facts) -> Evidence | None:
     if place is None:
         return None
     at = [index for index, frame in enumerate(place.frames) if is_import(frame)]
-    if not at or at[0] == 0 or facts.grown(place.stack.pid, _imports) < facts.held_bytes // 2:
+    grown = facts.grown(place.stack.pid, _imports)
+    if not at or at[0] == 0 or grown < max(LEAST_BYTES, facts.held_bytes // 4):
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
     module = next(frame for frame in reversed(place.frames[: at[0]]))
@@ -133,21 +142,21 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Forked processes hold more together than the first has, and none has more than the first."""
-    for parent in facts.present:
-        children = [one for one in facts.present if _is_fork(one, parent)]
-        together = held_by(parent) + sum(map(held_by, children))
+    """Forked processes hold more together than the parent, and it is not what they allocated."""
+    for parent in facts.ran.processes:
+        children = [
+            one
+            for one in facts.present
+            if one.parent_pid == parent.pid and one.command == parent.command
+        ]
         alone = parent.highest_rss_bytes or 0
-        if children and together > LEAST_BYTES and together > 1.3 * alone:
+        together = held_by(parent) + sum(map(held_by, children))
+        # A child begins with the pages of its parent. What it has above them is its own.
+        added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
+        if children and together > LEAST_BYTES and together - added > 1.25 * alone:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
             return {"count": count, "together": size(together), "alone": size(alone)}
     return None
-
-
-def _is_fork(child: Process, parent: Process) -> bool:
-    same = child.parent_pid == parent.pid and child.command == parent.command
-    child_rss, parent_rss = child.highest_rss_bytes, parent.highest_rss_bytes
-    return bool(same and child_rss and parent_rss and child_rss < 1.1 * parent_rss)
 
 
 def _shared_memory(facts: Facts) -> Evidence | None:
@@ -174,21 +183,37 @@ def _growth(facts: Facts) -> Evidence | None:
     """Anonymous memory grew by about as much in each part of the time until the peak."""
     rising = _rising(facts.samples)
     place = facts.place
-    if place is None or len(rising) < _SLICES or is_waiting(place):
+    if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
         return None
     first, last = rising[0], rising[-1]
     span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
     ends = [first.t_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
     levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
-    is_steady = all(b - a > grown / _SLICES / 3 for a, b in pairwise(levels))
+    is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
+    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
     stays = facts.grown(place.stack.pid, lambda one: _shares_line(one, place))
-    if span_ns < _STEADY_S * 1e9 or grown < LEAST_BYTES or not is_steady or stays < grown // 2:
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
         return None
     return {
         "low": size(first.anon_bytes),
         "high": size(last.anon_bytes),
         "seconds": f"{span_ns / 1e9:.1f} s",
     }
+
+
+def _usual_place(facts: Facts) -> Place | None:
+    """Return the line of most of the stacks that share a line with the last one: it runs in a loop."""
+    last = facts.place
+    if last is None:
+        return None
+    places = [
+        one
+        for one in facts.places
+        if one.stack.pid == last.stack.pid and _shares_line(one, last) and not is_waiting(one)
+    ]
+    lines = Counter((one.frame.path, one.frame.line) for one in places)
+    return max(places, key=lambda one: (lines[one.frame.path, one.frame.line], one.stack.t_ns))
 
 
 def _page_cache(facts: Facts) -> Evidence | None:
@@ -212,7 +237,7 @@ def _rising(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _copies(place: Place) -> bool:
-    called = any(_LOADS.fullmatch(frame.function) for frame in place.frames)
+    called = any(_LOADS.fullmatch(frame.short_name) for frame in place.frames)
     return called or ".copy_(" in place.stack.code
 
 
@@ -228,10 +253,6 @@ def _builds(place: Place) -> bool:
 
 def _imports(place: Place) -> bool:
     return any(map(is_import, place.frames))
-
-
-def _same(one: Place, other: Place) -> bool:
-    return (one.frame.path, one.frame.line) == (other.frame.path, other.frame.line)
 
 
 def _shares_line(one: Place, other: Place) -> bool:
@@ -263,7 +284,7 @@ RULES: Final = (
     Rule(
         "dtype conversion",
         _dtype_conversion,
-        "`{call}` made new tensors, at least {grown}, beside the {read} read from {files}.",
+        "`{call}` made new tensors beside the {read} read from {files}: both together grew by {grown}.",
         "Convert each tensor alone and drop its original, or find a way that does: {recommend}",
     ),
     Rule(
@@ -299,6 +320,7 @@ RULES: Final = (
         _growth,
         "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
         "Look at what this line keeps.",
+        _usual_place,
     ),
     Rule(
         "page cache only",

@@ -117,10 +117,9 @@ class Facts:
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
-    def _weight(self, place: Place) -> tuple[bool, int, bool]:
+    def _weight(self, place: Place) -> tuple[bool, int]:
         process = self.process(place.stack.pid)
-        held = held_by(process) if process else 0
-        return not is_waiting(place), held, place.stack.thread == "MainThread"
+        return not is_waiting(place), held_by(process) if process else 0
 
     def process(self, pid: int) -> Process | None:
         """Return the last process that had this pid."""
@@ -143,6 +142,17 @@ class Facts:
         ]
         return sum(step for step in steps if step > 0)
 
+    def grown_since(self, file: OpenFile) -> int:
+        """Return by how much anonymous memory grew from when a file was first seen open to the peak.
+
+        It is a lower bound of what has grown since the file was opened; 0 without samples.
+        """
+        if file.seen_ns is None or not self.samples:
+            return 0
+        seen_ns = file.seen_ns
+        before = min(self.samples, key=lambda sample: abs(sample.t_ns - seen_ns))
+        return self.anon_bytes - before.anon_bytes
+
     def read_files(self, pid: int) -> list[OpenFile]:
         """Return the checkpoint files that a process had open and did not map, the largest first."""
         process = self.process(pid)
@@ -162,7 +172,7 @@ def place_of(stack: Stack) -> Place | None:
     if frame is None:
         return Place(stack, frames, frames[0], _function(frames)) if frames else None
     at = frames.index(frame)
-    called = ("import" if is_import(frames[at - 1]) else frames[at - 1].name) if at else ""
+    called = ("import" if is_import(frames[at - 1]) else frames[at - 1].short_name) if at else ""
     return Place(stack, frames, frame, called or _function(frames[at:]))
 
 
@@ -184,7 +194,7 @@ def is_import(frame: Frame) -> bool:
 def is_waiting(place: Place) -> bool:
     """Tell whether a thread only waits, for a child or for another thread."""
     return bool(
-        _WAITING.fullmatch(place.frames[0].function)
+        _WAITING.fullmatch(place.frames[0].short_name)
         or (place.frames[0] == place.frame and _WAITING_CODE.search(place.stack.code))
     )
 
@@ -201,9 +211,9 @@ def names(files: Sequence[OpenFile]) -> str:
 
 
 def program(command: str) -> str:
-    """Return a command line for a sentence: without the folder of its program, and cut."""
-    first, space, rest = command.partition(" ")
-    return one_line(PurePath(first).name + space + rest, _COMMAND_LENGTH)
+    """Return a command line for a sentence: absolute paths without their folders, and cut."""
+    words = (PurePath(word).name if word.startswith("/") else word for word in command.split())
+    return one_line(" ".join(words), _COMMAND_LENGTH)
 
 
 def size(number: int) -> str:

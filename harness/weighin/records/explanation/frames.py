@@ -7,9 +7,11 @@ from typing import Final, Self
 
 _FRAME: Final = re.compile(r"(?P<function>.*) \((?P<path>.*):(?P<line>\d+)\)")
 _INSTALLED: Final = re.compile(
-    r".*/(?:site-packages|dist-packages|lib(?:64)?/python\d(?:\.\d+)?t?)/(?P<inside>.*)"
+    r"(?:.*/)?(?:site-packages|dist-packages|lib(?:64)?/python\d(?:\.\d+)?t?)/(?P<inside>.*)"
 )
-_WITHOUT_NAME: Final = re.compile(r"<(?:module|lambda|listcomp|genexpr|dictcomp|setcomp)>")
+_INNER: Final = re.compile(
+    r"(?:\.?<locals>)?\.?<(?:module|lambda|listcomp|genexpr|dictcomp|setcomp)>"
+)
 _GENERIC: Final = ("__init__.py", "__main__.py")
 
 
@@ -34,8 +36,16 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function's name; empty for the body of a module, a comprehension or a lambda."""
-        return "" if _WITHOUT_NAME.fullmatch(self.function) else self.function
+        """The function, with its class: "Server.answer"; empty in the body of a module.
+
+        The name of a comprehension or a lambda is that of the function around it, if it is known.
+        """
+        return _INNER.sub("", self.function).replace(".<locals>", "")
+
+    @property
+    def short_name(self) -> str:
+        """The function's name without its class."""
+        return self.name.rpartition(".")[2]
 
     @property
     def place(self) -> str:

@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     parser.add_argument("--peers", type=Path, default=Path("/usr/bin"))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", type=Path, help="a page with the line <!-- benchmarks/commands.py -->")  # fmt: skip
+    parser.add_argument("--write", type=Path, help="a page with the line <!-- benchmarks/running_commands.py -->")  # fmt: skip
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weighin-commands-", dir="/var/tmp") as name:
         folder = Path(name)
@@ -94,7 +94,9 @@ def main() -> None:
     print(text)
     if asked.write:
         page = asked.write.read_text()
-        block = re.compile(r"(<!-- benchmarks/commands.py -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        block = re.compile(
+            r"(<!-- benchmarks/running_commands.py -->\n).*?(\n<!-- end -->)", re.DOTALL
+        )
         asked.write.write_text(block.sub(lambda match: f"{match[1]}{text}{match[2]}", page))
 
 

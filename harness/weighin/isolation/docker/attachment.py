@@ -1,0 +1,252 @@
+"""Pass the standard streams of a container through to descriptors of this process.
+
+If all three are terminals, the container has a terminal of its own, and this process's is raw, so
+that each key reaches the command at once, Ctrl-C too. Otherwise, the three streams stay apart.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+import select
+import signal
+import socket
+import termios
+import threading
+import tty
+from collections.abc import Callable
+from math import inf
+from time import monotonic
+from typing import Any, Final
+
+from weighin.isolation.base import Streams
+from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer
+from weighin.pipes import ready
+
+_AT_ONCE: Final = 64 * 1024
+_RESIZE_S: Final = 0.25
+_PAUSE_S: Final = 0.05
+_PATIENCE_S: Final = 5.0  # for output that was already written
+
+
+class Standard:
+    """This process's descriptors for a command's standard streams; None for a closed one."""
+
+    def __init__(self, streams: Streams) -> None:
+        """Copy the descriptors, because a caller may close its own when the command has started."""
+        self.stdin = _copied(0, streams.stdin)
+        self.outputs = {STDOUT: _copied(1, streams.stdout), STDERR: _copied(2, streams.stderr)}
+        every = (self.stdin, *self.outputs.values())
+        self.reads_later = self.stdin is not None and _in_background(self.stdin)
+        self.is_terminal = not self.reads_later and all(map(_is_terminal, every))
+
+    def close(self) -> None:
+        for descriptor in (self.stdin, *self.outputs.values()):
+            if descriptor is not None:
+                os.close(descriptor)
+        self.stdin = None
+        self.outputs = {}
+
+
+class _Output:
+    """The output of one stream, up to the mark that follows it."""
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark = mark
+        self._held = b""
+        self.is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the output in ``data``; what may begin the mark is held back."""
+        if self.is_over:
+            return b""
+        output, found, _ = (self._held + data).partition(self._mark)
+        self.is_over = bool(found)
+        held = 0 if found else _overlap(output, self._mark)
+        self._held = output[len(output) - held :]
+        return output[: len(output) - held]
+
+    def rest(self) -> bytes:
+        """Return what was held back, if the mark will not come."""
+        held, self._held = self._held, b""
+        return held
+
+
+def _overlap(data: bytes, mark: bytes) -> int:
+    """Return how many bytes at the end of ``data`` begin the mark."""
+    longest = min(len(data), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if data.endswith(mark[:n])), 0)
+
+
+class Attachment:
+    """The streams of one container, from ``begin`` until ``finish``.
+
+    Attributes:
+        mark: what the keeper writes after the last output; it is not passed on.
+        interrupted: is called with SIGPIPE when nobody reads the command's output any more.
+    """
+
+    def __init__(
+        self, stream: Any, standard: Standard, *, resize: Callable[[int, int], None]
+    ) -> None:
+        """Take over the result of ``attach_socket``; ``resize`` sets the terminal's (rows, columns)."""
+        self._stream = stream
+        self._socket: socket.socket = getattr(stream, "_sock", stream)
+        self._socket.settimeout(None)
+        self._standard = standard
+        self._resize = resize
+        self._size: os.terminal_size | None = None
+        self._mode: list[Any] | None = None
+        self.mark = CANCEL + secrets.token_hex(8).encode()
+        self._outputs = {
+            number: _Output(self.mark)
+            for number in ([STDOUT] if standard.is_terminal else [STDOUT, STDERR])
+        }
+        self._woken, self._wake = os.pipe()
+        self._closed = self._writing = False
+        self.interrupted: Callable[[int], None] = lambda _: None
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._pass_output, "output"), (self._pass_input, "input"))
+        ]
+
+    def begin(self) -> None:
+        """Begin to pass on; the container runs, and its command does not yet."""
+        if self._standard.is_terminal:
+            assert self._standard.stdin is not None
+            self._follow_size()
+            self._mode = termios.tcgetattr(self._standard.stdin)
+            atexit.register(self._restore)
+            tty.setraw(self._standard.stdin, termios.TCSADRAIN)
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Pass on the rest of the output, and restore the terminal; the command has ended."""
+        output, _ = self._threads
+        deadline = monotonic() + _PATIENCE_S
+        while output.is_alive():
+            output.join(_PAUSE_S)
+            if monotonic() > deadline and not self._writing:  # a reader may be slow
+                self._end_stream()
+        self._end_input()
+        self._restore()
+
+    def close(self) -> None:
+        """Close the streams; a second call has no effect."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_stream()
+        self._end_input()
+        self._restore()
+        for thing in (getattr(self._stream, "_response", None), self._stream, self._socket):
+            if thing is not None:
+                thing.close()
+        os.close(self._woken)
+        os.close(self._wake)
+        self._standard.close()
+
+    def _end_stream(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _end_input(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"\n")
+        _, keys = self._threads
+        if keys.is_alive():
+            keys.join(_PATIENCE_S)
+
+    def _restore(self) -> None:
+        if self._mode is not None and self._standard.stdin is not None:
+            termios.tcsetattr(self._standard.stdin, termios.TCSADRAIN, self._mode)
+            self._mode = None
+            atexit.unregister(self._restore)
+
+    def _pass_output(self) -> None:
+        frames, outputs = FrameBuffer(), self._outputs
+        while not all(output.is_over for output in outputs.values()):
+            if not (data := self._receive()):
+                break
+            parts = [(STDOUT, data)] if self._standard.is_terminal else frames.feed(data)
+            for number, payload in parts:
+                if number in outputs:
+                    self._write(number, outputs[number].feed(payload))
+        for number, output in outputs.items():
+            self._write(number, output.rest())
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(_AT_ONCE)
+        except OSError:  # reset by the engine, or closed by this process
+            return b""
+
+    def _write(self, number: int, data: bytes) -> None:
+        if (descriptor := self._standard.outputs.get(number)) is None:
+            return
+        left = memoryview(data)
+        self._writing = True
+        while left:
+            try:
+                left = left[os.write(descriptor, left) :]
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(descriptor, select.POLLOUT)
+                writable.poll()
+            except OSError:  # nobody reads it: the command would get this signal
+                os.close(descriptor)
+                self._standard.outputs[number] = None
+                self.interrupted(signal.SIGPIPE)
+                break
+        self._writing = False
+
+    def _pass_input(self) -> None:
+        if self._standard.reads_later:
+            return
+        stdin, is_terminal = self._standard.stdin, self._standard.is_terminal
+        while stdin is not None:
+            found = ready([stdin, self._woken], _RESIZE_S if is_terminal else inf)
+            if self._woken in found:
+                return
+            if is_terminal:
+                self._follow_size()
+            if stdin in found and not self._send(stdin):
+                break
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _send(self, stdin: int) -> bool:
+        """Pass on what can be read now; tell whether more can come."""
+        try:
+            if data := os.read(stdin, _AT_ONCE):
+                self._socket.sendall(data)
+        except OSError:
+            return False
+        return bool(data)
+
+    def _follow_size(self) -> None:
+        assert self._standard.stdin is not None
+        with contextlib.suppress(OSError):
+            if (size := os.get_terminal_size(self._standard.stdin)) != self._size:
+                self._size = size
+                self._resize(size.lines, size.columns)
+
+
+def _copied(standard: int, given: int | None) -> int | None:
+    try:
+        return os.dup(standard if given is None else given)
+    except OSError:  # closed, and so it is for the command
+        return None
+
+
+def _is_terminal(descriptor: int | None) -> bool:
+    return descriptor is not None and os.isatty(descriptor)
+
+
+def _in_background(descriptor: int) -> bool:
+    """Tell whether a read would stop this process, because its terminal belongs to another one."""
+    try:
+        return os.tcgetpgrp(descriptor) != os.getpgrp()
+    except OSError:  # no terminal, or not that of this session
+        return False

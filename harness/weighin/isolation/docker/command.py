@@ -1,0 +1,272 @@
+"""A command in a container: its processes and its cgroup on this machine, its exit, its removal."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import docker
+from docker.errors import APIError
+
+from weighin.cell import Cell
+from weighin.child_process import open_process
+from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker.attachment import Attachment
+from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
+from weighin.isolation.docker.engine import ENGINE_ERRORS, explained
+from weighin.isolation.docker.keeper import LOADER_VARIABLES, Keeper
+from weighin.isolation.docker.mounts import Bind
+from weighin.pipes import ready
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    PeakMark,
+    memory_cgroup_of,
+    parent_of,
+    pressure_file_of,
+)
+
+STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
+
+_BIRTH_TIMEOUT_S: Final = 30.0
+_PROGRAM_TIMEOUT_S: Final = 0.1
+_LOOK_S: Final = 0.0005
+_EXIT_TIMEOUT_S: Final = 2.0
+_PAUSE_S: Final = 0.02  # between two looks at a process, before Linux 5.3
+
+
+def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list[str], list[str]]:
+    """Return the command of a cell's container, and its variables; a bare name removes the image's.
+
+    As with ``docker run IMAGE COMMAND``, the command stands after the image's entrypoint. Of this
+    process's variables, a container gets only TERM.
+    """
+    of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
+    asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
+    for_loader = {n: v for n, v in (of_image | asked).items() if n in LOADER_VARIABLES}
+    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], for_loader)
+    passed = [f"{name}={value}" for name, value in asked.items() if name not in for_loader]
+    return command, [*passed, *for_loader]
+
+
+def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
+    """Return what a command's container mounts: its folder writable, and ``mounts`` read-only.
+
+    Raises:
+        ConfigError: the folder is the root, or a path to mount does not exist.
+    """
+    if Path(folder) == Path("/"):
+        raise ConfigError(
+            "the current folder / cannot be mounted into a container",
+            "cd to the folder of the program",
+        )
+    wanted = dict.fromkeys(os.path.abspath(path) for path in mounts)  # noqa: PTH100 (links stay)
+    for path in wanted:
+        if not Path(path).exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
+    return [
+        *(Bind(Path(path).resolve(), path) for path in wanted if path != folder),
+        Bind(Path(folder), folder, writable=True),
+        *keeper.binds(),
+    ]
+
+
+class DockerCommand:
+    """A command in a container; see ``weighin.isolation.base.RunningCommand``."""
+
+    shares_terminal = False
+
+    def __init__(
+        self,
+        client: docker.APIClient,
+        container: str,
+        keeper: Keeper,
+        attachment: Attachment,
+        *,
+        on_close: Callable[[], None],
+    ) -> None:
+        """Take over a created container, whose streams are attached."""
+        self._client, self._container = client, container
+        self._keeper, self._attachment = keeper, attachment
+        self._on_close = on_close
+        self._exit: Exit | None = None
+        self._process: int | None = None
+        self.pid = 0
+        self.cgroup: Path | None = None
+        self.groups: tuple[Path, ...] = ()
+        self.helpers: frozenset[int] = frozenset()
+        self.unseen = "its limit killed the container before the command started"
+
+    def begin(self, *, limited: bool) -> None:
+        """Start the container, find its processes, and let the command begin.
+
+        If the limit is too small to start the command, the result reports its exit, and no error is
+        raised.
+
+        Raises:
+            IsolationUnavailable: the engine runs on another machine, or could not start the keeper.
+        """
+        self._client.start(self._container)
+        keeper = int(self._state()["Pid"])
+        is_visible = keeper and is_here(self._container, keeper)
+        if not is_visible and self._state()["Running"]:
+            raise _elsewhere()
+        self.helpers = frozenset({keeper})
+        self.cgroup = memory_cgroup_of(keeper) if is_visible else None
+        if not is_visible or not self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S):
+            self._explain_stillbirth(limited=limited)
+            return
+        if self.cgroup is None:
+            raise IsolationUnavailable(
+                "the memory cgroup of the container is not mounted on this machine",
+                "use --isolation cgroup or process",
+            )
+        self.pid = next(pid for pid in self.members() if parent_of(pid) == keeper)
+        self.unseen = ""
+        self.groups = _groups(self.cgroup, self.pid)
+        self._process = open_process(self.pid)
+        mark = PeakMark(MemoryCgroup(self.cgroup))
+        mark.reset()  # where all readers have one mark, it leaves out the container's own start
+        mark.close()
+        self._attachment.interrupted = self.send_signal
+        self._attachment.begin()
+        self._keeper.go()
+        self._wait_for_program(keeper)
+
+    def _wait_for_program(self, keeper: int) -> None:
+        """Return when the child has become the command, so that it is not seen under another name."""
+        deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
+        while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def _state(self) -> dict[str, Any]:
+        return dict(self._client.inspect_container(self._container)["State"])
+
+    def end_at_birth(self) -> None:
+        """Note that the engine could not start the container under its limit."""
+        self._exit = KILLED_AT_BIRTH
+        self.cgroup = None
+
+    def _explain_stillbirth(self, *, limited: bool) -> None:
+        if limited and oom_killed(self._client, self._container, self.cgroup):
+            self.end_at_birth()
+            return
+        raise IsolationUnavailable(
+            "the shell that keeps the container did not start in the image",
+            "try it without weighin: docker run IMAGE COMMAND; or use another image",
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the command has ended within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while self._is_running():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._process is None:
+                ready([], min(left_s, _PAUSE_S))
+            else:
+                ready([self._process], left_s)
+        return True
+
+    def _is_running(self) -> bool:
+        if self._exit is not None:
+            return False
+        if self._process is not None:
+            return not ready([self._process], 0)
+        return self.pid in self.members()
+
+    def reap(self) -> Exit:
+        """Return how the command ended, after all its output has been passed on."""
+        if self._exit is None:
+            self._exit = self._keeper.exit(_EXIT_TIMEOUT_S) or self._exit_of_container()
+            if self._exit.signal == signal.SIGKILL:
+                killed = oom_killed(self._client, self._container, self.cgroup)
+                self._exit = Exit(None, signal.SIGKILL, oom_killed=killed)
+            self._keeper.end_output(self._attachment.mark)
+            self._attachment.finish()
+        return self._exit
+
+    def _exit_of_container(self) -> Exit:
+        """Return the engine's word if the keeper was killed too; the last counters are lost then."""
+        self.unseen = (
+            "the container was killed with its command, so that the last counters are lost"
+        )
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        code = wait_for_container(self._client, self._container, deadline)
+        return Exit(code) if code <= 128 else Exit(None, signal=code - 128)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command; do nothing if it has ended."""
+        if self.pid and self._exit is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def members(self) -> list[int]:
+        """Return the processes of the container except its keeper."""
+        if self.cgroup is None:
+            return []
+        try:
+            pids = map(int, (self.cgroup / "cgroup.procs").read_text().split())
+        except OSError:  # the container has ended
+            return []
+        return [pid for pid in pids if pid and pid not in self.helpers]
+
+    def kill(self) -> None:
+        """Kill all processes except the keeper; kill it too if they belong to another user."""
+        killed: set[int] = set()
+        try:
+            while new := set(self.members()) - killed:
+                for pid in new:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                killed |= new
+        except PermissionError:  # a rootless engine, or one with user namespaces
+            with explained("kill a container"), contextlib.suppress(APIError):
+                self._client.kill(self._container, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Remove the container and all processes in it; a second call has no effect."""
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+        self._keeper.close()
+        self._attachment.close()
+        self._on_close()
+
+
+def _command_line(pid: int) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return None
+
+
+def _groups(cgroup: Path, pid: int) -> tuple[Path, ...]:
+    """Return the memory cgroup, and where it is another one, the group in the v2 tree."""
+    pressure = pressure_file_of(pid)
+    other = pressure.parent if pressure else cgroup
+    is_own = other.name == cgroup.name  # an engine may leave its containers in a group of its own
+    return (cgroup, other) if is_own and other != cgroup else (cgroup,)
+
+
+def _elsewhere() -> IsolationUnavailable:
+    return IsolationUnavailable(
+        "weighin run needs a Docker engine on this machine: the processes of the engine in use are"
+        " not visible here",
+        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
+    )
+
+
+def resize(client: docker.APIClient, container: str) -> Callable[[int, int], None]:
+    """Return a function that sets the (rows, columns) of a container's terminal."""
+
+    def set_size(rows: int, columns: int) -> None:
+        with contextlib.suppress(*ENGINE_ERRORS):  # it has ended
+            client.resize(container, rows, columns)
+
+    return set_size

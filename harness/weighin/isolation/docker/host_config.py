@@ -1,0 +1,88 @@
+"""The settings with which containers are made: limits, mounts and rights."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import docker
+from docker.types import DeviceRequest, LogConfig, Mount
+
+from weighin.isolation.docker.mounts import CODE, Bind
+from weighin.probes.environment import settings
+from weighin.units import MIB
+
+_TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
+_PIDS: Final = 4096  # includes threads; torch starts at least one per processor
+_NOT_PASSED: Final = (
+    "NVIDIA_",
+    "LD_PRELOAD",
+)  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
+
+
+def of_worker(
+    client: docker.APIClient,
+    info: Mapping[str, Any],
+    binds: Sequence[Bind],
+    limit_bytes: int | None,
+    *,
+    gpu: bool,
+) -> dict[str, Any]:
+    """Return the settings of a worker's container: no network, no rights, a read-only root."""
+    return client.create_host_config(
+        **_memory(info, limit_bytes),
+        network_mode="none",
+        ipc_mode="private",
+        read_only=True,
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges"],
+        pids_limit=_PIDS,
+        shm_size=_TMPFS_BYTES,
+        tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
+        log_config=LogConfig(type="none"),
+        mounts=_mounts(binds),
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
+    )
+
+
+def of_command(
+    client: docker.APIClient,
+    info: Mapping[str, Any],
+    binds: Sequence[Bind],
+    limit_bytes: int | None,
+) -> dict[str, Any]:
+    """Return the settings of a command's container: the limit, and else those of ``docker run``."""
+    return client.create_host_config(
+        **_memory(info, limit_bytes),
+        log_config=LogConfig(type="none"),
+        mounts=_mounts(binds),
+    )
+
+
+def _memory(info: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:
+    if limit_bytes is None:
+        return {}
+    limit = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
+    if info.get("CgroupVersion", "1") == "1":  # v2 has no such setting
+        limit["mem_swappiness"] = 0
+    return limit
+
+
+def _mounts(binds: Sequence[Bind]) -> list[Mount]:
+    return [
+        Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable) for bind in binds
+    ]
+
+
+def user(info: Mapping[str, Any]) -> str | None:
+    """Return this user's uid:gid; None for a rootless engine, where root is this user."""
+    options = info.get("SecurityOptions") or []
+    if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
+        return None
+    return f"{os.getuid()}:{os.getgid()}"
+
+
+def worker_environment(of_cell: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker: the cell's, and this process's that affect figures."""
+    passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
+    ours = {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108
+    return passed | dict(of_cell) | ours

@@ -1,0 +1,191 @@
+"""Keep a command's container and cgroup after the command's end, also if its image has no shell.
+
+The keeper is the container's first process, and the command is its child. It is this machine's own
+shell, which is mounted into the container with the libraries that it needs, and is started by its
+own dynamic loader. So it runs in every image. It talks to this process through two named pipes,
+because the standard streams belong to the command.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from weighin.child_process import open_process
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker.mounts import Bind
+from weighin.pipes import ready
+
+_PIPES: Final = "/weighin/keeper"
+_SHELL: Final = "/weighin/shell"
+
+_SCRIPT: Final = f"""\
+exec 7>&2 8>{_PIPES}/told 9<{_PIPES}/hold 2>&8
+trap : INT QUIT
+(
+  echo >&8
+  read -r _ <&9
+  while [ "$1" != -- ]; do export "$1"; shift; done
+  shift
+  exec 2>&7 7>&- 8>&- 9<&-
+  exec "$@"
+)
+code=$?
+trap '' INT QUIT
+echo "$code" >&8
+exec 8>&- 2>/dev/null
+read -r mark <&9
+printf %s "$mark"
+printf %s "$mark" >&7
+exec </dev/null >/dev/null 7>&-
+read -r _ <&9
+exit "$code"
+"""
+"""The child writes an empty line, waits for the first line from ``hold``, and becomes the command.
+
+After the command's end, the keeper writes its exit code. A shell also writes a word such as "Killed"
+before the code if a signal ended the command: this tells a signal from the same exit code. The
+second line from ``hold`` is a mark, which the keeper writes after the last output, because the
+engine does not tell where output ends while a container runs. The keeper ends with ``hold``, at the
+latest when this process ends. It ignores Ctrl-C, which a terminal sends to it too.
+"""
+
+LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES")
+"""Variables that a dynamic loader obeys. The keeper gets them as arguments, for the command only,
+because the image's libraries do not fit the keeper's."""
+
+_SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}  # no shell reports them all
+
+
+class Keeper:
+    """The keeper of one container, and this process's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="weighin-keeper-")
+        hold, told = (f"{self._folder}/{name}" for name in ("hold", "told"))
+        self._open: set[int] = set()
+        self._said = b""
+        try:
+            os.mkfifo(hold, 0o600)
+            os.mkfifo(told, 0o600)
+            # A pipe can be opened for writing only while somebody can read it.
+            self._place = self._opened(hold, os.O_RDONLY | os.O_NONBLOCK)
+            self._hold = self._opened(hold, os.O_WRONLY)
+            self._told = self._opened(told, os.O_RDONLY | os.O_NONBLOCK)
+        except BaseException:
+            self.close()
+            raise
+
+    def binds(self) -> list[Bind]:
+        """Return what the container must mount for its keeper."""
+        pipes = Bind(Path(self._folder), _PIPES, writable=True)
+        return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _shell().items())]
+
+    def command(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """Return the container's command; ``variables`` are set for ``command`` only."""
+        loader, *others = (f"{_SHELL}/{name}" for name in _shell())
+        start = [loader, "--library-path", _SHELL, others[0]] if others else [loader]
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        return [*start, "-c", _SCRIPT, "weighin", *settings, "--", *command]
+
+    def wait_for_child(self, keeper: int, timeout_s: float) -> bool:
+        """Return whether the child waits for ``go``; False if the process ``keeper`` has ended."""
+        process = open_process(keeper)
+        try:
+            while b"\n" not in self._said:
+                watched = [self._told, *([] if process is None else [process])]
+                if self._told not in ready(watched, timeout_s) or not self._read():
+                    return False
+        finally:
+            if process is not None:
+                os.close(process)
+        self._said = self._said.partition(b"\n")[2]
+        self._close(self._place)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the pipes stay open without their names
+        return True
+
+    def go(self) -> None:
+        """Let the child become the command."""
+        os.write(self._hold, b"\n")
+
+    def exit(self, timeout_s: float) -> Exit | None:
+        """Return how the command ended; None if the keeper was killed too, or is late."""
+        deadline = monotonic() + timeout_s
+        while self._told in self._open and ready([self._told], deadline - monotonic()):
+            if not self._read():
+                break
+        return parse(self._said)
+
+    def end_output(self, mark: bytes) -> None:
+        """Let the keeper write ``mark`` after the output of the command, all of which has ended."""
+        with contextlib.suppress(OSError):  # the keeper was killed
+            os.write(self._hold, mark + b"\n")
+
+    def close(self) -> None:
+        """End the keeper, and with it the container; a second call has no effect."""
+        for descriptor in tuple(self._open):
+            self._close(descriptor)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> bool:
+        data = os.read(self._told, 4096)
+        self._said += data
+        return bool(data)
+
+    def _opened(self, path: str, flags: int) -> int:
+        descriptor = os.open(path, flags)
+        self._open.add(descriptor)
+        return descriptor
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+
+def parse(said: bytes) -> Exit | None:
+    """Return the exit that a keeper wrote: its last line is the code, after the shell's own words."""
+    *words, code = said.split() or [b""]
+    if not code.isdigit():
+        return None
+    number = int(code) - 128
+    if number > 0 and (words or number in _SILENT):
+        return Exit(None, signal=number)
+    return Exit(int(code))
+
+
+@cache
+def _shell() -> dict[str, Path]:
+    """Return the files of this machine's shell by their names: its loader, itself, its libraries.
+
+    A shell without libraries is one file. Raises IsolationUnavailable without ``ldd``.
+    """
+    shell = Path("/bin/sh").resolve()
+    try:
+        listed = subprocess.run(["ldd", shell], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise IsolationUnavailable(
+            f"cannot find the libraries of {shell}: ldd: {error.strerror}",
+            "install ldd (on Debian: sudo apt install libc-bin), or use --isolation cgroup",
+        ) from None
+    return parse_ldd(listed, shell)
+
+
+def parse_ldd(listed: str, shell: Path) -> dict[str, Path]:
+    """Return the files that ``ldd`` lists by their names, with ``shell`` after its loader."""
+    loaders: dict[str, Path] = {}
+    libraries: dict[str, Path] = {}
+    for line in listed.splitlines():
+        name, _, target = line.strip().rpartition(" => ")
+        path = Path(target.partition(" (")[0])
+        if path.is_absolute():
+            (libraries if name else loaders)[name or path.name] = path.resolve()
+    return {**loaders, "sh": shell, **libraries}
