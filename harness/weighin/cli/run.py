@@ -94,7 +94,7 @@ def run(context: click.Context, /, **_: Any) -> None:
     exit code is the command's own.
     """
     from weighin.run import runner
-    from weighin.run.request import resumable
+    from weighin.run.resuming import resumable
     from weighin.run.task import Progress
 
     typed = _arguments.read(context)
@@ -107,10 +107,12 @@ def run(context: click.Context, /, **_: Any) -> None:
 
 def _task(typed: dict[str, Any]) -> "Run":
     """Return the run to perform, a new one or the one to resume."""
-    from weighin.run import command_request, request
-
     if typed["resume"]:
+        from weighin.run import request
+
         return request.resume(typed["resume"], trusted=typed["trust"])
+    from weighin.run import command_request
+
     task, note = command_request.start(asked(typed))
     if note:
         _console.note(note)
