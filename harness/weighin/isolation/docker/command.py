@@ -18,7 +18,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained
-from weighin.isolation.docker.keeper import LOADER_VARIABLES, Keeper
+from weighin.isolation.docker.keeper import NOT_FOR_KEEPER, Keeper
 from weighin.isolation.docker.mounts import Bind
 from weighin.pipes import ready
 from weighin.probes.cgroup import (
@@ -47,10 +47,9 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
     asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
-    for_loader = {n: v for n, v in (of_image | asked).items() if n in LOADER_VARIABLES}
-    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], for_loader)
-    passed = [f"{name}={value}" for name, value in asked.items() if name not in for_loader]
-    return command, [*passed, *for_loader]
+    apart = {n: v for n, v in (of_image | asked).items() if n in NOT_FOR_KEEPER}
+    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], apart)
+    return command, [*(f"{n}={v}" for n, v in asked.items() if n not in apart), *apart]
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
