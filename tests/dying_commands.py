@@ -6,14 +6,18 @@ and a line that calls that one with ``# CALLED``. ``page_cache_only.py`` is the 
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import pytest
 import torch
 
+from weighin.probes import page_cache
 from weighin.units import MIB
 
 SCRIPTS = Path(__file__).parent / "commands" / "dying"
@@ -41,6 +45,7 @@ class Dying:
     """A script, its limit, and why it dies. ``inputs`` are the names of its ``Inputs``.
 
     If ``around_bytes`` is given, a cgroup around the command's own has this smaller limit.
+    ``cold`` tells whether its inputs are to be out of the page cache, or all in it.
     """
 
     script: str
@@ -48,6 +53,7 @@ class Dying:
     cause: Cause
     inputs: tuple[str, ...] = ()
     around_bytes: int | None = None
+    cold: bool = False
 
     @property
     def dies(self) -> bool:
@@ -59,9 +65,19 @@ class Dying:
         return self.around_bytes or self.limit_bytes
 
     def command(self, inputs: Mapping[str, Path]) -> tuple[str, ...]:
-        """Return the command line, with the files that ``make_inputs`` wrote."""
+        """Return the command line, with the files that the fixture wrote."""
         arguments = (str(inputs[name]) for name in self.inputs)
         return (sys.executable, str(SCRIPTS / self.script), *arguments)
+
+    def prepare(self, inputs: Mapping[str, Path]) -> None:
+        """Bring the page cache of its files into its state. A warm file is charged to this process."""
+        for file in (inputs[name] for name in self.inputs if inputs[name].is_file()):
+            if self.cold:
+                assert page_cache.drop([file]) == 0, (
+                    "another process keeps the file in the page cache"
+                )
+            else:
+                file.read_bytes()
 
     def lines(self) -> tuple[str, ...]:
         """Return the right answers to "where", as "file.py:14": the line that takes the memory first."""
@@ -90,7 +106,7 @@ DYING = (
     Dying("outer_limit.py", 700 * MIB, Cause.OUTER_LIMIT, around_bytes=300 * MIB),
     Dying("heavy_import.py", 300 * MIB, Cause.IMPORT),
     Dying("copied_by_workers.py", 300 * MIB, Cause.COPY_ON_WRITE),
-    Dying("page_cache_only.py", 300 * MIB, Cause.PAGE_CACHE, ("file",)),
+    Dying("page_cache_only.py", 300 * MIB, Cause.PAGE_CACHE, ("file",), cold=True),
     Dying("leak_in_loop.py", 300 * MIB, Cause.GROWTH),
     Dying("whole_file.py", 300 * MIB, Cause.READ, ("file",)),
     Dying("slow_growth.py", 300 * MIB, Cause.GROWTH),
@@ -98,11 +114,12 @@ DYING = (
 """All scripts. Without a limit each of them ends well, with at most 1 GiB."""
 
 
-def make_inputs(folder: Path, shm: Path) -> dict[str, Path]:
-    """Write the inputs of all scripts into ``folder``, 1 GiB of which 600 MiB occupy no disk.
-
-    ``shm`` is an empty folder in /dev/shm. The caller removes both.
-    """
+@pytest.fixture(scope="session")
+def inputs(disk: Path) -> Iterator[dict[str, Path]]:
+    """Write the inputs of all scripts: 1 GiB, of which 600 MiB occupy no disk."""
+    folder = disk / "inputs"
+    folder.mkdir()
+    shm = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="weighin-test-"))
     inputs = {name: folder / f"{name}.pt" for name in ("float32", "bfloat16")}
     inputs |= {"file": folder / "file.bin", "shm": shm}
     layers = [f"layers.{number}" for number in range(16)]
@@ -112,4 +129,12 @@ def make_inputs(folder: Path, shm: Path) -> dict[str, Path]:
     torch.save(halves, inputs["bfloat16"])
     with inputs["file"].open("wb") as file:
         file.truncate(600 * MIB)
-    return inputs
+    yield inputs
+    shutil.rmtree(folder)
+    shutil.rmtree(shm)
+
+
+def empty(inputs: Mapping[str, Path]) -> None:
+    """Remove what a script wrote to shared memory."""
+    for path in inputs["shm"].iterdir():
+        path.unlink()

@@ -67,7 +67,7 @@ KNOWN = (
     Known("shares", ("128",), 200, 0, 256 * MIB, process_bytes=(256 * MIB,) * 2),
     Known("reads", (FILE,), 200, MIB, 0, FILE_BYTES, (MIB,)),
     Known("child", ("256",), 200, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
-    Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB, 0)),
+    Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB,)),
 )
 """All programs; FILE has been written before, so that its page cache is charged to its writer."""
 

@@ -13,8 +13,8 @@ GATE_FAILED: Final = 1
 MEASUREMENT_FAILED: Final = 4
 STRATEGY_FAILED: Final = 5
 
-BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
-"""Outcomes that show a fault of the strategy itself, whatever the limit is."""
+BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.COMMAND_FAILED)
+"""Outcomes that show a fault of the strategy or the command itself, whatever the limit is."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -22,7 +22,7 @@ MEANINGS: Final = {
     2: "bad input",
     3: "an isolation is not available",
     4: "a cell could not be measured, or another run is measuring on this machine",
-    5: "a strategy loaded wrong weights or failed",
+    5: "a strategy loaded wrong weights or failed, or one of several commands failed",
     130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
 """Every exit code of ``weighin``."""
@@ -31,7 +31,10 @@ EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEA
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return the exit code of a run. A failed strategy takes precedence over an unmeasured cell."""
+    """Return the exit code of a run. A failed strategy takes precedence over an unmeasured cell.
+
+    The one command of a run of one cell gives its own exit code instead (``weighin run``).
+    """
     outcomes = {result.outcome for result in results}
     if outcomes & {*BROKEN}:
         return STRATEGY_FAILED

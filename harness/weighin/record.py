@@ -114,6 +114,8 @@ class Peaks:
     In a cell of several ranks, ``rss_bytes`` is the peak of the rank with the highest peak. The
     sampled maxima are those of all ranks together, with shared pages counted once. ``pss_bytes`` is
     the sum of all ranks' proportional set sizes at the instant at which all ranks were ready.
+    ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
+    the other figures of processes are the worker's alone.
     """
 
     rss_bytes: int | None = None
@@ -126,7 +128,9 @@ class Peaks:
     cuda_driver_sampled_bytes: int | None = None
     pinned_bytes: int | None = None
     unreclaimable_sampled_bytes: int | None = None
+    shmem_sampled_bytes: int | None = None
     pss_bytes: int | None = None
+    others_private_sampled_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +193,16 @@ class OpenFile:
     """A file that a process had open or mapped when its cell used most memory.
 
     ``position_bytes`` is the place of the next read; None for a file that is only mapped.
+    ``is_open`` is False for a file that the process had open to read before, and has closed.
+    ``seen_ns`` is the time at which it was first seen, some time after it was opened.
     """
 
     path: str
     size_bytes: int
     position_bytes: int | None = None
     mapped_bytes: int = 0
+    is_open: bool = True
+    seen_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +255,9 @@ class Mark:
 class Stack:
     """The stack of one thread of a process while its command used ``usage_bytes``.
 
-    The usage is without page cache, which can be given back.
-    ``frames`` are "function (path/of/file.py:14)", the innermost first.
+    The usage is without page cache, which can be given back. ``frames`` are
+    "function (path/of/file.py:14)", the innermost first. ``code`` is the line of source code of the
+    innermost frame outside of libraries; empty if it could not be read.
     """
 
     t_ns: int
@@ -256,6 +265,7 @@ class Stack:
     thread: str
     usage_bytes: int
     frames: tuple[str, ...]
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

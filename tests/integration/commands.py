@@ -37,19 +37,23 @@ class CommandLine:
     folder: Path
     cache: Path
 
-    def start(self, *arguments: str, before: tuple[str, ...] = (), **variables: str) -> Started:
-        """Start ``weighin ARGUMENTS``; ``before`` is a command that starts it in its turn."""
-        environment = os.environ | {
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the command."""
+        return os.environ | {
             "PYTHONPATH": str(ROOT / "harness"),
             "WEIGHIN_CACHE": str(self.cache),
             "COLUMNS": "100",
             "NO_COLOR": "1",
             "TERM": "dumb",
         }
+
+    def start(self, *arguments: str, before: tuple[str, ...] = (), **variables: str) -> Started:
+        """Start ``weighin ARGUMENTS``; ``before`` is a command that starts it in its turn."""
         process = subprocess.Popen(
             [*before, sys.executable, "-P", "-m", "weighin", *arguments],
             cwd=self.folder,
-            env=environment | variables,
+            env=self.environment | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -224,6 +224,79 @@ def test_a_body_can_be_held_to_a_limit_by_the_kernel(user: pytest.Pytester) -> N
     ) in result.stdout.str()
 
 
+CHILD = """
+import pytest, subprocess, sys
+
+def child(mib):
+    code = f"import time; held = bytearray(b'1') * ({mib} << 20); time.sleep(0.5)"
+    return subprocess.run([sys.executable, "-c", code]).returncode
+"""
+
+
+@pytest.mark.parametrize("isolation", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+def test_memory_that_a_tests_children_hold_is_the_tests(
+    user: pytest.Pytester, isolation: str
+) -> None:
+    user.makepyfile(
+        CHILD
+        + """
+@pytest.mark.limit_peak("100MiB")
+def test_too_much(): assert child(200) == 0
+
+@pytest.mark.limit_peak("100MiB", metric="anon")
+def test_too_much_anonymous(): assert child(200) == 0
+
+@pytest.mark.limit_peak("100MiB")
+def test_fits(): assert child(20) == 0
+"""
+    )
+    result = user.runpytest_subprocess("--weighin-isolation", isolation)
+    result.assert_outcomes(passed=1, failed=2)
+    text = result.stdout.str()
+    for metric in ("rss (exact)", "anon (sampled)"):
+        held = re.search(
+            rf"^{re.escape(metric)} grew by \d.* during the test's body, and the processes that it"
+            r" started held (\d+\.\d+) MiB of private memory \(sampled\): together more than the limit"
+            r" of 100\.000 MiB$",
+            text,
+            re.MULTILINE,
+        )
+        assert held
+        assert 200 <= float(held[1]) < 220
+
+
+@pytest.mark.cgroup
+def test_a_killed_child_is_the_tests_failure(user: pytest.Pytester) -> None:
+    user.makepyfile(
+        CHILD
+        + """
+@pytest.mark.limit_peak("1GiB", ram="600m")
+def test_goes_on(): assert child(700) == -9
+
+@pytest.mark.limit_peak("1GiB", ram="600m")
+def test_fails_without_it(): assert child(700) == 0
+
+def test_a_function(weighin):
+    run = weighin.measure(child, 700, ram="600m")
+    assert run.outcome == "child_killed"
+    assert run.peaks
+"""
+    )
+    result = user.runpytest_subprocess("--weighin-isolation", "cgroup")
+    result.assert_outcomes(failed=3)
+    text = result.stdout.str()
+    killed = (
+        r"; killed: python\S* \(process \d+\) with \d+\.\d+ MiB of anonymous memory;"
+        r" the cell's peak was 600\.000 MiB$"
+    )
+    child_killed = "child_killed: the kernel killed 1 process of this cell for lack of memory"
+    assert re.search(rf"^{child_killed}{killed}", text, re.MULTILINE)
+    assert re.search(
+        rf"^oom_killed: the kernel killed a process of the worker .*{killed}", text, re.MULTILINE
+    )
+    assert re.search(rf"^E +AssertionError: peaks of child, .*{killed}", text, re.MULTILINE)
+
+
 def test_a_body_in_docker_is_refused_with_its_repair(user: pytest.Pytester) -> None:
     user.makeini("[pytest]\nweighin_isolation = docker\n")
     user.makepyfile(

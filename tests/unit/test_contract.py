@@ -7,11 +7,14 @@ import pytest
 
 from weighin import cell, record
 from weighin.records.run_folder import Plan
+from weighin.run.command_settings import CommandSettings
 
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
     cell.Cell, cell.Job, cell.ModelSpec, record.Sample, record.Memory, record.Phase, record.Peaks,
     record.Faults, record.Pressure, record.Cost, record.Result, record.Written, Plan,
+    record.Ran, record.Process, record.OpenFile, record.Kill, record.Mark, record.Stack, record.Track,
+    CommandSettings,
 )  # fmt: skip
 
 

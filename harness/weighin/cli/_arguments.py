@@ -49,12 +49,28 @@ def read(context: click.Context) -> dict[str, Any]:
     Raises:
         ConfigError: a typed option would have no effect beside --resume, --check or --suite.
     """
-    typed = [one for one in context.command.params if _is_typed(context, one.name or "")]
+    typed = [one for one in context.command.params if is_typed(context, one.name or "")]
     _refuse_ignored(typed)
     return context.params | _contradicted({one.name or "" for one in typed}, context.params)
 
 
-def _is_typed(context: click.Context, name: str) -> bool:
+def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
+    """Raise ConfigError if one of these parameters was typed: it would have no effect."""
+    ignored = [
+        _shown(one)
+        for one in context.command.params
+        if one.name in names and is_typed(context, one.name)
+    ]
+    if ignored:
+        raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
+
+
+def _shown(parameter: click.Parameter) -> str:
+    is_option = parameter.param_type_name == "option"
+    return parameter.opts[0] if is_option else (parameter.name or "").upper()
+
+
+def is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
@@ -75,11 +91,7 @@ def _refuse_ignored(typed: list[click.Parameter]) -> None:
         typed = [one for one in typed if one.name == "trust"]
     else:
         return
-    ignored = [
-        one.opts[0] if one.param_type_name == "option" else (one.name or "").upper()
-        for one in typed
-        if one.name not in kept
-    ]
+    ignored = [_shown(one) for one in typed if one.name not in kept]
     if ignored:
         raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
 

@@ -226,6 +226,59 @@ json = click.option(
     " output.",
 )
 
+command = click.argument(
+    "command",
+    cls=Argument,
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND ...",
+    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
+)
+image = click.option(
+    "--image",
+    default="",
+    metavar="IMAGE",
+    help="Run the command in a container of this image, as docker run does: after the image's"
+    " entrypoint, with the network of the engine. The container sees the current folder at its own"
+    " path, runs as this user, and gets TERM and the variables of --env, but no others of this"
+    " environment. With --isolation docker, the default is weighin's own image, which has torch.",
+)
+cold = click.option(
+    "--cold",
+    multiple=True,
+    metavar="PATH",
+    help="A file or folder to drop from the page cache before each start. Pages that another"
+    " program has read are not charged to the command. Repeatable.",
+)
+label = click.option(
+    "--name", "label", default="", metavar="LABEL", help="The command's name in tables."
+)
+server = several(
+    click.option(
+        "--ready",
+        default="",
+        metavar="REGEX",
+        help="The command is a server, and a line of its output that contains this regular expression"
+        " tells that it is ready. It is measured until then, and stopped.",
+    ),
+    click.option(
+        "--ready-url",
+        default="",
+        metavar="URL",
+        help="The command is a server, which is ready when this address answers a GET request with a"
+        " status below 500. It is measured until then, and stopped.",
+    ),
+    click.option(
+        "--grace",
+        "grace_s",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="Time from SIGTERM to SIGKILL for a server that is ready, and for processes that the"
+        " command leaves running.",
+    ),
+)
+
 _cluster = (
     click.option(
         "--address",

@@ -14,6 +14,7 @@ from weighin.run import interrupts
 from weighin.run.task import Progress
 from weighin.units import format_bytes, format_exact, format_seconds
 
+_REACHED = {"load": "ready", "save": "on the disk", "command": "after"}
 _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 
 
@@ -101,11 +102,10 @@ def line(result: Result) -> str:
     """Return one finished cell as one line of rich markup."""
     cell, style = result.cell, _STYLES.get(result.outcome, "red")
     limit = ", ".join(_limits(cell)) or "no limit"
-    words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}"]
+    words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}".lstrip()]
     words.append(f"[{style}]{result.outcome:<12}[/]")
     if result.ready_ns is not None:
-        reached = "ready" if cell.operation == "load" else "on the disk"
-        words.append(f"{reached} {format_seconds(result.ready_ns)}")
+        words.append(f"{_REACHED[cell.operation]} {format_seconds(result.ready_ns)}")
     if result.peaks.rss_bytes is not None:
         words.append(f"peak RSS {format_bytes(result.peaks.rss_bytes)}")
     words.append(escape(result.message))

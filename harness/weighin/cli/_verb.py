@@ -144,6 +144,22 @@ class Verb(click.Command):
             raise
 
 
+class VerbOfModelOrCommand(Verb):
+    """A verb that takes arguments, or a command after ``--``; its parameter ``command`` is then not None."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the words after the first ``--`` as they are."""
+        here = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:here])
+        if ctx.params["command"]:
+            ctx.fail(f"Got unexpected extra arguments ({' '.join(ctx.params['command'])})")
+        ctx.params["command"] = None
+        if here < len(args):
+            ctx.params["command"] = tuple(args[here + 1 :])
+            ctx.set_parameter_source("command", click.core.ParameterSource.COMMANDLINE)
+        return rest
+
+
 class Verbs(click.Group):
     """A group of verbs, which the help lists in the order and under the headings of ``panels``."""
 

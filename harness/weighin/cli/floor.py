@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _arguments, _console, _options, _run
-from weighin.cli._verb import Verb
+from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
     from weighin.run.floor_search import Search
@@ -17,12 +17,21 @@ EXAMPLES = (
     "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
     "weighin floor gpt2-small --isolation cgroup --json -",
     "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+    "weighin floor --cold weights.pt -- python load.py weights.pt",
+    "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
     "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
 )
+_OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
+_OF_MODELS = {
+    *("model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code"),
+    *("checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "ranks", "seed"),
+    *("base_image", "mounts", "wait"),
+}
 
 
-@click.command(cls=Verb, examples=EXAMPLES, codes=True)
+@click.command(cls=VerbOfModelOrCommand, examples=EXAMPLES, codes=True)
 @_options.model
+@_options.command
 @_options.folder_choice
 @_options.generated
 @_options.selection
@@ -32,8 +41,12 @@ EXAMPLES = (
     default="1%",
     metavar="SHARE",
     help="Precision: the largest difference between a limit that works and one that does not, in %"
-    " of the floor, or 8 MiB if that is more.",
+    " of the floor, or 8 MiB if that is more (for a command, 1 MiB).",
 )
+@_options.cold
+@_options.server
+@_options.label
+@_options.image
 @_options.isolation
 @_options.device
 @_options.dtype
@@ -62,14 +75,24 @@ EXAMPLES = (
 @_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
-    """Find the smallest RAM limit at which each strategy loads a model, and measure that load."""
+    """Find the smallest RAM limit at which each strategy loads a model, and measure that load.
+
+    With a command after --, find the smallest limit at which the command ends with exit code 0, or is
+    ready. The command runs about ten times; its standard input is empty, and its output is shown only
+    when it runs without a limit. Without --timeout, a limit at which it takes 10 times as long as
+    without a limit, and 30 s more, does not suffice.
+    """
     from weighin.cli import _progress
     from weighin.report import terminal_floors, write_report
     from weighin.report.run_json import of_floors
     from weighin.run.request import resumable
 
     typed = _arguments.read(context)
-    _run.enter_scope(typed["isolation"])
+    _refuse_mixed(context)
+    automatic = "auto" if typed["command"] is None else "cgroup"
+    _run.enter_scope(automatic if typed["isolation"] == "auto" else typed["isolation"])
+    if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
+        typed["timeout_s"] = 0.0  # one that follows from the time without a limit
     search = _search(typed)
     folder, json_file = search.run.folder, typed["json_file"]
     with (
@@ -86,12 +109,37 @@ def floor(context: click.Context, /, **_: Any) -> None:
     _run.end(context, results)
 
 
+def _refuse_mixed(context: click.Context) -> None:
+    """Raise ConfigError if an option was typed that has an effect only on what is not searched."""
+    if context.params["command"] is not None:
+        _arguments.refuse(
+            context,
+            _OF_MODELS,
+            "the floor of a command is searched",
+            "leave them out, or the command",
+        )
+    elif not context.params["resume"]:
+        _arguments.refuse(
+            context,
+            _OF_COMMANDS,
+            "the floor of a model is searched",
+            "add the command: weighin floor -- python x.py",
+        )
+
+
 def _search(typed: dict[str, Any]) -> "Search":
     """Return the search to perform, which is a new search or the search to resume."""
     from weighin.run import floor_search
 
     if typed["resume"]:
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
+    elif typed["command"] is not None:
+        from weighin.cli.run import asked as asked_command
+
+        within = _arguments.share(typed["within"])
+        search, note = floor_search.start(asked_command(typed, within=within))
+        if note:
+            _console.note(note)
     else:
         asked = {
             "models": [_arguments.one_model(typed["model"], typed["model_option"])],

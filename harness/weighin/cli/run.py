@@ -1,11 +1,12 @@
 """``weighin run``: run any command under limits, and say what it needed."""
 
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighin.cli import _arguments, _console, _options, _run
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,14 +29,7 @@ EXAMPLES = (
     codes=True,
     context_settings={"show_default": True, "allow_interspersed_args": False},
 )
-@click.argument(
-    "command",
-    cls=Argument,
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="-- COMMAND ...",
-    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
-)
+@_options.command
 @click.option(
     "--ram",
     default="none",
@@ -44,23 +38,9 @@ EXAMPLES = (
 )
 @click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
 @_options.isolation
-@click.option(
-    "--image",
-    default="",
-    metavar="IMAGE",
-    help="Run the command in a container of this image, as docker run does: after the image's"
-    " entrypoint, with the network of the engine. The container sees the current folder at its own"
-    " path, runs as this user, and gets TERM and the variables of --env, but no others of this"
-    " environment. With --isolation docker, the default is weighin's own image, which has torch.",
-)
+@_options.image
 @_options.mounts
-@click.option(
-    "--cold",
-    multiple=True,
-    metavar="PATH",
-    help="A file or folder to drop from the page cache before each start. Pages that another"
-    " program has read are not charged to the command. Repeatable.",
-)
+@_options.cold
 @click.option(
     "--mark",
     "marks",
@@ -68,6 +48,7 @@ EXAMPLES = (
     metavar="REGEX",
     help="Mark each line of output that contains this regular expression on the timeline. Repeatable.",
 )
+@_options.server
 @click.option(
     "--stacks/--no-stacks",
     default=True,
@@ -83,7 +64,7 @@ EXAMPLES = (
     metavar="SECONDS",
     help="Time after which the command is killed; 0 for none.",
 )
-@click.option("--name", "label", default="", metavar="LABEL", help="The command's name in tables.")
+@_options.label
 @_options.engine
 @click.option(
     "--shard",
@@ -159,8 +140,12 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
         how=CommandSettings(
             folder=str(Path.cwd()),
             cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
-            marks=typed["marks"],
-            stacks=typed["stacks"] and repeats == 1,
+            marks=typed.get("marks", ()),
+            stacks=typed.get("stacks", False) and repeats == 1,
+            ready=typed["ready"],
+            ready_url=typed["ready_url"],
+            grace_s=typed["grace_s"],
+            in_search="within" in settings,
             image=typed["image"],
             mounts=tuple(str(path.absolute()) for path in typed["mounts"]),
         ),
@@ -178,6 +163,8 @@ def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
     """Show what was measured, and exit with the command's code, or with the run's for several cells."""
+    from weighin.records import explanation
+
     if len(results) > 1:
         from weighin.cli.report import show_run
         from weighin.records import run_folder
@@ -186,6 +173,7 @@ def _end(
         _run.end(context, results)
         return
     (result,) = results
-    click.echo(f"weighin: {result.outcome}: {result.message}", err=True)
-    click.echo(f"weighin: {task.folder}", err=True)
-    context.exit(result.exit_code or 0)
+    for line in explanation.answer(task.folder, result):
+        click.echo(f"weighin: {line}", err=True)
+    click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
+    context.exit(0 if result.outcome == "ok" else result.exit_code or 1)

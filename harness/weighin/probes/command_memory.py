@@ -7,9 +7,16 @@ the sum of their proportional set sizes counts each page once. This sum is expen
 import contextlib
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    all_pids,
+    limits_around,
+    parent_of,
+    parse_numbers,
+)
 from weighin.probes.process import read_shares, read_status, read_text
 from weighin.probes.process_table import Pause, Shares
 from weighin.record import Sample
@@ -23,6 +30,7 @@ _V1: Final = {
     "faults": "total_pgfault",
     "major": "total_pgmajfault",
 }
+_LINKS_OF_EMPTY: Final = 2
 _V2: Final = {
     "anon": "anon",
     "file": "file",
@@ -44,7 +52,7 @@ class GroupMemory:
     def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
         """``helpers`` are members that are not the command's."""
         self._cgroup = cgroup
-        self._helpers = frozenset([0, *helpers])  # 0: not visible
+        self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
         self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
         self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
@@ -54,12 +62,7 @@ class GroupMemory:
 
     def pids(self) -> list[int]:
         """Return the pids of all members; those of another pid namespace are not visible."""
-        found: list[int] = []
-        for folder in self._folders():
-            with contextlib.suppress(OSError):  # removed, or threaded
-                # Opened anew each time: v1 keeps the list of an open file for a second.
-                found += map(int, read_text(f"{folder}/cgroup.procs").split())
-        return [pid for pid in found if pid not in self._helpers]
+        return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return the figures of the group; None if it was removed."""
@@ -95,28 +98,20 @@ class GroupMemory:
 
     def oom_kills(self) -> int | None:
         """Return the number of processes that the kernel killed in the group and those below it."""
-        for folder in self._folders():
+        for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
             if kills is not None:
                 self._kills[folder] = kills
         return sum(self._kills.values()) if self._kills else None
 
     def limit(self) -> int | None:
-        return self._cgroup.read_limit()
+        """Return the smallest limit of the group and those above it, in bytes."""
+        limits = limits_around(self._cgroup.path)
+        return limits[0][0] if limits else None
 
     def close(self) -> None:
         os.close(self._usage)
         os.close(self._stat)
-
-    def _folders(self) -> list[str]:
-        """Return the group and the groups below it; the kernel counts those as links."""
-        top = str(self._cgroup.path)
-        try:
-            if os.stat(top).st_nlink <= 2:  # noqa: PTH116 (many times a second)
-                return [top]
-        except OSError:  # removed
-            return []
-        return [folder for folder, _, _ in os.walk(top)]
 
 
 class TreeMemory:
@@ -199,6 +194,26 @@ class TreeMemory:
 
     def close(self) -> None:
         return
+
+
+def members_of(group: Path) -> list[int]:
+    """Return the pids in a group and those below it; processes of other pid namespaces are left out."""
+    found: list[int] = []
+    for folder in _folders(group):
+        with contextlib.suppress(OSError):  # removed, or threaded
+            # Opened anew each time: v1 keeps the list of an open file for a second.
+            found += map(int, read_text(f"{folder}/cgroup.procs").split())
+    return [pid for pid in found if pid]
+
+
+def _folders(group: Path) -> list[str]:
+    """Return a group and the groups below it; the kernel counts those as links."""
+    try:
+        if group.stat().st_nlink <= _LINKS_OF_EMPTY:
+            return [str(group)]
+    except OSError:  # removed
+        return []
+    return [folder for folder, _, _ in os.walk(group)]
 
 
 def _read_shares(pids: list[int]) -> dict[int, Shares]:

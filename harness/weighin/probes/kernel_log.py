@@ -78,7 +78,7 @@ def kills_since(
 def _inside(group: Path | None) -> str | None:
     """Return a group's path below the mount point, which is the end of its path in the log."""
     hierarchy = memory_hierarchy()
-    if group is None or hierarchy is None:
+    if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
         return None
     return f"/{group.relative_to(hierarchy[1])}"
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import stat
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,28 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
             size = _regular_size(f"/proc/{pid}/root{path}")
             if size >= SMALLEST_BYTES:
                 files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
+    for path, file in _read(pid).items():
+        mapped_bytes = files[path].mapped_bytes if path in files else 0
+        files[path] = replace(file, mapped_bytes=mapped_bytes)
+    return _largest(files)
+
+
+def files_read(pid: int) -> tuple[OpenFile, ...]:
+    """Return the files from 1 MiB that a process has open to read, which is cheaper than ``open_files``.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
+    """
+    return _largest(_read(pid))
+
+
+def _largest(files: dict[str, OpenFile]) -> tuple[OpenFile, ...]:
+    found = sorted(files.values(), key=lambda file: -file.size_bytes)
+    return tuple(found[:_MOST_FILES])
+
+
+def _read(pid: int) -> dict[str, OpenFile]:
+    files: dict[str, OpenFile] = {}
     for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
         with contextlib.suppress(OSError):  # closed since
             if (size := _regular_size(str(link))) < SMALLEST_BYTES:
@@ -45,10 +68,8 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
             before = files.get(path)
             if before and before.position_bytes is not None:  # opened twice: the one that has read
                 position = max(position, before.position_bytes)
-            mapped_bytes = before.mapped_bytes if before else 0
-            files[path] = OpenFile(one_line(path), size, position, mapped_bytes)
-    found = sorted(files.values(), key=lambda file: -file.size_bytes)
-    return tuple(found[:_MOST_FILES])
+            files[path] = OpenFile(one_line(path), size, position)
+    return files
 
 
 def _regular_size(path: str) -> int:

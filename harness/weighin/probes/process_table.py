@@ -1,14 +1,15 @@
 """Keep a table of the processes of a command: when each was seen, and its share of the memory."""
 
+import contextlib
 import heapq
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import parent_of, read_kernel
-from weighin.probes.open_files import open_files
+from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_status
 from weighin.record import OpenFile, Process
 from weighin.text import one_line
@@ -22,6 +23,7 @@ MOST_PROCESSES: Final = 200
 """A table has no more processes: those with the most memory are kept."""
 _MOST_ENDED: Final = 2000  # while the command runs
 _WITH_FILES: Final = 8
+_MOST_FILES: Final = 32  # of one process, with those that it has closed
 _SETTLED_NS: Final = 200_000_000  # a child that was just forked soon runs another program
 _REREAD_S: Final = 0.5
 
@@ -45,7 +47,7 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one process; ``command`` and ``parent_pid`` are those of the last look."""
+    """What is known of one process; ``parent_pid`` is that of the first look."""
 
     pid: int
     start_ns: int
@@ -60,11 +62,16 @@ class _Seen:
         """Read what a process tells of itself; a process that has ended keeps its last figures."""
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
-            if command := command_of(self.pid):
-                self.command = command
+            # A process that ends has no command line any more, and orphans have another parent.
+            self.command = command_of(self.pid) or self.command or _name_of(self.pid)
+            self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
         except OSError:
             return
-        self.parent_pid = parent_of(self.pid) or self.parent_pid
+
+    def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
+        """Add the files that ``look`` finds; those that it does not find have been closed."""
+        with contextlib.suppress(OSError):  # ended, or another user's
+            self.files = _with_closed(look(self.pid), self.files)
 
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
@@ -82,6 +89,7 @@ class ProcessTable:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
         self._reread = Pause(_REREAD_S)
+        self._files = Pause()
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
         """Note which processes run at the time ``t_ns``."""
@@ -98,21 +106,24 @@ class ProcessTable:
                 seen.read()
         if rereads:
             self._reread.end()
+        if self._files.begin():
+            for seen in _largest(self._running.values()):
+                seen.note_files(files_read)
+            self._files.end()
         if len(self._ended) > _MOST_ENDED:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
         """Replace the processes' shares of the memory, and list the files of the largest ones."""
         for seen in (*self._ended, *self._running.values()):
-            seen.shares, seen.files = None, ()
+            seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
+            seen.read()
             seen.shares = shares[seen.pid]
-        for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
-            try:
-                seen.files = open_files(seen.pid)
-            except OSError:  # ended, or another user's
-                continue
+            seen.read()
+        for seen in _largest(found):
+            seen.note_files(open_files)
 
     def processes(self) -> tuple[Process, ...]:
         """Return the processes with the most memory, in the order in which they were seen."""
@@ -121,14 +132,42 @@ class ProcessTable:
         return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
 
 
+def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
+    """Return the processes of which files are listed."""
+    return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
+
+
+def _with_closed(files: tuple[OpenFile, ...], before: tuple[OpenFile, ...]) -> tuple[OpenFile, ...]:
+    """Return the files of a process, with those that it has read before and closed.
+
+    What was read from them may still be in its memory.
+    """
+    known = {file.path: file for file in before}
+    now_ns = time.monotonic_ns()
+    there = [
+        replace(file, seen_ns=known[file.path].seen_ns if file.path in known else now_ns)
+        for file in files
+    ]
+    for file in files:
+        known.pop(file.path, None)
+    closed = [
+        replace(file, is_open=False) for file in known.values() if file.position_bytes is not None
+    ]
+    return (*there, *closed)[:_MOST_FILES]
+
+
 def command_of(pid: int) -> str:
-    """Return the command line of a process as one printable line; empty if it has none.
+    """Return the command line of a process as one printable line; empty if it has none, or ends.
 
     Raises:
         OSError: the process has ended.
     """
     arguments = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
-    return one_line(arguments) or one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+    return one_line(arguments)
+
+
+def _name_of(pid: int) -> str:
+    return one_line(read_kernel(Path(f"/proc/{pid}/comm")))
 
 
 def _process(seen: _Seen) -> Process:

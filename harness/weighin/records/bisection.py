@@ -2,7 +2,7 @@
 
 The search keeps no state besides the results, so that an interrupted search can be resumed. The
 first limit is an estimate from the cell without a limit (the sampled maximum of its anonymous
-memory). Further limits move away from the estimate until one limit works and one fails. The search
+memory; for a command, what it needed). Further limits move away from the estimate until one limit works and one fails. The search
 then bisects the interval between these two limits and confirms the smallest working limit. A search
 takes about 6 cells.
 """
@@ -14,9 +14,9 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.record import Result
 from weighin.records.floor import (
-    FINEST_STEP_BYTES,
     PASSES,
     bracket,
+    finest_step,
     results_of,
     searched,
     stopped_by,
@@ -51,17 +51,11 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
 
 
 def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: int) -> int | None:
-    peaks = first.peaks
-    estimate = (
-        peaks.unreclaimable_sampled_bytes
-        or peaks.anon_sampled_bytes
-        or peaks.rss_bytes
-        or FINEST_STEP_BYTES
-    )
-    estimate += _BESIDE_BYTES
+    finest = finest_step(first.cell)
+    estimate = _estimate(first) or finest
     bounds = bracket(ours)
     failing, working = bounds.failing_bytes, bounds.working_bytes
-    step = _step(min(estimate, working or estimate), within)
+    step = _step(min(estimate, working or estimate), within, finest)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
     jump = step << max(0, len(tried) - 1)  # doubles until one limit works and one fails
     if failing is None and working is None:
@@ -79,7 +73,17 @@ def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: i
     return room if room not in tried and room <= highest else None
 
 
-def _step(estimate: int, within: float) -> int:
+def _estimate(first: Result) -> int | None:
+    """Return an estimate of the floor from the cell without a limit; None if nothing was measured."""
+    if first.ran:
+        needed = first.ran.needed_bytes
+        return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
+    peaks = first.peaks
+    sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
+    return sampled and sampled + _BESIDE_BYTES
+
+
+def _step(estimate: int, within: float, finest: int) -> int:
     """Return the step in bytes: a power of two, so that repeated searches try the same limits."""
-    coarsest = max(FINEST_STEP_BYTES, int(estimate * within))
+    coarsest = max(finest, int(estimate * within))
     return 1 << (coarsest.bit_length() - 1)

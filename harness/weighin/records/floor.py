@@ -20,7 +20,8 @@ from weighin.records.verdict import Judgement, judge_result, used_ns
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
-FINEST_STEP_BYTES: Final = 8 * MIB
+_FINEST_STEP_BYTES: Final = 8 * MIB
+_FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
 """The largest allowed step, as a share of the floor; with a larger step, no floor is reported."""
 ROOM: Final = 1.1
@@ -92,6 +93,11 @@ class Floor:
         if self.bytes is None or self.import_bytes is None or not self.model_bytes:
             return None
         return (self.bytes - self.import_bytes) / self.model_bytes
+
+
+def finest_step(cell: Cell) -> int:
+    """Return the smallest step of a search, in bytes: a command may need very little."""
+    return _FINEST_STEP_OF_COMMANDS if cell.operation == "command" else _FINEST_STEP_BYTES
 
 
 def searched(cell: Cell) -> Cell:
@@ -204,7 +210,7 @@ def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
         if limit:
             return f"works even under {format_bytes(limit)}"
         return f"fails even under {format_bytes(failing)}" if failing else "not searched"
-    is_wide = limit - failing > max(FINEST_STEP_BYTES, int(limit * COARSEST))
+    is_wide = limit - failing > max(finest_step(ours[0].cell), int(limit * COARSEST))
     if is_wide or bounds.passed < PASSES:
         between = f"above {format_bytes(failing)}, not above {format_bytes(limit)}"
         return f"{between}: the search is not finished"

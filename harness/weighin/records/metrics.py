@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from weighin.cell import Operation
 from weighin.errors import UnknownName
 from weighin.record import IMPORTS_OF_LIBRARIES, Phase, Result
 from weighin.units import (
@@ -25,8 +26,11 @@ Direction = Literal["lower", "higher", "both"]
 
 # The worker's own phases before its baseline.
 _BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
-# The phase that ends at ``ready``: it reads every byte of a load, or syncs every byte of a save.
-_LAST: Final = {"load": "touch", "save": "sync"}
+# The phase that ends at ``ready``: it reads every byte of a load, or syncs every byte of a save. A
+# command has no such phase.
+_LAST: Final = {"load": "touch", "save": "sync", "command": ""}
+_OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
+_OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Metric:
     growth.
 
     ``portable`` tells whether the figure can be compared across machines; a time cannot.
+    ``operations`` have this figure.
     """
 
     name: str
@@ -61,6 +66,11 @@ class Metric:
     tolerance: Tolerance
     read: Callable[[Result], int | None] = lambda _: None
     portable: bool = True
+    operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
+
+    def of(self, result: Result) -> int | None:
+        """Return the figure of a result; None if it was not measured."""
+        return self.read(result) if result.cell.operation in self.operations else None
 
     @property
     def title(self) -> str:
@@ -124,8 +134,10 @@ METRICS: Final = {
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
         # weighin.records.series computes this figure from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
-        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, portable=False),
-        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, portable=False),
+        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, False, _OF_MODELS),
+        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_MODELS),
+        Metric("needed", "bytes", "peak_cgroup", False, _HEAP, lambda r: r.ran.needed_bytes if r.ran else None),
+        Metric("time", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_COMMANDS),
     )
 }  # fmt: skip
 
@@ -156,9 +168,10 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return the phases from the baseline to ready, each with a unique name."""
+    """Return the phases from the baseline to ready, or all of a command, each with a unique name."""
     names = [phase.name for phase in result.phases]
-    start = max((names.index(name) + 1 for name in _BEFORE_LOAD if name in names), default=0)
+    before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()
+    start = max((names.index(name) + 1 for name in before if name in names), default=0)
     last = _LAST[result.cell.operation]
     end = names.index(last) + 1 if last in names else len(names)
     phases: list[tuple[str, Phase]] = []

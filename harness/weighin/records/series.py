@@ -81,24 +81,25 @@ def selects(selector: str, name: str) -> bool:
 def name_of(cell: Cell) -> str:
     """Return the name of a cell's series: the cell's distinguishing fields as words, in order."""
     limit = cell.ram_limit_bytes
+    is_command = cell.operation == "command"
     words = [
-        cell.model.title,
-        cell.strategy,
-        cell.format,
-        cell.dtype,
-        cell.device,
+        *(["command", cell.strategy] if is_command else _words_of_a_model(cell)),
         cell.cache,
         cell.isolation,
         f"ram={format_exact(limit)}" if limit else "ram=none",
         *(["operation=save"] if cell.operation == "save" else []),
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
-        *([f"passes={cell.passes}"] if cell.passes != 1 else []),
+        *([f"passes={cell.passes}"] if cell.passes != 1 and not is_command else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
+
+
+def _words_of_a_model(cell: Cell) -> list[str]:
+    return [cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _series(group: Sequence[Result]) -> Series:
     bad = [result for result in group if result.outcome is not Outcome.OK]
     figures = {}
     for metric in METRICS.values():
-        if figure := Figure.of([metric.read(result) for result in good]):
+        if figure := Figure.of([metric.of(result) for result in good]):
             figures[metric.name] = figure
     return Series(
         outcome=outcome_of(result.outcome for result in group),

@@ -127,7 +127,7 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
 
 
 def _scene(cell: Cell) -> Cell:
-    return replace(_row(cell), strategy="", format="", options={}, environment={})
+    return replace(_row(cell), strategy="", format="", options={}, environment={}, command=())
 
 
 def _row(cell: Cell) -> Cell:

@@ -8,8 +8,9 @@
   the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
   - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
-  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after its eviction by the
-    kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a reference, or timed out.
+  - At least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) was read again after
+    its eviction by the kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a
+    reference, or timed out.
     The reference is the same load without a limit, or if that load did not end ok, the cell of the
     same series under the highest limit above. Without any reference, refaults are not used.
 
@@ -134,11 +135,14 @@ def _killed(result: Result) -> str:
 def _reread(result: Result) -> tuple[bool, list[str]]:
     """Return whether much of the model was read again, and the figures that show it."""
     is_much, figures = False, []
-    if (pages := refaults(result)) is not None and result.model_bytes:
-        share = pages * result.page_bytes / result.model_bytes
+    of, size = "the model", result.model_bytes
+    if result.cell.operation == "command":
+        of, size = "the limit", result.cell.ram_limit_bytes
+    if (pages := refaults(result)) is not None and size:
+        share = pages * result.page_bytes / size
         is_much = share >= REFAULTS_PER_MODEL
         again = format_bytes(pages * result.page_bytes, digits=2)
-        figures.append(f"{again} read again ({share:.2f}x the model)")
+        figures.append(f"{again} read again ({share:.2f}x {of})")
     if result.faults:
         figures.append(f"{result.faults.major} major faults")
     return is_much, figures
@@ -151,8 +155,9 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
         return False, []
     some = result.pressure.some_ns / spent_ns
     full = (result.pressure.full_ns or 0) / spent_ns
+    of = "run" if result.cell.operation == "command" else "load"
     return some >= STALLED_SHARE, [
-        f"waited for memory {some:.0%} of the load (all tasks {full:.0%})"
+        f"waited for memory {some:.0%} of the {of} (all tasks {full:.0%})"
     ]
 
 

@@ -9,29 +9,23 @@ import pandas as pd
 
 from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
+from weighin.report import operations
 from weighin.report.dataframe import DIMENSIONS, known, varying
+from weighin.report.operations import Kind
 from weighin.units import format_bytes, format_exact
 
 # Environment keys that a caption prints, each with its prefix; any key may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
 _COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
-_DOING: Final = {"load": "loading", "save": "saving"}
-_WORDED: Final = {"cache": " page cache", "dtype": "", "ranks": " ranks"}
-_COMPUTED: Final = {
-    "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
-    "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
+_PAGE_CACHE: Final = {
+    NOT_DROPPED: "checkpoint in the page cache",
+    "as found": "page cache as found",
 }
+_WORDED: Final = {"cache": " page cache", "dtype": "", "ranks": " ranks"}
 BELOW_IMPORT: Final = (
     "Left out: above import x model, because the model is smaller than import torch."
 )
-_IMPORTS: Final = (
-    "import: time of import torch, before the load; import transformers: of a model's class."
-)
-_TIMES: Final = {
-    "loading": "load: time until the strategy returned; ready: time until every byte was read once.",
-    "saving": "save: time until the strategy returned; on the disk: time until every file was synced (fsync).",
-}
 
 
 def size(value: int | None) -> str:
@@ -43,14 +37,14 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     """Return a dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
     value = known(value)
     if name == "operation":
-        return _DOING[value]
+        return operations.KINDS[value].doing
     if name == "model":
         return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
     if name in ("ram_limit_bytes", "vram_limit_bytes"):
         whose = "RAM" if name == "ram_limit_bytes" else "GPU"
         return f"no {whose} limit" if value is None else f"{whose} limit {size(value)}"
-    if value == NOT_DROPPED:
-        return "checkpoint in the page cache"
+    if value in _PAGE_CACHE:
+        return _PAGE_CACHE[value]
     if name in _WORDED:
         return f"{value}{_WORDED[name]}" if value else "1 rank"
     return f"{name} {value}" if value else f"no {name}"
@@ -67,9 +61,9 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
     if frame.empty:
         return "No cells were measured."
     first = frame.iloc[0]
-    changing = {*varying(frame), *without}
-    if first["operation"] == "load":
-        changing.add("operation")  # loading is the default
+    changing = {*varying(frame), *without, *operations.first_of(frame).lacks}
+    if first["operation"] in operations.UNNAMED:
+        changing.add("operation")
     words = [
         dimension(name, first[name], model_size(frame))
         for name in DIMENSIONS
@@ -105,12 +99,14 @@ def _commit(environment: Mapping[str, Any]) -> str:
 
 def doing(frame: pd.DataFrame) -> str:
     """Return the operations of the cells: "loading", "saving", or "loading and saving"."""
-    return " and ".join(_DOING[name] for name in _DOING if (frame["operation"] == name).any())
+    return " and ".join(kind.doing for kind in operations.of(frame)) if len(frame) else ""
 
 
-def until(frame: pd.DataFrame) -> str:
-    """Return the event at which the measurement of the cells ended."""
-    return "every byte was on the disk" if doing(frame) == "saving" else "every byte was read"
+def title(frame: pd.DataFrame) -> str:
+    """Return the title of a report: "Loading gpt2-xl", "Running train.py, serve.py"."""
+    named = "strategy" if "model" in operations.first_of(frame).lacks else "model"
+    names = ", ".join(dict.fromkeys(frame[named])) or "nothing"
+    return f"{doing(frame).capitalize() or 'Loading'} {names}"
 
 
 def ending(row: Any) -> str:
@@ -171,19 +167,24 @@ def _comparable(result: Result) -> Mapping[str, Any]:
 
 
 def note_figures(
-    *, doing: str, cuda: bool, repeats: int, ranks: bool = False, below_import: bool = False
+    kinds: Sequence[Kind],
+    *,
+    cuda: bool,
+    repeats: int,
+    ranks: bool = False,
+    below_import: bool = False,
 ) -> list[str]:
     """Return one line for each column of the summary, with its explanation and accuracy.
 
     With ``below_import``, the models are smaller than the memory of ``import torch``.
     """
-    computed = _COMPUTED | ({"loading": BELOW_IMPORT} if below_import else {})
+    left_out = operations.KINDS["load"] if below_import else None
+    exact, *sampled = dict.fromkeys(line for kind in kinds for line in kind.accuracy)
     lines = [
-        "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
-        *(line for name, line in computed.items() if name in doing),
-        "Sampled, so short spikes may be missed: anonymous.",
-        *([_IMPORTS] if "loading" in doing else []),
-        *(line for name, line in _TIMES.items() if name in doing),
+        exact,
+        *(BELOW_IMPORT if kind is left_out else kind.computed for kind in kinds if kind.computed),
+        *sampled,
+        *(line for kind in kinds for line in kind.times),
         "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]
     if cuda:

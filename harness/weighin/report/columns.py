@@ -5,82 +5,75 @@ from typing import Any, Final
 
 import pandas as pd
 
-from weighin.report import captions
+from weighin.report import captions, operations
 from weighin.report.dataframe import is_below_import, known
 from weighin.report.markdown import plain
+from weighin.report.operations import ABOVE_IMPORT
 from weighin.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers: ``key`` is the frame's column, ``scale`` divides its values."""
+    """A column of numbers: ``key`` is the frame's column, ``scale`` divides its values.
+
+    ``at_least`` names the frame's column that tells whether a figure is only a lower bound.
+    """
 
     key: str
     heading: str
     unit: str
     scale: int = 1
     digits: int = 2
+    at_least: str = ""
 
 
-_ABOVE_IMPORT: Final = "above_import_per_model"
-_FIGURES: Final = (
-    Column("import_s", "import", "s"),
-    Column("import_transformers_s", "import transformers", "s"),
-    Column("load_s", "load", "s"),
-    Column("ready_s", "ready", "s"),
-    Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    Column(_ABOVE_IMPORT, "above import", "x model"),
-    Column("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
-    Column("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
-    Column("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
-    Column("pss_bytes", "PSS of all ranks", "GiB", GIB, 3),
-    Column("sum_of_peaks_bytes", "sum of peaks (misleading)", "GiB", GIB, 3),
-    Column("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
-    Column("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
-    Column("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
-    Column("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
-    Column("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
-    Column("written_bytes", "written", "GiB", GIB, 3),
-    Column("written_files", "files", "", 1, 0),
-)
-# Times of imports, which end before a load begins.
-BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
+_COLUMNS: Final = {
+    column.key: column
+    for column in (
+        Column("import_s", "import", "s"),
+        Column("import_transformers_s", "import transformers", "s"),
+        Column("load_s", "load", "s"),
+        Column("ready_s", "ready", "s"),
+        Column("needed_bytes", "needs", "GiB", GIB, 3, "needed_is_sampled"),
+        Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
+        Column(ABOVE_IMPORT, "above import", "x model"),
+        Column("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+        Column("shmem_sampled_bytes", "shared (sampled)", "GiB", GIB, 3),
+        Column("file_sampled_bytes", "page cache (sampled)", "GiB", GIB, 3),
+        Column("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
+        Column("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+        Column("pss_bytes", "PSS of all ranks", "GiB", GIB, 3),
+        Column("sum_of_peaks_bytes", "sum of peaks (misleading)", "GiB", GIB, 3),
+        Column("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
+        Column("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
+        Column("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
+        Column("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
+        Column("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
+        Column("written_bytes", "written", "GiB", GIB, 3),
+        Column("written_files", "files", "", 1, 0),
+        Column("exit_code", "exit code", "", 1, 0),
+    )
+}
 LEFT_OUT_FIRST: Final[tuple[str, ...]] = (
     "import", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
     "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
-    "above import", "above the model", "anonymous (sampled)",
+    "above import", "above the model", "page cache (sampled)", "shared (sampled)", "exit code",
+    "anonymous (sampled)",
 )  # fmt: skip
 """Headings of the columns that a narrow terminal leaves out, the first of them first."""
-# A column in this set is left out if no cell has the figure.
-_WHERE_MEASURED: Final = frozenset(
-    [
-        "unreclaimable_sampled_bytes",
-        *BEFORE_LOAD,
-        "pss_bytes",
-        "sum_of_peaks_bytes",
-        *(figure.key for figure in _FIGURES[-7:]),
-    ]
-)
-# Headings of figures that have another heading for saves.
-_OF_SAVES: Final = {
-    "load_s": "save",
-    "ready_s": "on the disk",
-    _ABOVE_IMPORT: "above the model",
-}
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
 
 def figures_of(frame: pd.DataFrame) -> list[Column]:
-    """Return the number columns for these series, with the headings for loads or for saves."""
-    saves = captions.doing(frame) == "saving"
-    headings = _OF_SAVES if saves else {}
-    left_out = BEFORE_LOAD if saves else ()  # a save begins with the model in memory
+    """Return the number columns for these series, with the headings of their operation."""
+    kinds = operations.of(frame)
+    keys = list(dict.fromkeys(key for kind in kinds for key in kind.figures))
+    headings = kinds[0].headings if len(kinds) == 1 else {}
     return [
-        replace(figure, heading=headings.get(figure.key, figure.heading))
-        for figure in _FIGURES
-        if figure.key not in left_out
-        and (figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any())
-        and (figure.key != _ABOVE_IMPORT or not is_below_import(frame))
+        replace(_COLUMNS[key], heading=headings.get(key, _COLUMNS[key].heading))
+        for key in keys
+        if (not any(key in kind.measured for kind in kinds) or frame[key].notna().any())
+        and (key != ABOVE_IMPORT or not is_below_import(frame))
     ]
 
 
@@ -88,6 +81,12 @@ def name_text(name: str, row: "pd.Series[Any]") -> str:
     """Return the value of a series in one dimension as text."""
     value = known(row[name])
     return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
+
+
+def figure_text(row: "pd.Series[Any]", figure: Column) -> str:
+    """Return a figure of a series as text without its unit, with "≥" if the series needs at least this."""
+    text = number_text(row[figure.key], figure)
+    return f"≥ {text}" if figure.at_least and text != "-" and row[figure.at_least] else text
 
 
 def number_text(value: Any, figure: Column) -> str:

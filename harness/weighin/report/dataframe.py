@@ -28,14 +28,16 @@ BYTES: Final = (
     "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
     "baseline_rss_bytes", "model_bytes",
     "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
-    "pss_bytes", "sum_of_peaks_bytes",
+    "pss_bytes", "sum_of_peaks_bytes", "needed_bytes", "shmem_sampled_bytes", "exit_code",
 )  # fmt: skip
 _TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s")
 NUMBERS: Final = (*_TIMES, "above_import_per_model")
 FIGURES: Final = (*_TIMES, *BYTES, "above_import_per_model")
 _LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
 _LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
-_TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
+_TEXTS: Final = (
+    "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
+)  # fmt: skip
 
 
 def cells(results: Iterable[Result]) -> pd.DataFrame:
@@ -190,6 +192,10 @@ def _row(result: Result) -> dict[str, Any]:
         "written_bytes": written.file_bytes if written else None,
         "written_disk_bytes": written.disk_bytes if written else None,
         "written_files": written.files if written else None,
+        "needed_bytes": result.ran.needed_bytes if result.ran else None,
+        "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
+        "shmem_sampled_bytes": peaks.shmem_sampled_bytes,
+        "exit_code": result.exit_code,
     }
 
 

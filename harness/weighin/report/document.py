@@ -19,9 +19,7 @@ def write_markdown(
 ) -> None:
     """Write the report of a run as markdown, with links to ``images`` at the end."""
     frame = series(results)
-    models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
-    doing = captions.doing(frame).capitalize() or "Loading"
-    title = f"{doing} {escaped(plain(models))}"
+    title = escaped(plain(captions.title(frame)))
     print(f"# {title}\n\n{escaped(captions.shared(frame, results))}", file=file)
     for section in sections.of(results, warnings):
         print(f"\n## {escaped(section.heading)}\n\n{section.markdown()}", file=file)

@@ -23,7 +23,7 @@ from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
 from weighin.records.repeats import latest
 from weighin.records.series import Series, SeriesRun, name_of, summarise
-from weighin.report import dataframe
+from weighin.report import dataframe, operations
 from weighin.text import one_line
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
     with extra("parquet", "parquet"):
         import pyarrow  # noqa: F401  # an extra, because it takes 170 MB and few users need it
     file = BytesIO()
-    table = dataframe.cells(results).drop(columns="group")
+    table = operations.concerning(dataframe.cells(results).drop(columns="group"))
     table[_MISSING] = pd.array([missing] * len(table), dtype="Int64")
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()

@@ -12,19 +12,22 @@ from rich.text import Text
 from weighin.record import Result
 from weighin.records.floor import KILLED, Floor, Life, floors
 from weighin.records.verdict import Verdict
-from weighin.report import captions
+from weighin.report import captions, operations
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
 from weighin.report.markdown import table_lines
+from weighin.report.operations import Kind
 from weighin.report.survival import SIGNS, STYLES
 from weighin.text import markdown as escaped
 from weighin.units import GIB, MIB, format_seconds
 
+_NAME: Final = ("strategy", "")
+_PER_MODEL: Final = ("floor", "x model")
 _ABOVE_IMPORT: Final = ("above import", "x model")
 HEADINGS: Final = (
-    ("strategy", ""),
+    _NAME,
     ("RAM floor", "GiB"),
-    ("floor", "x model"),
+    _PER_MODEL,
     _ABOVE_IMPORT,
     ("one step", "below"),
     ("at the floor", "ready"),
@@ -169,15 +172,12 @@ def notes(searched: Sequence[Floor]) -> list[str]:
     """Return explanations of the columns of the table of floors."""
     cells = sum(floor.cells for floor in searched)
     is_shown = _ABOVE_IMPORT in _headings(searched)
+    kind = _kind(searched)
+    above = "above import: (floor - anonymous memory after `import torch`) / the model's size."
     return [
-        "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
-        " byte was read and compared. One step below, the load was killed for lack of memory or timed"
-        " out.",
-        "above import: (floor - anonymous memory after `import torch`) / the model's size."
-        if is_shown
-        else captions.BELOW_IMPORT,
-        "ready: time until every byte was read once, in the median cell."
-        f" The search ran {cells} cells in all.",
+        kind.floor,
+        *([above if is_shown else captions.BELOW_IMPORT] if kind.computed else []),
+        f"{kind.floor_ready} The search ran {cells} cells in all.",
     ]
 
 
@@ -198,15 +198,31 @@ def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
         _lived(floor.unlimited),
     ]
     shown = _headings(searched)
-    return [text for text, heading in zip(texts, HEADINGS, strict=True) if heading in shown]
+    titles = _titled(_kind(searched))
+    return [text for text, heading in zip(texts, titles, strict=True) if heading in shown]
+
+
+def _kind(searched: Sequence[Floor]) -> Kind:
+    return operations.KINDS[searched[0].cell.operation if searched else operations.USUAL]
 
 
 def _headings(searched: Sequence[Floor]) -> list[tuple[str, str]]:
-    """Return the headings, without "above import" if every model is smaller than the import."""
+    """Return the headings of these floors.
+
+    Without a model, no figure is a multiple of it, and "above import" is left out if every model is
+    smaller than the import.
+    """
+    kind = _kind(searched)
+    if not kind.computed:
+        return [each for each in _titled(kind) if each not in (_PER_MODEL, _ABOVE_IMPORT)]
     sizes = [(floor.model_bytes, floor.import_bytes) for floor in searched]
     known = [(model, imported) for model, imported in sizes if model and imported]
     is_left_out = bool(known) and all(model < imported for model, imported in known)
-    return [each for each in HEADINGS if each != _ABOVE_IMPORT or not is_left_out]
+    return [each for each in _titled(kind) if each != _ABOVE_IMPORT or not is_left_out]
+
+
+def _titled(kind: Kind) -> list[tuple[str, str]]:
+    return [(kind.words["what"], "") if each == _NAME else each for each in HEADINGS]
 
 
 def _below(floor: Floor) -> str:

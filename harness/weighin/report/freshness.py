@@ -48,6 +48,9 @@ def standing(results: Sequence[Result], root: Path) -> Standing:
         if result.outcome is Outcome.SKIPPED or key in compared:
             continue
         compared.add(key)
+        if result.ran:
+            unknown[cell.strategy] = "weighin does not record the code of a command"
+            continue
         try:
             path = registry.strategy(cell.strategy, cell.operation).path
         except HarnessError:

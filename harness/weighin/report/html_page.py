@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from weighin import __version__
 from weighin.record import Result
-from weighin.report import captions, sections, summary
+from weighin.report import captions, operations, sections, summary
 from weighin.report.dataframe import series
 from weighin.report.html import bars, facts, scatter, table, timelines
 
@@ -31,19 +31,17 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
     frame = series(results)
     ids = table.ids(frame)
     parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
-    models = list(dict.fromkeys(frame["model"]))
     return (
         _templates()
         .get_template("report.html")
         .render(
-            title=f"{captions.doing(frame).capitalize()} {', '.join(models)}"
-            if models
-            else "A run without cells",
+            title=captions.title(frame) if len(frame) else "A run without cells",
             paragraphs=summary.paragraphs(frame, results),
             shared=captions.shared(frame, results),
             sections=[part for part in parts if part[0] != sections.FIGURES],
             explained=[part for part in parts if part[0] == sections.FIGURES],
             has_cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
+            kind=operations.first_of(frame),
             bars=bars.build(frame, ids),
             scatters=scatter.build(frame),
             timelines=timelines.build(run, results, frame, ids),

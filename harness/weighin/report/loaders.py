@@ -136,7 +136,7 @@ def _first_use_ns(result: Result) -> int | None:
 
 
 def _private_bytes(result: Result) -> int | None:
-    left = METRICS["ready_anon"].read(result)
+    left = METRICS["ready_anon"].of(result)
     return None if left is None or not result.baseline else left - result.baseline.anon_bytes
 
 

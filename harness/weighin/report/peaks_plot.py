@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pandas as pd
 
 from weighin.record import Outcome, Result
-from weighin.report import captions
+from weighin.report import captions, operations
 from weighin.report import style as look
 from weighin.report.dataframe import known, series
 from weighin.units import GIB
@@ -27,6 +27,7 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     frame = series(results)
     if frame.empty:
         return look.empty_figure("Memory while loading")
+    kind = operations.first_of(frame)
     scenes = list(look.scenes(frame))
     drawn = scenes[: look.MAX_PANELS]
     heights = [len(group) + 1.6 for _, group in drawn]
@@ -37,12 +38,11 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     for axes, (title, group) in zip(grid[:, 0], drawn, strict=True):
         _panel(axes, group, right)
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
-    grid[-1, 0].set_xlabel(f"memory of the {captions.doing(frame)} process, GiB", fontsize=9)
+    grid[-1, 0].set_xlabel(f"memory of {kind.subject}, GiB", fontsize=9)
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
         "Bars: the sampled maximum of each part; the parts may peak at different times, and short "
-        "spikes may be missed. Marker and number: the kernel's exact peak RSS until "
-        f"{captions.until(frame)}.",
+        f"spikes may be missed. Marker and number: {kind.marker} until {kind.until}.",
     ]
     if (frame["outcome"] != Outcome.OK.value).any():
         lines.append(
@@ -73,12 +73,13 @@ def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
     """Draw one series: both parts of its bar, the exact peak with its range, and the outcome."""
     shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK.value
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
-    anonymous = (known(row["anon_sampled_bytes"]) or 0) / GIB
+    kind = operations.KINDS[row["operation"]]
+    anonymous = (known(row[kind.held[0]]) or 0) / GIB
     file_backed = (known(row["file_sampled_bytes"]) or 0) / GIB
     axes.barh(place, anonymous, color=shade, label="anonymous", **style)
     axes.barh(place, file_backed, left=anonymous, color=look.tint(shade), label="file", **style)
     end = max(anonymous + file_backed, *_marks(axes, place, row))
-    peak = known(row["peak_rss_bytes"])
+    peak = known(row[kind.peak[0]])
     words = [] if peak is None else [f"{peak / GIB:.2f}"]
     words += [] if is_ok else [captions.ending(row)]
     # On a white box, because the text may cross the line of the limit.
@@ -94,10 +95,11 @@ def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
     """Draw the exact peaks, and return the largest peaks of the process and of the GPU, in GiB."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
-    if (peak := known(row["peak_rss_bytes"])) is not None:
-        low, rss = row["peak_rss_bytes_min"] / GIB, row["peak_rss_bytes_max"] / GIB
+    key, name = operations.KINDS[row["operation"]].peak
+    if (peak := known(row[key])) is not None:
+        low, rss = row[f"{key}_min"] / GIB, row[f"{key}_max"] / GIB
         axes.plot([low, rss], [place, place], color="black", linewidth=1.2, label="range")
-        axes.plot(peak / GIB, place, marker="D", mfc="white", label="peak RSS", **style)
+        axes.plot(peak / GIB, place, marker="D", mfc="white", label=name, **style)
     if (allocated := known(row["peak_cuda_allocated_bytes"])) is not None:
         cuda = allocated / GIB
         axes.plot(cuda, place, marker="^", label="CUDA peak", **style)
@@ -126,12 +128,12 @@ def _legend(frame: pd.DataFrame) -> list[Any]:
     from matplotlib.patches import Patch
 
     marker: dict[str, Any] = {"linestyle": "", "color": "black", "markersize": 5}
+    kind = operations.first_of(frame)
+    peak = f"{kind.peak[1]} ({kind.peak_accuracy})"
     handles: list[Any] = [
-        Patch(facecolor=look.GREY, label="anonymous (sampled)", **look.EDGE),
-        Patch(
-            facecolor=look.tint(look.GREY), label="file-backed, reclaimable (sampled)", **look.EDGE
-        ),
-        Line2D([], [], marker="D", markerfacecolor="white", label="peak RSS (exact)", **marker),
+        Patch(facecolor=look.GREY, label=f"{kind.held[1]} (sampled)", **look.EDGE),
+        Patch(facecolor=look.tint(look.GREY), label=f"{kind.cached} (sampled)", **look.EDGE),
+        Line2D([], [], marker="D", markerfacecolor="white", label=peak, **marker),
     ]
     if (frame["outcome"] != Outcome.OK.value).any():
         handles.append(Patch(facecolor="white", hatch="////", label="not ok", **look.EDGE))

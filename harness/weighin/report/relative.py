@@ -12,8 +12,9 @@ import pandas as pd
 
 from weighin.record import Result
 from weighin.report import captions
-from weighin.report.columns import BEFORE_LOAD, figures_of, number_text
+from weighin.report.columns import figures_of, number_text
 from weighin.report.dataframe import series, varying
+from weighin.report.operations import BEFORE_LOAD
 from weighin.report.tables import markdown_lines, text_table
 from weighin.text import markdown as escaped
 

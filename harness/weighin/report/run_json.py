@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weighin.record import Result
 from weighin.records.floor import floors
-from weighin.report import dataframe
+from weighin.report import dataframe, operations
 from weighin.report.dataframe import known
 from weighin.report.floors import as_dict
 from weighin.report.history import History, HistoryPoint
@@ -29,7 +29,8 @@ def of_run(
 
     ``missing`` is the number of planned cells without a record.
     """
-    rows = dataframe.series(results).drop(columns="group").to_dict("records")
+    frame = dataframe.series(results).drop(columns="group")
+    rows = operations.concerning(frame).to_dict("records")
     return {
         "schema": SCHEMA,
         "run": str(run),

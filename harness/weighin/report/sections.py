@@ -13,6 +13,7 @@ from weighin.record import Result
 from weighin.records.survival import matrices
 from weighin.report import (
     captions,
+    commands,
     floors,
     notebook,
     passes,
@@ -65,6 +66,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
         *findings(results),
         _cells(frame, results),
         *_listed("Not ok", tables.what_went_wrong(frame)),
+        *_of_commands(results),
         *_refused(results),
         *_listed("Warnings", [("", text) for text in all_warnings], style="yellow"),
         _figures(frame, results),
@@ -141,6 +143,19 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
             f"{strategy} ran out of GPU memory: the allocator's summary",
             partial(Text, text),
             partial("```\n{}\n```".format, text),
+            partial(_blocks, Preformatted(text)),
+        )
+
+
+def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
+    """Yield the processes, kills, marks and stacks of commands."""
+    for heading, listing in commands.listings(results):
+        yield Section(heading, listing.terminal, listing.markdown, partial(listing.html, heading))
+    if text := commands.stacks(results):
+        yield Section(
+            commands.STACKS,
+            partial(Text, text),
+            partial("```\n{}\n```".format, _preformatted(text)),
             partial(_blocks, Preformatted(text)),
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import pandas as pd
 
-from weighin.report import captions
+from weighin.report import captions, operations
 from weighin.report.dataframe import known, varying
 from weighin.units import GIB
 
@@ -154,6 +154,7 @@ def headline(frame: pd.DataFrame, subject: str) -> str:
     """Return the figure's title: the subject, and the model and the limit if all rows share them."""
     changing, first = varying(frame), frame.iloc[0]
     size = captions.model_size(frame)
+    changing += [name for name in operations.first_of(frame).lacks if name == "model"]
     model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
     limit = captions.dimension("ram_limit_bytes", first["ram_limit_bytes"])
     return f"{subject}{model}" + ("" if "ram_limit_bytes" in changing else f", {limit}")
@@ -173,8 +174,9 @@ def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def extent_gib(group: pd.DataFrame) -> float:
     """Return the largest value that a panel's axis must show, in GiB."""
-    parts = group["anon_sampled_bytes"].fillna(0) + group["file_sampled_bytes"].fillna(0)
-    marks = ("peak_rss_bytes_max", "peak_cuda_allocated_bytes", "model_bytes")
+    kind = operations.first_of(group)
+    parts = group[kind.held[0]].fillna(0) + group["file_sampled_bytes"].fillna(0)
+    marks = (f"{kind.peak[0]}_max", "peak_cuda_allocated_bytes", "model_bytes")
     data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
     limit = known(group["ram_limit_bytes"].iloc[0]) or 0
     # A limit far beyond the data would squeeze the bars; a label at the edge names it instead.

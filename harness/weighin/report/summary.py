@@ -9,22 +9,18 @@ from weighin.record import Outcome, Result
 from weighin.records.floor import Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
-from weighin.report import captions, floors, style
+from weighin.report import captions, floors, operations, style
 from weighin.report.dataframe import is_below_import, known, varying
 from weighin.units import GIB
 
 _MOST: Final = 16  # paragraphs; a longer text would not be a summary
-# The words that a summary uses for loads and for saves.
-_WORDS: Final = {
-    "load": {"load": "load", "ready": "ready", "import": "the import"},
-    "save": {"load": "save", "ready": "on the disk", "import": "the model in memory"},
-}
 _ENDINGS: Final = {
     Outcome.OOM_KILLED: "Killed by the kernel for lack of memory",
     Outcome.CHILD_KILLED: "Lost a process for lack of memory",
     Outcome.CUDA_OOM: "Ran out of GPU memory",
     Outcome.TIMEOUT: "Timed out",
     Outcome.STRATEGY_FAILED: "Failed with an error",
+    Outcome.COMMAND_FAILED: "Failed",
     Outcome.WRONG_WEIGHTS: "Produced wrong weights",
     Outcome.MEASUREMENT_FAILED: "Could not be measured",
     Outcome.SKIPPED: "Not run",
@@ -66,33 +62,35 @@ def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
     row = group.iloc[0]
     limit = known(row["ram_limit_bytes"])
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
-    words = _WORDS[row["operation"]]
+    words = operations.KINDS[row["operation"]].words
     others = [name for name in changing if name not in {"model", "ram_limit_bytes"}]
     setting = [captions.dimension(name, row[name]) for name in others]
     start += f" ({', '.join(setting)})" if setting else ""
     run = group[group["outcome"] != Outcome.SKIPPED.value]
     good = run[run["ok"] == run["repeats"]]
     # A strategy with several formats or options has several rows.
-    noun = "strategies" if run["strategy"].is_unique else "strategy variants"
-    model = row["model"]
+    noun = words["several"] if run["strategy"].is_unique else words["variants"]
+    model = f" {row['model']}" if row["model"] else ""
     if run.empty:
         return f"{start}, nothing was run."
     if len(run) == 1:
         does = "works" if len(good) else "does not work"
-        return f"{start}, the only strategy that was tried, {style.row_labels(run)[0]}, {does}."
+        return (
+            f"{start}, the only {words['what']} that was tried, {style.row_labels(run)[0]}, {does}."
+        )
     if good.empty:
-        return f"{start}, none of {len(run)} {noun} {words['load']}s {model}."
+        return f"{start}, none of {len(run)} {noun} {words['does']}s{model}."
     share = "all" if len(good) == len(run) else f"{len(good)} of"
-    count = f"{share} {len(run)} {noun} {words['load']}"
+    count = f"{share} {len(run)} {noun} {words['does']}"
     count += "s" if len(good) == 1 else ""
-    return f"{start}, {count} {model}: {_list(style.row_labels(good))}."
+    return f"{start}, {count}{model}: {_list(style.row_labels(good))}."
 
 
 def _best(group: pd.DataFrame) -> Iterator[str]:
     """Yield the fastest working series, and the working series with the smallest peak RSS."""
     good = group[(group["ok"] > 0) & (group["ok"] == group["repeats"])]
     good = good.assign(label=style.row_labels(good))
-    words = _WORDS[group.iloc[0]["operation"]]
+    words = operations.first_of(group).words
     timed = good[good["ready_s"].notna()].sort_values("ready_s")
     if len(timed):
         first = timed.iloc[0]
@@ -102,14 +100,15 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
         if len(near) and first["repeats"] > 1:
             text += f" (the times of its repeats overlap with {_list(near['label'].tolist())})"
         yield text + "."
-    sized = good[good["peak_rss_bytes"].notna()].sort_values("peak_rss_bytes")
+    key, name = operations.first_of(group).peak
+    sized = good[good[key].notna()].sort_values(key)
     if len(sized) > 1:
         least = sized.iloc[0]
         ratio = known(least["above_import_per_model"])
         is_left_out = ratio is None or is_below_import(sized)
-        above = "" if is_left_out else f", {ratio:.2f} x the model above {words['import']}"
-        peak = f"{least['peak_rss_bytes'] / GIB:.3f} GiB"
-        yield f"The smallest peak RSS is that of {least['label']}: {peak}{above}."
+        above = "" if is_left_out else f", {ratio:.2f} x the model above {words['before']}"
+        peak = f"{least[key] / GIB:.3f} GiB"
+        yield f"The smallest {name} is that of {least['label']}: {peak}{above}."
 
 
 def _others(group: pd.DataFrame) -> Iterator[str]:

@@ -10,22 +10,17 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.records.survival import Field, Matrix, matrices
-from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE, Verdict
-from weighin.report import captions
+from weighin.records.verdict import Verdict
+from weighin.report import captions, operations
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
 from weighin.report.markdown import table_lines
+from weighin.report.operations import Kind
 from weighin.text import markdown as escaped
 
 STYLES: Final = {Verdict.SURVIVES: "green", Verdict.THRASHES: "yellow", Verdict.KILLED: "red"}
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
-
-RULE: Final = (
-    "thrashes: the cell's memory reached the limit, and it either waited for memory for"
-    f" {STALLED_SHARE:.0%} of the time or more, or read at least {REFAULTS_PER_MODEL:.0%} of the model"
-    f" again and took at least {SLOWDOWN:g}x the time without a limit."
-)
 
 
 def terminal_survival(results: Sequence[Result]) -> RenderableType:
@@ -33,7 +28,7 @@ def terminal_survival(results: Sequence[Result]) -> RenderableType:
     parts: list[RenderableType] = []
     for matrix in matrices(results):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-        table.add_column("strategy", overflow="fold")
+        table.add_column(kind_of(matrix).words["what"], overflow="fold")
         for limit in matrix.limits:
             table.add_column(heading(limit), justify="right", overflow="fold")
         for row, fields in enumerate(_rows(matrix)):
@@ -47,7 +42,7 @@ def markdown_survival(results: Sequence[Result]) -> str:
     """Return the matrices as markdown tables, each with its caption below the table."""
     lines: list[str] = []
     for matrix in matrices(results):
-        heads = ["strategy", *(heading(limit) for limit in matrix.limits)]
+        heads = [kind_of(matrix).words["what"], *(heading(limit) for limit in matrix.limits)]
         rows = [
             [matrix.label(row), *(_marked(field) for field in fields)]
             for row, fields in enumerate(_rows(matrix))
@@ -68,7 +63,7 @@ def html_survival(results: Sequence[Result]) -> list[Drawable]:
         Found(
             "Survival under each limit",
             caption(matrix, results),
-            ["strategy", *map(heading, matrix.limits)],
+            [kind_of(matrix).words["what"], *map(heading, matrix.limits)],
             [
                 [ListEntry(matrix.label(row)), *map(_entry, _names(matrix, row), fields)]
                 for row, fields in enumerate(_rows(matrix))
@@ -102,16 +97,27 @@ def notes(results: Sequence[Result]) -> list[str]:
     """Return explanations of the fields of a survival matrix."""
     passes = max((result.cell.passes for result in results), default=0)
     used = {0: "", 1: " and for one forward pass"}.get(passes, f" and for {passes} forward passes")
+    kinds = operations.of(series(results))
     return [
-        f"Time: for the load until every byte was read{used}. killed: by the kernel, for lack of memory.",
-        RULE,
+        f"{kinds[0].life}{used}. killed: by the kernel, for lack of memory.",
+        rule(kinds[0]),
     ]
+
+
+def rule(kind: Kind) -> str:
+    """Return when a cell thrashes."""
+    return f"thrashes: the cell's memory reached the limit, and it either {kind.lost}."
 
 
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:
     """Return the properties that all cells of a matrix share, without the limit."""
     cells = [field.result for field in matrix.fields.values()]
     return captions.shared(series(cells), results, without=("ram_limit_bytes", "format", "options"))
+
+
+def kind_of(matrix: Matrix) -> Kind:
+    """Return the operation of a matrix's cells."""
+    return operations.KINDS[matrix.scene.operation]
 
 
 def _rows(matrix: Matrix) -> Iterator[list[Field | None]]:

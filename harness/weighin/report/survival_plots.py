@@ -9,7 +9,7 @@ from weighin.records.survival import Field, Matrix, matrices
 from weighin.records.verdict import Verdict, refaults
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.survival import RULE, caption, heading, notes
+from weighin.report.survival import caption, heading, kind_of, notes
 from weighin.units import GIB, format_seconds
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -29,14 +29,13 @@ def draw_survival(results: Sequence[Result]) -> "Figure":
     for axes, matrix in zip(grid[:, 0], drawn, strict=True):
         _draw_matrix(axes, matrix)
     first = drawn[0]
-    lines = [
-        *notes(results)[:1],
-        f"{RULE} 1x reread: the bytes read again equal the size of the model.",
-        caption(first, results),
-    ]
-    look.dress(
-        figure, f"Which strategies survive which RAM limit? {_model(first)}", _legend(), lines
-    )
+    words = kind_of(first).words
+    time, rule = notes(results)
+    if first.model_bytes:
+        rule += " 1x reread: the bytes read again equal the size of the model."
+    title = f"Which {words['several']} survive which RAM limit? {_model(first)}"
+    handles = _legend(words["thrashes"])
+    look.dress(figure, title, handles, [time, rule, caption(first, results)])
     return figure
 
 
@@ -47,7 +46,7 @@ def draw_times(results: Sequence[Result]) -> "Figure":
     handles: dict[str, Any] = {}
     for axes, matrix in zip(grid[:, 0], drawn, strict=True):
         handles |= _draw_times(axes, matrix)
-    lines = [*notes(results)[:1], RULE, caption(drawn[0], results)]
+    lines = [*notes(results), caption(drawn[0], results)]
     title = f"Time under lower RAM limits: {_model(drawn[0])}"
     look.dress(figure, title, [*handles.values(), *_signs()], lines)
     return figure
@@ -168,12 +167,12 @@ def _model(matrix: Matrix) -> str:
     return captions.dimension("model", matrix.scene.model.title, matrix.model_bytes)
 
 
-def _legend() -> list[Any]:
+def _legend(thrashes: str) -> list[Any]:
     from matplotlib.patches import Patch
 
     words = {
         Verdict.SURVIVES: "survives",
-        Verdict.THRASHES: "thrashes: reads the model again and again",
+        Verdict.THRASHES: f"thrashes: {thrashes}",
         Verdict.KILLED: "killed for lack of memory",
     }
     return [Patch(facecolor=FILLS[verdict], label=text) for verdict, text in words.items()]

@@ -12,8 +12,8 @@ from typing import Final, TextIO
 import pandas as pd
 
 from weighin.record import Outcome, Result
-from weighin.report import captions
-from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
+from weighin.report import captions, operations
+from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
 from weighin.report.dataframe import is_below_import, known, series, varying
 from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
@@ -58,7 +58,9 @@ def write_summary(results: Sequence[Result], file: TextIO, missing: int | None =
 
     A text that a spreadsheet would read as a formula gets a leading apostrophe.
     """
-    frame = series(results).drop(columns="group").assign(missing_cells=missing)
+    frame = operations.concerning(series(results).drop(columns="group")).assign(
+        missing_cells=missing
+    )
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(frame.columns)
     for row in frame.to_dict("records"):
@@ -88,7 +90,7 @@ def text_table(
     rows, ranges = [], []
     for _, row in group.iterrows():
         texts = [*(name_text(name, row) for name in names), plain(captions.ending(row))]
-        rows.append([*texts, *(number_text(row[f.key], f) for f in figures)])
+        rows.append([*texts, *(figure_text(row, f) for f in figures)])
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
     return TextTable(heading, columns, len(titles), rows, ranges)
@@ -121,11 +123,10 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
     """Return explanations of the figures, one per line."""
     if frame.empty:
         return []
-    repeats = int(frame["repeats"].max())
     return captions.note_figures(
-        doing=captions.doing(frame),
+        operations.of(frame),
         cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
-        repeats=repeats,
+        repeats=int(frame["repeats"].max()),
         ranks=bool(frame["ranks"].notna().any()),
         below_import=is_below_import(frame),
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pandas as pd
 
 from weighin.record import Outcome, Result
-from weighin.report import captions
+from weighin.report import captions, operations
 from weighin.report import style as look
+from weighin.report.commands import stacks_at_peak
 from weighin.report.dataframe import series
 from weighin.report.timeline_data import (
     CUT_OFF,
@@ -19,10 +20,11 @@ from weighin.report.timeline_data import (
     choose,
     highest,
     longest,
+    marks,
     spans,
     thin,
 )
-from weighin.units import GIB, format_seconds
+from weighin.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +34,8 @@ _HEADROOM: Final = 1.4  # ratio of the axis to the data, for room above for the 
 _POINTS: Final = 400  # about a panel's width in pixels on a page; an SVG contains each point
 _SHARED: Final = "shmem_bytes"
 _DOTS: Final = ".."  # an SVG contains each dot: 45 KiB for this density, 180 KiB for four dots
+_LEAST_APART: Final = 0.03  # of two marks with text, as a share of the panel
+_MARK_LENGTH: Final = 28
 _CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
 
 
@@ -55,14 +59,16 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
         _panel(axes, track, span)
     for axes in grid.flat[len(drawn) :]:
         axes.axis("off")
+    kind = operations.first_of(frame)
     for axes in grid[:, 0]:
-        axes.set_ylabel("RSS, GiB", fontsize=9)
+        axes.set_ylabel(kind.axis, fontsize=9)
     for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
         axes.tick_params(labelbottom=True)  # even if the panel below is empty
     for axes in grid.flat[(rows - 1) * columns : len(drawn)]:
-        axes.set_xlabel("time since the worker started, s", fontsize=9)
+        axes.set_xlabel(f"time since {kind.zero}, s", fontsize=9)
     title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
-    look.dress(figure, title, _legend(drawn, top * _HEADROOM), _caption(frame, results, tracks))
+    handles = _legend(drawn, top * _HEADROOM, kind.cached)
+    look.dress(figure, title, handles, _caption(frame, results, tracks))
     return figure
 
 
@@ -82,6 +88,7 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
     if track.gpu is not None:
         _gpu_line(axes, track, track.gpu)
     _phases(axes, track, span)
+    _marks(axes, track, span)
     if track.result.outcome in CUT_OFF:
         _cut(axes, track, span)
 
@@ -153,6 +160,22 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
         )
 
 
+def _marks(axes: "Axes", track: Track, span: float) -> None:
+    """Draw the marked lines of a command's output, and write as many of them as there is room for."""
+    written_s = -span
+    for at_s, text in marks(track):
+        if at_s > span:
+            break
+        axes.axvline(at_s, color=look.INK, linestyle=":", linewidth=0.8, zorder=2.5)
+        if at_s - written_s >= _LEAST_APART * span:
+            words = look.verbatim(textwrap.shorten(text, _MARK_LENGTH, placeholder="…"))
+            axes.annotate(
+                words, (at_s, 0.86), xycoords=("data", "axes fraction"), xytext=(1, 0),
+                textcoords="offset points", rotation=90, va="top", fontsize=6, color=look.INK,
+            )  # fmt: skip
+            written_s = at_s
+
+
 def _cut(axes: "Axes", track: Track, span: float) -> None:
     """Mark the time at which the cell was cut off."""
     table, outcome = track.table, track.result.outcome
@@ -167,26 +190,29 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
         return
     height = float(table["rss_bytes"].iloc[-1]) / GIB if table is not None else 0.0
     axes.plot(track.end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
+    place = track.result.last_phase or ("" if track.result.ran else "no phase")
     side = "right" if track.end_s > span / 2 else "left"
     axes.annotate(
-        look.verbatim(f"{outcome} in {track.result.last_phase or 'no phase'}"),
+        look.verbatim(f"{outcome} in {place}" if place else str(outcome)),
         (track.end_s, height), xytext=(-7 if side == "right" else 7, 4),
         textcoords="offset points", ha=side, va="bottom", fontsize=8,
     )  # fmt: skip
 
 
-def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
+def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
         Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
-        Patch(facecolor=look.tint(look.GREY), label="file-backed, reclaimable", **look.EDGE),
+        Patch(facecolor=look.tint(look.GREY), label=cached, **look.EDGE),
     ]
     if any(track.table is not None and track.table[_SHARED].any() for track in tracks):
         handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
     if any(track.gpu is not None for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
+    if any(marks(track) for track in tracks):
+        handles.append(Line2D([], [], color=look.INK, linestyle=":", label="line of output"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
     if any(limit and limit / GIB <= top for limit in limits):
         handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
@@ -198,7 +224,9 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
 def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
-        "All memory is sampled from outside the worker; short spikes may be missed. Bands: phases.",
+        f"All memory is sampled from outside {operations.first_of(frame).outside}; short spikes may be"
+        " missed. Bands: phases.",
+        *_stacks(tracks),
     ]
     if any(track.ranks for track in tracks):
         lines.append(
@@ -213,4 +241,14 @@ def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Tr
         lines[1] += " The first repeat of each."
     if len(tracks) > look.MAX_PANELS:
         lines.append(f"{len(tracks) - look.MAX_PANELS} more panels are not drawn: see samples/.")
+    return lines
+
+
+def _stacks(tracks: Sequence[Track]) -> list[str]:
+    """Return a line for each command with the innermost frame at its peak."""
+    lines = []
+    for track in tracks:
+        if stacks := stacks_at_peak(track.result):
+            usage, frame = format_bytes(stacks[0].usage_bytes, digits=1), stacks[0].frames[0]
+            lines.append(f"Stack of {track.label}, at {usage}: {frame}.")
     return lines

@@ -8,7 +8,7 @@ from typing import Final
 
 import pandas as pd
 
-from weighin.record import Outcome, Result
+from weighin.record import Outcome, Phase, Result
 from weighin.records.repeats import latest
 from weighin.report import captions, style
 from weighin.report.dataframe import possible, rank_samples, samples
@@ -22,6 +22,7 @@ CUT_OFF: Final = frozenset(
         Outcome.TIMEOUT,
         Outcome.STRATEGY_FAILED,
         Outcome.MEASUREMENT_FAILED,
+        Outcome.COMMAND_FAILED,
     }
 )
 _TRACED: Final = ("t_ns", "requested_bytes")
@@ -33,7 +34,8 @@ class Track:
     """One cell's memory over time from ``zero_ns``, the start of its first phase or first sample.
 
     ``gpu`` has the columns t_ns and bytes, with exact values from a trace or else samples. ``ranks``
-    has the samples of each rank of a cell of several ranks.
+    has the samples of each rank of a cell of several ranks. Of a command in a cgroup, the file-backed
+    memory of ``table`` is all page cache that is charged to the group.
     """
 
     label: str
@@ -72,6 +74,17 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
     return ended
 
 
+def marks(track: Track) -> list[tuple[float, str]]:
+    """Return the marks of a command's output, in seconds from the start, with their lines."""
+    marked = track.result.ran.marks if track.result.ran else ()
+    return [((mark.t_ns - track.zero_ns) / 1e9, mark.text) for mark in marked]
+
+
+def phase_peak(result: Result, phase: Phase) -> int | None:
+    """Return the exact peak of a phase in the memory that is drawn: of the worker, or of the group."""
+    return phase.peak_rss_bytes if result.ran is None else phase.peak_cgroup_bytes
+
+
 def longest(tracks: Sequence[Track]) -> float:
     """Return the shared time axis's length in seconds; a timed-out cell can at most double it."""
     ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
@@ -82,7 +95,9 @@ def longest(tracks: Sequence[Track]) -> float:
 def highest(tracks: Sequence[Track]) -> float:
     """Return the top of the shared memory axis in GiB, which includes a limit near the data."""
     tables = [track.table for track in tracks if track.table is not None]
-    peaks = [phase.peak_rss_bytes for track in tracks for phase in track.result.phases]
+    peaks = [
+        phase_peak(track.result, phase) or 0 for track in tracks for phase in track.result.phases
+    ]
     gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
     data = max([*(float(table["rss_bytes"].max()) for table in tables), *peaks, *gpu], default=0.0)
     limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
@@ -108,6 +123,8 @@ def anonymous_by_rank(track: Track, points: pd.DataFrame) -> "list[pd.Series[flo
 
 def _track(label: str, run: Path, result: Result) -> Track:
     table = samples(run, result)
+    if table is not None and result.ran:
+        table = _of_group(table)
     starts = [phase.start_ns for phase in result.phases]
     ends = [phase.end_ns for phase in result.phases]
     if table is not None:
@@ -117,6 +134,17 @@ def _track(label: str, run: Path, result: Result) -> Track:
     end_s = (max(ends, default=0) - zero) / 1e9
     gpu, ranks = _gpu(run, result, table), rank_samples(run, result)
     return Track(label, result, table, zero, end_s, gpu, ranks)
+
+
+def _of_group(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of a command with the page cache of its group as file-backed memory."""
+    if not {"cgroup_file_bytes", "cgroup_shmem_bytes"} <= set(table.columns):
+        return table
+    cached = (table["cgroup_file_bytes"] - table["cgroup_shmem_bytes"]).clip(lower=0)
+    file = cached.fillna(table["file_bytes"])
+    return table.assign(
+        file_bytes=file, rss_bytes=table["anon_bytes"] + table["shmem_bytes"] + file
+    )
 
 
 def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:

@@ -2,17 +2,22 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from weighin.cell import Cell
 from weighin.errors import Interrupted
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
+from weighin.records.floor import results_of, searched, unlimited_of
 from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
 from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import PlannedCommand, Progress, Run
+
+_TIMES: Final = 10
+_LEAST_S: Final = 30.0
 
 
 @dataclass(slots=True)
@@ -35,9 +40,20 @@ class CommandBench:
         if self.stopped:
             raise Interrupted("stopped; nothing is left running")
         measured, self.stopped = command_runner.take(
-            self.isolation, self.how, planned.cell, self.timeout_s, self.environment
+            self.isolation,
+            self.how,
+            planned.cell,
+            self.timeout_s or self._patience_s(planned.cell),
+            self.environment,
         )
         return measured
+
+    def _patience_s(self, cell: Cell) -> float:
+        """Return the time-out of a cell that has none: in a search, one that starves would never end."""
+        if not self.how.in_search or cell.ram_limit_bytes is None:
+            return 0.0
+        first = unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
+        return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
 
 
 def set_up(task: Run, progress: Progress) -> CommandBench:

@@ -22,7 +22,10 @@ _FULL: Final = 0.9  # of a limit: a kill at a smaller charge met another limit
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the kernel tells of a command that has ended; None where it was not measured."""
+    """What the kernel tells of a command that has ended; None where it was not measured.
+
+    ``ready`` is whether a server was ready, after which it was stopped; None for other commands.
+    """
 
     cell: Cell
     ended: Exit
@@ -33,6 +36,7 @@ class Facts:
     kills: Sequence[Kill] | None
     peak_bytes: int | None
     limits: Sequence[tuple[int, Path]]
+    ready: bool | None = None
 
 
 def judge(facts: Facts) -> tuple[Outcome, str]:
@@ -42,10 +46,13 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
     what a pipeline prints after the death of one of its parts is not its result.
     """
     ended, kills = facts.ended, facts.kills or ()
+    if facts.ready and not facts.oom_kills:
+        return Outcome.OK, ""  # it ended by weighin's signal
     if facts.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
         return Outcome.OOM_KILLED, _killed(facts)
     if not facts.in_time:
-        return Outcome.TIMEOUT, f"still running after {facts.timeout_s:g} s"
+        how = "still running" if facts.ready is None else "not ready"
+        return Outcome.TIMEOUT, f"{how} after {facts.timeout_s:g} s"
     if facts.oom_kills is None and facts.machine_oom_kills and ended.signal == signal.SIGKILL:
         return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
     return (Outcome.COMMAND_FAILED, how) if (how := _failure(facts)) else (Outcome.OK, "")
@@ -58,6 +65,8 @@ def _failure(facts: Facts) -> str:
         return f"killed by SIGKILL, not for lack of memory{_room(facts)}"
     if ended.signal:
         return f"ended by {signal_name(ended.signal)}"
+    if facts.ready is False:
+        return f"exit code {ended.code} before it was ready"
     return f"exit code {ended.code}" if ended.code else ""
 
 

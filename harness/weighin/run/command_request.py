@@ -15,7 +15,8 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
-from weighin.run import trust
+from weighin.run import readiness, trust
+from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
@@ -57,6 +58,10 @@ def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]
     """
     _check_program(request)
     files_in(request.how.cold)
+    readiness.check(request.how)
+    for option, patterns in (("--mark", request.how.marks), ("--ready", (request.how.ready,))):
+        for pattern in patterns:
+            Pattern(option, pattern)
     for limit in request.limits:
         if limit is not None and limit < LEAST_RAM:
             raise ConfigError(

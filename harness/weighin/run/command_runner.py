@@ -4,7 +4,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import inf
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError
-from weighin.isolation.base import Isolation, RunningCommand, Streams
+from weighin.isolation.base import Isolation, RunningCommand
 from weighin.probes import kernel_log, page_cache
 from weighin.probes.cgroup import (
     MemoryCgroup,
@@ -23,12 +23,13 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.record import SCHEMA, Cost, Peaks, Pressure, Ran, Result
+from weighin.record import SCHEMA, Cost, Faults, Peaks, Pressure, Ran, Result
 from weighin.records import run_folder
-from weighin.run import command_outcome
+from weighin.run import command_outcome, command_output, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.program_phases import PhaseListener
+from weighin.run.stack_code import with_code
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ def take(
     with (
         tempfile.TemporaryDirectory(prefix="weighin-") as folder,
         _passing_signals_on() as signals,
+        ExitStack() as opened,
     ):
         watch = _Watch(cell, how, Path(folder))
+        output = opened.enter_context(command_output.relaying(how, cell, watch.readiness.now))
         start_ns = time.monotonic_ns()
         try:
             running = isolation.start_command(
-                watch.cell_with_phases(), how.folder, Streams(), (*how.mounts, folder)
+                watch.cell_with_phases(), how.folder, output.streams, (*how.mounts, folder)
             )
         except BaseException:
             watch.abandon()
@@ -70,15 +73,23 @@ def take(
             signals.passes_interrupts = not running.shares_terminal
             signals.receiver = running.send_signal
             watch.begin(running)
-            in_time = running.wait(timeout_s or inf)
-            end_ns = time.monotonic_ns()
+            output.start()
+            in_time = watch.wait(timeout_s or inf)
+            end_ns = watch.readiness.ready_ns or time.monotonic_ns()
             watch.end(in_time=in_time)
         finally:
             trouble = _close(running)
+        output.finish()
     result = watch.result(end_ns - start_ns, timeout_s)
+    assert result.ran
+    result = replace(result, ran=replace(result.ran, marks=output.marks))
     warnings = result.warnings
     if cached_bytes:
         warnings += (f"{format_bytes(cached_bytes)} of the files to drop stayed in the page cache",)
+    if output.number_of_marks > len(output.marks):
+        warnings += (
+            f"{output.number_of_marks:,} lines matched: the newest {len(output.marks):,} are kept",
+        )
     assert result.cost
     result = replace(
         result,
@@ -142,9 +153,11 @@ class _Watch:
 
     def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
         self.samples: list[Any] = []
+        self.readiness = readiness.Readiness(how, self._read_figures)
         self._listener = PhaseListener(folder)
         self._cell, self._how = cell, how
         self._log = kernel_log.position()
+        self._started_s = time.time()
         self._machine_oom_kills = read_machine_oom_kills()
         self._in_time = True
         self._ended: tuple[str, ...] = ()
@@ -174,26 +187,45 @@ class _Watch:
         )
         self._sampler.start()
         self._listener.watch(self._cgroup)
+        self.readiness.begin()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the command ended, or was ready, within ``timeout_s``."""
+        return self.readiness.wait(self._running, timeout_s, lambda: self._sampler.oom_kills)
+
+    def _read_figures(self) -> None:
+        """Read the kernel's figures of the cell, at its end."""
+        peak_bytes = self._mark.read() if self._mark else None
+        self._peak_bytes = command_outcome.largest(peak_bytes, self._listener.peak_bytes)
+        self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
+        self._refaults = self._cgroup.read_refaults() if self._cgroup else None
+        self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
+        self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
 
     def end(self, *, in_time: bool) -> None:
         """Read the last figures, end what is left of the command, and reap its first process."""
         running = self._running
-        if not in_time:
-            self._in_time = False
+        self._in_time = in_time
+        if self.readiness.ready_ns is not None:
+            self.samples = self._sampler.stop()
+            readiness.stop(running, self._how.grace_s)
+        elif not in_time:
             running.kill()
             running.wait(_PATIENCE_S)
-        self._peak_bytes = self._mark.read() if self._mark else None
-        self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
-        self._refaults = self._cgroup.read_refaults() if self._cgroup else None
-        self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
+        self.readiness.end()
+        is_ready = self.readiness.ready_ns is not None
+        if not is_ready:
+            self._read_figures()
         if in_time:
             self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
-        self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
+        if not is_ready and self._cgroup:
+            self._oom_kills = self._cgroup.read_oom_kills()
         self._exit = running.reap()
         # Its last sample sees all page cache, which stays in the group after the process.
-        self.samples = self._sampler.stop()
+        self.samples = self.samples or self._sampler.stop()
         self._phases, self._tracks = self._listener.close()
-        self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
+        if not is_ready:
+            self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
         if self._mark:
             self._mark.close()
 
@@ -212,6 +244,7 @@ class _Watch:
             kills=kills,
             peak_bytes=self._peak_bytes,
             limits=self._limits,
+            ready=self.readiness.ready_ns is not None if self.readiness.is_expected else None,
         )
         outcome, message = command_outcome.judge(facts)
         largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
@@ -235,11 +268,13 @@ class _Watch:
                 anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
                 file_sampled_bytes=largest_file,
                 unreclaimable_sampled_bytes=sampled,
+                shmem_sampled_bytes=max((one.shmem_bytes for one in self.samples), default=None),
             ),
             last_phase=self._listener.last_phase,
             phases=self._phases,
             load_ns=elapsed_ns,
             ready_ns=elapsed_ns,
+            faults=self._faults(),
             pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
             oom_kills=facts.oom_kills,
             limit_events=self._limit_events,
@@ -255,13 +290,21 @@ class _Watch:
                 survived=self._exit.signal != signal.SIGKILL,
                 processes=sampler.processes(),
                 kills=tuple(kills or ()),
-                stacks=self._stacks.stacks if self._stacks else (),
+                stacks=with_code(
+                    self._stacks.stacks if self._stacks else (), self._how.folder, self._started_s
+                ),
                 ended=self._ended,
                 tracks=self._tracks,
                 cold=self._how.cold,
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
         )
+
+    def _faults(self) -> Faults | None:
+        if not self._cgroup or not self.samples:
+            return None
+        last = self.samples[-1]
+        return Faults(last.minor_faults, last.major_faults, self._refaults)
 
 
 def _stack_taker(running: RunningCommand) -> "StackTaker":

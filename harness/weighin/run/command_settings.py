@@ -20,6 +20,8 @@ class CommandSettings:
         ready: a regular expression; a line of the output that contains it tells that a server is ready.
         ready_url: an address that answers when a server is ready.
         grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
+        in_search: whether the run searches for the smallest limit: its commands read nothing from
+            standard input, and only the output of the one without a limit is shown.
         image: the image of a container; empty for weighin's own.
         mounts: the paths that a container sees read-only, beside the working folder.
     """
@@ -31,6 +33,7 @@ class CommandSettings:
     ready: str = ""
     ready_url: str = ""
     grace_s: float = GRACE_S
+    in_search: bool = False
     image: str = ""
     mounts: tuple[str, ...] = ()
 

@@ -10,7 +10,7 @@ from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
 from weighin.text import one_line
 
 _STDERR_LENGTH = 200
-_LOST_CHILD = "the kernel killed a process of the worker for lack of memory"
+LOST_CHILD = "the kernel killed a process of the worker for lack of memory"
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class EventLog:
         if self.failure:
             outcome, message = self.failure
             if oom_kills and outcome is Outcome.STRATEGY_FAILED:
-                outcome, message = Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then: {message}"
+                outcome, message = Outcome.OOM_KILLED, f"{LOST_CHILD}, and then: {message}"
             return outcome, message
         if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
             return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
@@ -155,7 +155,7 @@ class EventLog:
             lines.pop()  # a container's shell also prints the signal
         last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
         if oom_kills and ended.signal is None and not ended.still_runs:
-            return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"
+            return Outcome.OOM_KILLED, f"{LOST_CHILD}, and then it {how} {self.where()}{last}"
         in_load = self.baseline is not None and not ended.still_runs
         outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"

@@ -12,8 +12,9 @@ from weighin.probes import environment
 from weighin.record import Result
 from weighin.records.bisection import next_cell
 from weighin.records.floor import COARSEST, bracket, results_of, searched, stopped_by, why_stopped
+from weighin.run import command_request, runner
 from weighin.run import request as bench
-from weighin.run import runner
+from weighin.run.command_request import CommandRequest
 from weighin.run.request import Request
 from weighin.run.task import AnyPlanned, Progress, Run
 from weighin.units import format_bytes
@@ -48,7 +49,7 @@ class Search:
         return None
 
 
-def start(request: Request) -> tuple[Search, str]:
+def start(request: Request | CommandRequest) -> tuple[Search, str]:
     """Plan a new search, and return the search with a note about the isolation.
 
     Raises:
@@ -61,7 +62,10 @@ def start(request: Request) -> tuple[Search, str]:
             f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
             "write a share of the floor, such as --within 1%",
         )
-    run, note = bench.start(request)
+    if isinstance(request, CommandRequest):
+        run, note = command_request.start(request)
+    else:
+        run, note = bench.start(request)
     return Search(run, within), note
 
 

@@ -14,14 +14,26 @@ from typing import Any, TypeVar
 
 from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
+from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer
 from weighin.probes.rank_samplers import RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
-from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
+from weighin.record import (
+    SCHEMA,
+    Faults,
+    Kill,
+    Memory,
+    Outcome,
+    Peaks,
+    Phase,
+    Pressure,
+    Result,
+    Sample,
+)
 from weighin.run import interrupts, rank_logs
-from weighin.run.event_log import EventLog
+from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
 from weighin.units import MIB, format_bytes
 
@@ -29,6 +41,7 @@ _Point = TypeVar("_Point", bound=tuple[int, ...])
 
 _FULL = 0.9  # of a limit: a kill at a smaller charge met another limit
 _NOTABLE_BYTES = 2 * MIB  # of other processes; a shell or a small tool takes less
+_NAMED = 3  # the most killed processes that a message names
 _GRACE_S = 10.0  # between the end of a worker's events and the worker's exit
 
 
@@ -139,6 +152,8 @@ class Watch:
             )
         if outcome is Outcome.OOM_KILLED:
             message += self._met_elsewhere(job.cell.ram_limit_bytes)
+        if outcome is Outcome.CHILD_KILLED or LOST_CHILD in message:
+            message += self._killed_children()
         return Result(
             schema=SCHEMA,
             cell=job.cell,
@@ -175,6 +190,23 @@ class Watch:
         if limit_bytes is None:
             return ""
         return f"{charge}: the machine, or a cgroup around the cell's that is not visible, was full"
+
+    def _killed_children(self) -> str:
+        """Return whom the kernel killed beside the worker, and the cell's peak, if they are known."""
+        if len(self._logs) > 1:
+            return ""
+        group = self._running.cgroup
+        kills: tuple[Kill, ...] = ()
+        if group:  # its name is its own, so that all messages of the log may be read
+            kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
+        text = "".join(
+            f"; killed: {kill.command} (process {kill.pid}) with"
+            f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
+            for kill in kills[:_NAMED]
+            if not kill.is_main
+        )
+        peak = _largest((self._peak_bytes, self._at_end.peak_bytes))
+        return f"{text}; the cell's peak was {format_bytes(peak)}" if peak else text
 
     @property
     def _is_ready(self) -> bool:
@@ -283,6 +315,7 @@ class Watch:
             seen += [phase.end for phase in phases]
         if all(log.baseline for log in self._logs):
             seen += [each for each in self.samples if baseline_ns <= each.t_ns <= last_ns]
+        number, private_bytes = self._observer.others if self._observer else (0, 0)
         return Peaks(
             rss_bytes=_largest(rss),
             cgroup_bytes=self._peak_bytes,
@@ -297,6 +330,7 @@ class Watch:
             ),
             pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
             pss_bytes=rank_logs.pss_bytes(self._logs),
+            others_private_sampled_bytes=private_bytes if number and len(self._logs) == 1 else None,
         )
 
     def _faults(self, totals: Observation) -> Faults | None:

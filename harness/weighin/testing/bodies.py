@@ -174,22 +174,33 @@ def _judged(
 ) -> pytest.TestReport:
     """Return the report, changed to a failure with a table of phases if the peak is too large."""
     if report.when == "call" and report.passed:
-        growth = above_baseline(result, limit.metric)
+        growth, held = above_baseline(result, limit.metric), _held_by_children(result, limit.metric)
+        if result.outcome is Outcome.CHILD_KILLED:
+            return _failed(item, f"{result.outcome}: {result.message}", result)
         if growth is None:
             return _failed(item, _not_measured(result, limit), result)
-        if growth > allowed:
-            return _failed(item, _too_much(result, limit, growth, allowed), result)
+        if growth + held > allowed:
+            return _failed(item, _too_much(result, limit, growth, held, allowed), result)
     if report.failed:
         report.sections.append(_section(result))
     return report
 
 
-def _too_much(result: Result, limit: Limit, growth: int, allowed: int) -> str:
+def _held_by_children(result: Result, metric: str) -> int:
+    """Return the sampled memory of the processes that a test started, which this metric lacks."""
+    return (result.peaks.others_private_sampled_bytes or 0) if metric in ("rss", "anon") else 0
+
+
+def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int) -> str:
     kind = "sampled" if limit.metric == "anon" else "exact"
-    lines = [
-        f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body, more than"
-        f" its limit of {format_bytes(allowed)}"
-    ]
+    text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
+    if growth > allowed:
+        lines = [f"{text}, more than its limit of {format_bytes(allowed)}"]
+    else:
+        lines = [
+            f"{text}, and the processes that it started held {format_bytes(held)} of private memory"
+            f" (sampled): together more than the limit of {format_bytes(allowed)}"
+        ]
     before = result.baseline.rss_bytes if result.baseline else 0
     highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
     if highest:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.record import Outcome
-from weighin.report import captions, style
+from weighin.report import captions, operations, style
 from weighin.report.dataframe import known
 from weighin.report.html.geometry import Axis
 from weighin.units import GIB
@@ -80,39 +80,41 @@ def _panel(title: str, group: pd.DataFrame, axis: Axis, ids: Mapping[str, str]) 
     return Panel(title, bars, lines, axis.ticks())
 
 
-def _bar(label: str, row: Any, axis: Axis, name: str) -> Bar:
-    anonymous, file = known(row["anon_sampled_bytes"]), known(row["file_sampled_bytes"])
+def _bar(label: str, row: Any, axis: Axis, series_id: str) -> Bar:
+    kind = operations.KINDS[row["operation"]]
+    anonymous, file = known(row[kind.held[0]]), known(row["file_sampled_bytes"])
     start = axis.at((anonymous or 0) / GIB)
     end = axis.at(((anonymous or 0) + (file or 0)) / GIB)
     marks = [
-        _mark(kind, row, key, axis)
-        for kind, key in (("rss", "peak_rss_bytes"), ("cuda", "peak_cuda_allocated_bytes"))
+        _mark(name, row, key, axis)
+        for name, key in (("rss", kind.peak[0]), ("cuda", "peak_cuda_allocated_bytes"))
         if known(row[key]) is not None
     ]
     is_ok = row["outcome"] == Outcome.OK.value
-    peak = known(row["peak_rss_bytes"])
+    peak = known(row[kind.peak[0]])
     words = "not measured" if peak is None else f"{peak / GIB:.3f} GiB"
     words += "" if is_ok else f" · {captions.ending(row)}"
     return Bar(
-        name, label, style.colour(row["strategy"]), is_ok, start, round(end - start, 1), marks,
+        series_id, label, style.colour(row["strategy"]), is_ok, start, round(end - start, 1), marks,
         words, _tip(label, row),
     )  # fmt: skip
 
 
-def _mark(kind: str, row: Any, key: str, axis: Axis) -> Mark:
+def _mark(name: str, row: Any, key: str, axis: Axis) -> Mark:
     at, low, high = (axis.at(row[f"{key}{end}"] / GIB) for end in ("", "_min", "_max"))
-    return Mark(kind, at, low, high)
+    return Mark(name, at, low, high)
 
 
 def _tip(label: str, row: Any) -> str:
     """Return all figures of a bar as text, exact ones first."""
     lines = [f"{label}: {captions.ending(row)}"]
+    kind = operations.KINDS[row["operation"]]
     for key, words in (
-        ("peak_rss_bytes", "peak RSS {} GiB (exact)"),
+        (kind.peak[0], f"{kind.peak[1]} {{}} GiB ({kind.peak_accuracy})"),
         ("peak_cgroup_bytes", "cgroup peak {} GiB (exact, with page cache)"),
         ("peak_cuda_allocated_bytes", "CUDA peak {} GiB (exact)"),
-        ("anon_sampled_bytes", "anonymous {} GiB (sampled)"),
-        ("file_sampled_bytes", "file-backed {} GiB (sampled)"),
+        (kind.held[0], f"{kind.held[1]} {{}} GiB (sampled)"),
+        ("file_sampled_bytes", f"{kind.cached.partition(',')[0]} {{}} GiB (sampled)"),
     ):
         value, low, high = (known(row[f"{key}{end}"]) for end in ("", "_min", "_max"))
         if value is not None:

@@ -16,6 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
 # The memory figures for the x axis; the page shows the first figure until the reader chooses.
 _FIGURES: Final = (
     ("peak_rss_bytes", "peak RSS, GiB (exact)"),
+    ("needed_bytes", "need, GiB (at least)"),
     ("anon_sampled_bytes", "anonymous memory, GiB (sampled)"),
     ("peak_cuda_allocated_bytes", "CUDA peak, GiB (exact)"),
 )

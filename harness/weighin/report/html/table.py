@@ -8,7 +8,7 @@ import pandas as pd
 
 from weighin.record import Outcome
 from weighin.report import captions, style
-from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
+from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
 from weighin.report.dataframe import known, varying
 from weighin.report.markdown import plain
 
@@ -95,5 +95,5 @@ def _row(row: Any, names: list[str], figures: list[Column], ids: Mapping[str, st
     for figure in figures:
         value = known(row[figure.key])
         key = "" if value is None else repr(float(value))
-        data.append(Datum(number_text(value, figure), key, range_text(row, figure)))
+        data.append(Datum(figure_text(row, figure), key, range_text(row, figure)))
     return TableRow(ids[row["group"]], style.colour(row["strategy"]), outcome, data)

@@ -50,6 +50,7 @@ class Timeline:
     areas: list[tuple[str, str]]
     outline: str
     spans: list[Span]
+    marks: list[tuple[float, str]]
     limit_y: float | None
     limit_text: str
     cut: tuple[float, float] | None
@@ -116,6 +117,11 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
         areas=areas,
         outline=outline,
         spans=_spans(track, axes),
+        marks=[
+            (axes.time.at(at_s), f"{text}\nat {at_s:.2f} s, a line of output")
+            for at_s, text in timeline_data.marks(track)
+            if at_s <= axes.time.top
+        ],
         limit_y=axes.memory.at(limit / GIB) if limit and is_near else None,
         limit_text=f"RAM limit {captions.size(limit)}" if limit else "no RAM limit",
         cut=_cut(track, axes),
@@ -156,6 +162,12 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
         ended = track.result.phases[index] if index < len(track.result.phases) else None
         left, right = axes.time.at(start), axes.time.at(end)
         width = round(right - left, 1)
+        # The peak of rank 0 is no peak of the ranks together, which are drawn.
+        peak = (
+            timeline_data.phase_peak(track.result, ended)
+            if ended and not track.result.ranks
+            else None
+        )
         target = max(left, spans[-1].target + spans[-1].target_width) if spans else left
         spans.append(
             Span(
@@ -164,23 +176,21 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
                 width=width,
                 target=round(target, 1),
                 target_width=round(max(right - target, _TARGET), 1),
-                # The peak of rank 0 is no peak of the ranks together, which are drawn.
-                peak_y=axes.memory.at(ended.peak_rss_bytes / GIB)
-                if ended and not track.result.ranks
-                else None,
+                peak_y=axes.memory.at(peak / GIB) if peak is not None else None,
                 is_named=width > _LETTER * len(name) + 4,
-                tip=_tip(name, start, end, ended, track.result.outcome),
+                tip=_tip(name, start, end, ended, track.result),
             )
         )
     return spans
 
 
-def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outcome) -> str:
+def _tip(name: str, start: float, end: float, ended: Phase | None, result: Result) -> str:
     when = f"from {start:.2f} s to {end:.2f} s ({format_seconds(round((end - start) * 1e9))})"
     if ended is None:
-        return f"{name}: {when}\ncut off: {outcome}"
-    lines = [f"{name}: {when}", f"peak RSS {ended.peak_rss_bytes / GIB:.3f} GiB (exact)"]
+        return f"{name}: {when}\ncut off: {result.outcome}"
+    lines = [f"{name}: {when}"]
     for value, words in (
+        (None if result.ran else ended.peak_rss_bytes, "peak RSS"),
         (ended.peak_cgroup_bytes, "cgroup peak"),
         (ended.peak_cuda_allocated_bytes, "CUDA peak"),
     ):

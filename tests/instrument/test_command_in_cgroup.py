@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from leftovers import wait_until
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.command_memory import GroupMemory
 from weighin.probes.command_sampler import CommandSampler
 from weighin.units import MIB
 
@@ -49,6 +51,8 @@ def test_a_family_is_counted_once_and_named(group: Path) -> None:
     assert most.cgroup_bytes >= most.anon_bytes + most.shmem_bytes
     assert sampler.oom_kills == 0
     assert len(found) == 4
+    assert found[0].highest_rss_bytes
+    assert found[0].highest_rss_bytes >= (128 + FAMILY_SHMEM_MIB) * MIB
     together = sum((one.anon_bytes or 0) + (one.shmem_bytes or 0) for one in found)
     assert together == pytest.approx(sampler.largest_anon_and_shmem_bytes, rel=0.05)
     assert (sampler.largest_kernel_bytes or 0) > 0
@@ -173,7 +177,7 @@ step("survived")
         sampler.stop()
     assert sampler.oom_kills == 1
     assert sampler.largest_anon_and_shmem_bytes
-    assert sampler.largest_anon_and_shmem_bytes > 0.8 * 64 * MIB
+    assert sampler.largest_anon_and_shmem_bytes > 0.5 * 64 * MIB
 
 
 def test_sampling_takes_little_time(group: Path) -> None:
@@ -208,3 +212,12 @@ def test_the_kernel_log_tells_who_was_killed_for_whose_limit(group: Path, is_own
     assert kill.limit_of == ("" if is_own else f"/{group.name}")
     assert kill.anon_bytes == pytest.approx(60 * MIB, abs=6 * MIB)
     assert kernel_log.kills_since(kernel_log.position(), cell, one.pid) == ()
+
+
+def test_a_group_that_was_removed_gives_no_sample() -> None:
+    with temporary_group() as made:
+        memory = GroupMemory(MemoryCgroup(made))
+    with closing(memory):
+        assert memory.sample(1, []) is None
+        assert memory.pids() == []
+        assert memory.oom_kills() is None

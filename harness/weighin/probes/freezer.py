@@ -1,0 +1,93 @@
+"""Stop all processes of a cgroup for an instant, and let them go on.
+
+The processes do not notice it: no signal is sent, and a shell sees no stopped job. SIGKILL ends a
+frozen process on cgroup v2; on v1 it waits until the group is thawed. Source: cgroup-v2.rst
+("cgroup.freeze") and cgroup-v1/freezer-subsystem.rst of the kernel.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from weighin.probes.cgroup import read_kernel
+
+_PATIENCE_S: Final = (
+    0.1  # a process that waits for a disk freezes later, and does nothing until then
+)
+_LOOK_S: Final = 0.0002
+
+
+class Freezer:
+    """Freezes a cell by the first of its groups that has a freezer; v2 comes before v1."""
+
+    def __init__(self, groups: Iterable[Path]) -> None:
+        self._control: Path | None = None
+        found = [group / name for name in _STATES for group in groups]
+        for control in found:
+            if control.exists():
+                self._control = control
+                self._freeze, self._thaw, self._status, self._frozen = _STATES[control.name]
+                return
+
+    @property
+    def works(self) -> bool:
+        """Tell whether one of the groups has a freezer."""
+        return self._control is not None
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[bool]:
+        """Stop all processes until the block ends; the value tells whether they have stopped.
+
+        They go on at the end of the block in any case.
+        """
+        if self._control is None:
+            yield False
+            return
+        try:
+            yield self._stop(self._control)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # the group was removed
+                self._control.write_text(self._thaw)
+
+    def _stop(self, control: Path) -> bool:
+        try:
+            control.write_text(self._freeze)
+            deadline_s = time.monotonic() + _PATIENCE_S
+            while self._frozen not in (control.parent / self._status).read_text():
+                if time.monotonic() > deadline_s:
+                    return False
+                time.sleep(_LOOK_S)
+        except OSError:  # the group was removed, or is not this user's
+            return False
+        return True
+
+
+_STATES: Final = {
+    "cgroup.freeze": ("1", "0", "cgroup.events", "frozen 1"),
+    "freezer.state": ("FROZEN", "THAWED", "freezer.state", "FROZEN"),
+}
+"""By the name of the file: what freezes, what thaws, the file to read, and its text when frozen."""
+
+
+def groups_of(pid: int, group: Path) -> list[Path]:
+    """Return the memory group of a process and its groups of the same name in other hierarchies.
+
+    A container has a group in each hierarchy of cgroup v1, and one in the v2 tree.
+    """
+    found = [group]
+    try:
+        lines = read_kernel(Path(f"/proc/{pid}/cgroup")).splitlines()
+    except OSError:  # it has ended
+        return found
+    names = {line.split(":", 2)[2] for line in lines}
+    mounts = {
+        Path(line.split(" ")[4])
+        for line in read_kernel(Path("/proc/self/mountinfo")).splitlines()
+        if " - cgroup" in line
+    }
+    for name in sorted(name for name in names if name.rpartition("/")[2] == group.name):
+        folders = [mount / name.lstrip("/") for mount in sorted(mounts)]
+        found += [folder for folder in folders if folder != group and folder.is_dir()]
+    return found

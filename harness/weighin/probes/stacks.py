@@ -1,0 +1,234 @@
+"""Take the stacks of a command's Python processes near its maxima, without changing the program.
+
+py-spy reads the stacks from outside. The cell is frozen meanwhile, so that the stacks belong to the
+usage at which they were asked for: a command that is killed for lack of memory leaves its last line.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from weighin import install
+from weighin.foreign import parse_json
+from weighin.probes.cgroup import limits_around, read_kernel
+from weighin.probes.command_memory import members_of
+from weighin.probes.freezer import Freezer
+from weighin.probes.process import read_status
+from weighin.record import Stack
+from weighin.text import one_line
+from weighin.units import MIB
+
+SHARE: Final = 0.05
+"""The part of the time for which a command is frozen at most, but for its first look at its limit."""
+KEPT: Final = 8
+"""The number of looks whose stacks are kept: the newest, which are those at the highest usage."""
+MOST_FRAMES: Final = 40
+_MOST_PROCESSES: Final = 4
+_MOST_THREADS: Final = 8
+_PATIENCE_S: Final = 3.0
+_GROWTH: Final = 0.05
+_GROWTH_BYTES: Final = 16 * MIB
+_MARGIN: Final = 0.1
+_MARGIN_BYTES: Final = 32 * MIB
+_STEPS_IN_MARGIN: Final = 16  # looks while the usage rises through the margin, as time allows
+_RUNS: Final = "RD"  # the states of a thread that runs, or waits for the kernel
+
+
+class StackTaker:
+    """Takes stacks when ``look`` is called with a usage that is near the limit, or is much higher.
+
+    Attributes:
+        frozen_ns: the time for which the command was stopped. Without a freezer, py-spy itself stops
+            each process for a part of this time.
+        why: the reason why no stack was taken; empty if one was.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Path],
+        pids: Callable[[], list[int]] | None = None,
+        share: float = SHARE,
+    ) -> None:
+        """``groups`` are those of the cell, its memory group first; without groups, ``pids`` are read."""
+        self.frozen_ns = 0
+        self._freezer = Freezer(groups)
+        self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
+        limits = limits_around(groups[0]) if groups else []
+        limit = limits[0][0] if limits else 0
+        self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
+        self._near_bytes = limit - self._margin_bytes if limit else None
+        self._share = share
+        self._start_s = time.monotonic()
+        self._due_s = 0.0
+        self._taken_bytes = 0
+        self._was_near = False
+        self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
+        self._others: set[tuple[int, str]] = set()
+        self._program = _find_program()
+        self._error = "no Python process used more memory than before"
+        if not self._program:
+            self._error = f"py-spy is not installed: {install.command('stacks')}"
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The stacks of the last looks, the oldest look first; of a look, the running threads first."""
+        return tuple(stack for look in self._looks for stack in look)
+
+    @property
+    def why(self) -> str:
+        return "" if self._looks else self._error
+
+    def look(self, t_ns: int, usage_bytes: int) -> None:
+        """Take the stacks now if the usage at the time ``t_ns`` is worth it."""
+        if not self._program or not self._is_worth(usage_bytes):
+            return
+        pids = self._find_pythons()
+        if not pids:
+            return
+        self._taken_bytes = usage_bytes
+        start_s = time.monotonic()
+        running = {pid: _running_threads(pid) for pid in pids}
+        with self._freezer.frozen() as is_frozen:
+            found = self._dump(self._program, pids, is_frozen=is_frozen)
+        took_s = time.monotonic() - start_s
+        self.frozen_ns += int(took_s * 1e9)
+        self._due_s = start_s + took_s / self._share
+        stacks = [
+            stack
+            for pid, threads in found.items()
+            for stack in _stacks_of(pid, threads, running[pid], t_ns, usage_bytes)
+        ]
+        if stacks:
+            self._looks.append(tuple(stacks))
+
+    def _is_worth(self, usage_bytes: int) -> bool:
+        """Tell whether the usage is near the limit, or much higher than at the last look.
+
+        Near the limit, a command may be killed at any moment: time that was not used before may
+        then be used, and the first look is always taken.
+        """
+        now_s = time.monotonic()
+        growth = usage_bytes - self._taken_bytes
+        if self._near_bytes is not None and usage_bytes >= self._near_bytes:
+            if not self._was_near:
+                self._was_near = True
+                return True
+            is_allowed = self.frozen_ns / 1e9 <= self._share * (now_s - self._start_s)
+            return is_allowed and growth >= self._margin_bytes // _STEPS_IN_MARGIN
+        is_higher = growth >= max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
+        return is_higher and now_s >= self._due_s
+
+    def _find_pythons(self) -> list[int]:
+        """Return the processes that may run Python, those with the most memory first."""
+        sizes = {}
+        for pid in self._pids():
+            with contextlib.suppress(OSError):  # ended, or another user's
+                if (pid, _program_of(pid)) not in self._others:
+                    sizes[pid] = read_status(pid).get("VmRSS", 0)
+        return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
+
+    def _dump(self, program: str, pids: list[int], *, is_frozen: bool) -> dict[int, list[Any]]:
+        """Return the threads of each process, as py-spy prints them."""
+        options = ["--nonblocking"] if is_frozen else []
+        dumps = {
+            pid: subprocess.Popen(
+                [program, "dump", "--json", *options, "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the command's
+            )
+            for pid in pids
+        }
+        found: dict[int, list[Any]] = {}
+        for pid, dump in dumps.items():
+            with dump:
+                try:
+                    printed, error = dump.communicate(timeout=_PATIENCE_S)
+                except subprocess.TimeoutExpired:
+                    dump.kill()
+                    continue
+            try:
+                found[pid] = parse_json(printed)
+            except ValueError:
+                self._note_failure(pid, error.decode(errors="replace"))
+        return found
+
+    def _note_failure(self, pid: int, error: str) -> None:
+        """Remember a process that is not Python, so that py-spy is not run on it again."""
+        with contextlib.suppress(OSError):
+            name = _program_of(pid)
+            if "ermission" in error:
+                self._error = (
+                    "this user may not read the memory of the command's processes: run as root,"
+                    " or sudo sysctl kernel.yama.ptrace_scope=0"
+                )
+            elif _is_python(pid, name):  # it may just have started, and is asked again
+                self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
+            else:
+                self._others.add((pid, name))
+
+
+def _find_program() -> str | None:
+    """Return the path of py-spy in this environment, else on PATH."""
+    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+
+
+def _program_of(pid: int) -> str:
+    return str(Path(f"/proc/{pid}/exe").readlink())
+
+
+def _is_python(pid: int, program: str) -> bool:
+    return "python" in Path(program).name or "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
+
+
+def _running_threads(pid: int) -> set[int]:
+    """Return the ids of the threads that do not wait for anything but the kernel."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            state = read_kernel(task / "stat").rpartition(")")[2].split()[0]
+            if state in _RUNS:
+                found.add(int(task.name))
+    return found
+
+
+def _stacks_of(
+    pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
+) -> list[Stack]:
+    """Return the stacks of a process: threads that run first, then the one with the GIL, the main one."""
+    folder = ""
+    with contextlib.suppress(OSError):
+        folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
+
+    def order(thread: Any) -> tuple[bool, bool, bool]:
+        number = thread["os_thread_id"]
+        return number not in running, not thread["owns_gil"], number != pid
+
+    chosen = sorted((each for each in threads if each["frames"]), key=order)[:_MOST_THREADS]
+    return [
+        Stack(
+            t_ns,
+            pid,
+            one_line(each["thread_name"] or f"thread {each['os_thread_id']}"),
+            usage_bytes,
+            _frames(each["frames"], folder),
+        )
+        for each in chosen
+    ]
+
+
+def _frames(frames: list[Any], folder: str) -> tuple[str, ...]:
+    """Return the frames as text; those in the middle of a deep stack are left out."""
+    half = MOST_FRAMES // 2
+    shown = frames if len(frames) <= MOST_FRAMES else [*frames[:half], *frames[-half:]]
+    return tuple(
+        one_line(f"{each['name']} ({each['filename'].removeprefix(folder)}:{each['line']})")
+        for each in shown
+    )

@@ -1,0 +1,155 @@
+"""Explain in at most three lines how a command ended, what it needed, and why: from its record alone."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from weighin.record import Kill, Outcome, Result, Sample
+from weighin.records.explanation.causes import Cause, find
+from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
+from weighin.records.samples import read_samples
+from weighin.units import MIB
+
+__all__ = ["Cause", "answer", "cause_of", "explain"]
+
+_NEAR_LIMIT = 0.98  # a peak from here on is the limit's, and not a need
+
+
+def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
+    """Return the lines: how the command ended, what it held and where, and the cause with a hint.
+
+    The second line is left out if no memory was measured, and the third one if no cause is proven.
+    """
+    ending = _ending(result)
+    if result.ran is None:
+        return [ending]
+    facts = Facts(result, result.ran, samples or ())
+    cause = find(facts)
+    where = _where(facts, cause.place if cause else facts.place)
+    lines = [ending, " ".join(filter(None, (_need(facts), where, _cache(facts))))]
+    if cause:
+        lines.append(f"{cause.words} {cause.hint}".strip())
+    return [line for line in lines if line]
+
+
+def answer(run: Path, result: Result) -> list[str]:
+    """Return the explanation of a result in a run's folder; empty if it is none of a command."""
+    return explain(result, read_samples(run, result)) if result.cell.command else []
+
+
+def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
+    """Return the cause of a command's memory, if the record proves one."""
+    return find(Facts(result, result.ran, samples or ())) if result.ran else None
+
+
+def _ending(result: Result) -> str:
+    ran, limit = result.ran, result.cell.ram_limit_bytes
+    if result.outcome is Outcome.OK:
+        text = f"It lived under its limit of {size(limit)}" if limit else "It ended well"
+    elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
+        text = _killed(result, ran.kills)
+    else:
+        text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
+    if ran and ran.ended:
+        text += f". What still ran at the end was ended: {_counted(ran.ended)}"
+    return f"{text}."
+
+
+def _killed(result: Result, kills: Sequence[Kill]) -> str:
+    """Return which limit was met, whom the kernel killed, and whether the first process lived on."""
+    assert result.ran
+    commands = {process.pid: process.command for process in result.ran.processes}
+    victims = [
+        f"{program(commands.get(kill.pid) or kill.command)} (pid {kill.pid})" for kill in kills[:2]
+    ]
+    more = max(len(kills), result.oom_kills or 0) - len(victims)
+    who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
+    if any(kill.is_main for kill in kills):
+        first = ", the first process" if len(kills) == 1 else ", the first process among them"
+    elif result.ran.survived:
+        first = ", and the first process lived on"
+    else:
+        first = ""
+    return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}"
+
+
+def _counted(commands: Sequence[str]) -> str:
+    """Return up to three different command lines, each with its number: "python x.py (3), tee"."""
+    counts = Counter(map(program, commands)).most_common()
+    texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _limit(result: Result, kills: Sequence[Kill]) -> str:
+    own = result.cell.ram_limit_bytes
+    if any(kill.limit_of == "machine" for kill in kills):
+        return "when the whole machine had no memory left"
+    group = next((kill.limit_of for kill in kills if kill.limit_of.startswith("/")), "")
+    if group:
+        others = f", not by its own of {size(own)}" if own else ""
+        return f"by the limit of the cgroup {group} around it{others}"
+    if own and all(not kill.limit_of for kill in kills):
+        return f"by the limit of {size(own)}"
+    return "for lack of memory"
+
+
+def _need(facts: Facts) -> str:
+    needed, split = facts.ran.needed_bytes, facts.split
+    if needed is None:
+        return ""
+    kinds = "anonymous and shared memory"
+    if split and split[1] < max(MIB, facts.held_bytes // 100):
+        kinds = "anonymous memory"
+    elif split and split[0] < max(MIB, facts.held_bytes // 100):
+        kinds = "shared memory"
+    elif split:
+        kinds += f" ({size(split[0])} and {size(split[1])})"
+    if facts.killed:
+        return f"It held {size(needed)} of {kinds} and asked for more; page cache is no need."
+    least = "at least " if facts.ran.needed_is_sampled else ""
+    peak, limit = facts.result.peaks.cgroup_bytes, facts.result.cell.ram_limit_bytes
+    text = f"It needs {least}{size(needed)} of {kinds}"
+    if peak is None:
+        return f"{text}, as sampled."
+    if limit and peak >= _NEAR_LIMIT * limit:
+        return f"{text}: the peak of {size(peak)} is its limit and not a need."
+    return f"{text}; its peak with page cache is {size(peak)}."
+
+
+def _where(facts: Facts, place: Place | None) -> str:
+    """Return which line and which process took most of the memory."""
+    holder, first = facts.holder, facts.ran.pid
+    by = ""
+    if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
+        who = (
+            "the first process"
+            if holder.pid == first
+            else f"{program(holder.command)} (pid {holder.pid})"
+        )
+        by = f" in {who}"
+    if place:
+        return f"Most of it was there when {place.title} ran{by}."
+    marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
+    if marks:
+        return f"Most of it was there after it printed {marks[-1].text!r}{by}."
+    return f"Most of it was{by}." if by else ""
+
+
+def _cache(facts: Facts) -> str:
+    """Return the largest page cache, of which files, and whether they were cold."""
+    most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
+    files = [file for process in facts.present for file in process.files]
+    if (
+        facts.result.peaks.cgroup_bytes is None
+        or most is None
+        or (most < MIB and not files and not cold)
+    ):
+        return ""
+    large = sorted({file.path: file for file in files}.values(), key=lambda file: -file.size_bytes)
+    of = f" of {names(large)}" if large and most >= MIB else ""
+    start = (
+        f"{', '.join(cold[:2])} cold at the start"
+        if cold
+        else "without --cold, pages that were cached before are not counted"
+    )
+    return f"Page cache: at most {size(most)}{of}; {start}."

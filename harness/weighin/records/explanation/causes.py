@@ -1,0 +1,332 @@
+"""The causes of a command's memory, as one table of rules. A rule holds only if the record proves it.
+
+The first rule that holds is the answer: more specific rules come first. Each rule has its test, with a
+record for which it holds and one for which it does not (tests/unit/test_causes.py).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+from shlex import quote
+from typing import Final
+
+from weighin.record import OpenFile, Outcome, Sample
+from weighin.records.explanation.facts import (
+    Facts,
+    Place,
+    held_by,
+    is_import,
+    is_waiting,
+    names,
+    program,
+    size,
+)
+from weighin.units import MIB, format_exact
+
+Evidence = Mapping[str, str]
+"""The words that fill the blanks of a rule's sentences."""
+
+LEAST_BYTES: Final = 48 * MIB
+"""Less memory than this needs no explanation: Python with a few libraries has as much."""
+
+_LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
+_READS: Final = ("torch/serialization.py", "safetensors/torch.py")
+_BUILDS: Final = ("torch/nn/modules/", "torch/nn/init.py")
+_CONVERTS: Final = re.compile(
+    r"\.(?:(?:float|half|bfloat16|double)\(\)|astype\(|(?:to|type)\([^)]*(?:dtype|float|half|int\d))"
+)
+_WHOLE: Final = re.compile(
+    r"\.(?:read|readlines|readall)\(\s*\)|\.read_(?:bytes|text)\(|\bfromfile\("
+)
+_PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
+_MORE_THAN_ONE: Final = 1.15  # times the bytes that were read: more than one copy of them
+_SLICES: Final = 4
+_LEAST_SAMPLES: Final = 12
+_STEADY_S: Final = 0.3
+_LEAST_STACKS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A cause, when it holds, and how it is said. ``hint`` is empty where no way out is certain.
+
+    ``place`` finds the line that took the memory.
+    """
+
+    name: str
+    when: Callable[[Facts], Evidence | None]
+    words: str
+    hint: str = ""
+    place: Callable[[Facts], Place | None] = lambda facts: facts.place
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A rule that holds, with its sentences."""
+
+    name: str
+    words: str
+    hint: str = ""
+    place: Place | None = None
+
+
+def find(facts: Facts) -> Cause | None:
+    """Return the most specific cause that the record proves; None if there is none."""
+    for rule in RULES:
+        if (evidence := rule.when(facts)) is not None:
+            words, hint = (text.format(**evidence) for text in (rule.words, rule.hint))
+            return Cause(rule.name, words, hint, rule.place(facts))
+    return None
+
+
+def _two_copies(facts: Facts) -> Evidence | None:
+    """The weights were read, not mapped, and a model holds or gets its own memory for them."""
+    place = facts.place
+    files = facts.read_files(place.stack.pid) if place else []
+    if place is None or not files or facts.anon_bytes < LEAST_BYTES:
+        return None
+    read_bytes = sum(file.size_bytes for file in files)
+    first = min(files, key=lambda file: file.seen_ns or 0)
+    grown = facts.grown_since(first)
+    before = facts.anon_bytes - grown
+    built = any(_builds(one) for one in facts.places if one.stack.pid == place.stack.pid)
+    copied = _copies(place) and grown > _MORE_THAN_ONE * read_bytes
+    beside = built and before > read_bytes and grown > read_bytes // 4
+    if not copied and not (beside and (_reads(place) or _copies(place))):
+        return None
+    if not files[0].path.endswith(_PICKLES):
+        return _about(files) | _recommend(facts, files) | {"try": "Try"}
+    return _about(files) | _recommend(facts, files) | {"try": "Try torch.load(..., mmap=True):"}
+
+
+def _dtype_conversion(facts: Facts) -> Evidence | None:
+    place = facts.place
+    if place is None or not (code := _CONVERTS.search(place.stack.code)):
+        return None
+    files = facts.read_files(place.stack.pid)
+    read_bytes = sum(file.size_bytes for file in files)
+    grown = facts.grown_since(min(files, key=lambda file: file.seen_ns or 0)) if files else 0
+    if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
+        return None
+    call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
+    return _about(files) | _recommend(facts, files) | {"call": call, "grown": size(grown)}
+
+
+def _whole_file(facts: Facts) -> Evidence | None:
+    place = facts.place
+    process = facts.process(place.stack.pid) if place else None
+    if place is None or process is None or not _WHOLE.search(place.stack.code):
+        return None
+    for file in process.files:
+        grown = facts.grown_since(file)
+        if file.is_open and not file.mapped_bytes and LEAST_BYTES < grown < 1.1 * file.size_bytes:
+            return _about([file])
+    return None
+
+
+def _import(facts: Facts) -> Evidence | None:
+    place = facts.place
+    if place is None:
+        return None
+    at = [index for index, frame in enumerate(place.frames) if is_import(frame)]
+    grown = facts.grown(place.stack.pid, _imports)
+    if not at or at[0] == 0 or grown < max(LEAST_BYTES, facts.held_bytes // 4):
+        return None
+    outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
+    module = next(frame for frame in reversed(place.frames[: at[0]]))
+    by = f" by {outside[0].place}" if outside else ""
+    return {"module": module.place.rpartition(":")[0], "by": by}
+
+
+def _copy_on_write(facts: Facts) -> Evidence | None:
+    """Forked processes hold more together than the parent, and it is not what they allocated."""
+    for parent in facts.ran.processes:
+        children = [
+            one
+            for one in facts.present
+            if one.parent_pid == parent.pid and one.command == parent.command
+        ]
+        alone = parent.highest_rss_bytes or 0
+        together = held_by(parent) + sum(map(held_by, children))
+        # A child begins with the pages of its parent. What it has above them is its own.
+        added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
+        if children and together > LEAST_BYTES and together - added > 1.25 * alone:
+            count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
+            return {"count": count, "together": size(together), "alone": size(alone)}
+    return None
+
+
+def _shared_memory(facts: Facts) -> Evidence | None:
+    if facts.held_bytes < LEAST_BYTES or facts.shmem_bytes < facts.held_bytes // 2:
+        return None
+    return {"shared": size(facts.shmem_bytes)}
+
+
+def _outer_limit(facts: Facts) -> Evidence | None:
+    group = next((kill.limit_of for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
+    return None if group is None else {"group": group}
+
+
+def _child(facts: Facts) -> Evidence | None:
+    holder = facts.holder
+    if holder is None or facts.held_bytes < LEAST_BYTES or holder.pid == facts.ran.pid:
+        return None
+    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
+        return None
+    return {"child": f"{program(holder.command)} (pid {holder.pid})", "held": size(held_by(holder))}
+
+
+def _growth(facts: Facts) -> Evidence | None:
+    """Anonymous memory grew by about as much in each part of the time until the peak."""
+    rising = _rising(facts.samples)
+    place = facts.place
+    if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
+        return None
+    first, last = rising[0], rising[-1]
+    span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
+    ends = [first.t_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
+    levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
+    is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
+    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
+    stays = facts.grown(place.stack.pid, lambda one: _shares_line(one, place))
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
+        return None
+    return {
+        "low": size(first.anon_bytes),
+        "high": size(last.anon_bytes),
+        "seconds": f"{span_ns / 1e9:.1f} s",
+    }
+
+
+def _usual_place(facts: Facts) -> Place | None:
+    """Return the line of most of the stacks that share a line with the last one: it runs in a loop."""
+    last = facts.place
+    if last is None:
+        return None
+    places = [
+        one
+        for one in facts.places
+        if one.stack.pid == last.stack.pid and _shares_line(one, last) and not is_waiting(one)
+    ]
+    lines = Counter((one.frame.path, one.frame.line) for one in places)
+    return max(places, key=lambda one: (lines[one.frame.path, one.frame.line], one.stack.t_ns))
+
+
+def _page_cache(facts: Facts) -> Evidence | None:
+    peak = facts.result.peaks.cgroup_bytes
+    needed = facts.ran.needed_bytes
+    if facts.result.outcome is not Outcome.OK or peak is None or needed is None or not facts.split:
+        return None
+    if peak < LEAST_BYTES or facts.split[2] < peak // 2:
+        return None
+    return {"cached": size(facts.split[2]), "peak": size(peak)}
+
+
+def _rising(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples from a tenth to the whole of the most anonymous memory."""
+    if not samples:
+        return []
+    most = max(range(len(samples)), key=lambda index: samples[index].anon_bytes)
+    least = samples[most].anon_bytes // 5
+    start = next(index for index in range(most + 1) if samples[index].anon_bytes >= least)
+    return list(samples[start : most + 1])
+
+
+def _copies(place: Place) -> bool:
+    called = any(_LOADS.fullmatch(frame.short_name) for frame in place.frames)
+    return called or ".copy_(" in place.stack.code
+
+
+def _reads(place: Place) -> bool:
+    return any(_READS[0] in frame.path or _READS[1] in frame.path for frame in place.frames)
+
+
+def _builds(place: Place) -> bool:
+    return any(
+        any(part in frame.path for part in _BUILDS) for frame in place.frames
+    ) and not _copies(place)
+
+
+def _imports(place: Place) -> bool:
+    return any(map(is_import, place.frames))
+
+
+def _shares_line(one: Place, other: Place) -> bool:
+    """Tell whether two stacks have a line of the program in common."""
+    lines = {(frame.path, frame.line) for frame in other.frames if not frame.is_library}
+    return any((frame.path, frame.line) in lines for frame in one.frames)
+
+
+def _about(files: Sequence[OpenFile]) -> dict[str, str]:
+    read = size(sum(file.size_bytes for file in files))
+    return {"read": read, "files": names(files)}
+
+
+def _recommend(facts: Facts, files: Sequence[OpenFile]) -> dict[str, str]:
+    limit = facts.result.cell.ram_limit_bytes
+    ram = f" --ram {format_exact(limit)}" if limit else ""
+    path = PurePath(files[0].path)
+    what = path if len(files) == 1 else path.parent
+    return {"recommend": f"weighin recommend {quote(str(what))}{ram}"}
+
+
+RULES: Final = (
+    Rule(
+        "two copies",
+        _two_copies,
+        "Two copies of the weights were alive: {read} read from {files}, and the model's own.",
+        "{try} {recommend}",
+    ),
+    Rule(
+        "dtype conversion",
+        _dtype_conversion,
+        "`{call}` made new tensors beside the {read} read from {files}: both together grew by {grown}.",
+        "Convert each tensor alone and drop its original, or find a way that does: {recommend}",
+    ),
+    Rule(
+        "a whole file",
+        _whole_file,
+        "It read a whole file into memory: {files} has {read}.",
+        "Read it in parts, or map it (mmap).",
+    ),
+    Rule("import", _import, "Most of it came while {module} was imported{by}."),
+    Rule(
+        "copy-on-write",
+        _copy_on_write,
+        "Copy-on-write: {count} wrote to pages that they shared with their parent, so {together} were"
+        " held where the parent has {alone}.",
+        "In Python, a read of an object writes its reference count: keep shared data in arrays, or"
+        " start fewer processes.",
+    ),
+    Rule(
+        "shared memory",
+        _shared_memory,
+        "{shared} of it is shared memory: files in /dev/shm or another tmpfs, or shared mappings.",
+        "A file there takes memory until it is removed.",
+    ),
+    Rule(
+        "a limit around",
+        _outer_limit,
+        "The limit that it met is that of the cgroup {group} around it, not its own.",
+        "Raise that limit.",
+    ),
+    Rule("a child", _child, "A child of the first process holds it: {child} has {held}."),
+    Rule(
+        "growth",
+        _growth,
+        "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
+        "Look at what this line keeps.",
+        _usual_place,
+    ),
+    Rule(
+        "page cache only",
+        _page_cache,
+        "{cached} of the peak of {peak} is page cache, which the kernel takes back under a lower limit.",
+        "Find the smallest limit with weighin floor.",
+    ),
+)
+"""All rules, the most specific first."""

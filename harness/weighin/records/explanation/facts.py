@@ -1,0 +1,221 @@
+"""Find in the record of a command what its peak was made of, who held it, and where it was taken."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Final
+
+from weighin.record import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
+from weighin.records.explanation.frames import Frame, own, read_all
+from weighin.text import one_line
+from weighin.units import GIB, MIB, format_bytes
+
+_NEAR: Final = 0.75
+"""A stack that was read at less of the memory that the command needed does not tell where it was."""
+_SHORT_CODE: Final = 48
+_COMMAND_LENGTH: Final = 72
+_WAITING: Final = re.compile(
+    r"_?wait|waitpid|wait4|poll|select|join|_wait_for_tstate_lock|acquire|sleep|_try_wait|_communicate"
+)
+_WAITING_CODE: Final = re.compile(r"\b(?:os\.wait\w*|\w+\.(?:wait|join|sleep|communicate))\(")
+_CHECKPOINT: Final = re.compile(
+    r".*\.(?:pt|pth|bin|ckpt|safetensors|gguf|pkl|npy|npz|h5|msgpack|distcp)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the program that ran when its command used most memory.
+
+    ``function`` is the function of a library that the line called, or else the line's own; it is
+    empty in the body of a module.
+    """
+
+    stack: Stack
+    frames: tuple[Frame, ...]
+    frame: Frame
+    function: str = ""
+
+    @property
+    def title(self) -> str:
+        """The line in words: "`load_state_dict` (script.py:14)"."""
+        code = self.stack.code if len(self.stack.code) <= _SHORT_CODE else ""
+        name = self.function or code
+        return f"`{name}` ({self.frame.place})" if name else self.frame.place
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the record of one command proves. Sizes are those when the command used most memory."""
+
+    result: Result
+    ran: Ran
+    samples: Sequence[Sample] = ()
+
+    @property
+    def killed(self) -> bool:
+        return self.result.outcome is Outcome.OOM_KILLED
+
+    @cached_property
+    def split(self) -> tuple[int, int, int] | None:
+        """Anonymous memory, shared memory and page cache, in bytes; None if they were not sampled."""
+        if self.samples and self.ran.peak_ns is not None:
+            peak_ns = self.ran.peak_ns
+            at = min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+            cached = at.file_bytes
+            if at.cgroup_file_bytes is not None:
+                cached = max(at.cgroup_file_bytes - at.shmem_bytes, 0)
+            return at.anon_bytes, at.shmem_bytes, cached
+        if self.present:
+            parts = [
+                (p.anon_bytes or 0, p.shmem_bytes or 0, p.file_bytes or 0) for p in self.present
+            ]
+            anon, shmem, file = (sum(part) for part in zip(*parts, strict=True))
+            return anon, shmem, file
+        return None
+
+    @property
+    def anon_bytes(self) -> int:
+        return self.split[0] if self.split else 0
+
+    @property
+    def shmem_bytes(self) -> int:
+        return self.split[1] if self.split else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The anonymous and shared memory."""
+        return self.anon_bytes + self.shmem_bytes
+
+    @property
+    def present(self) -> list[Process]:
+        """The processes that ran when the command used most memory."""
+        return [process for process in self.ran.processes if process.anon_bytes is not None]
+
+    @cached_property
+    def holder(self) -> Process | None:
+        """The process that held most memory; None if the shares were not read."""
+        return max(self.present, key=held_by, default=None)
+
+    @cached_property
+    def place(self) -> Place | None:
+        """Where the program stood near the peak or the kill; None if no stack was read near it."""
+        places = self.places
+        needed = max(self.ran.needed_bytes or 0, self.held_bytes)
+        if not places or places[-1].stack.usage_bytes < _NEAR * needed:
+            return None
+        last_ns = places[-1].stack.t_ns
+        now = [place for place in places if place.stack.t_ns == last_ns]
+        return max(now, key=self._weight)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The places of all stacks, those with the most memory last."""
+        found = [place for stack in self.ran.stacks if (place := place_of(stack))]
+        return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
+
+    def _weight(self, place: Place) -> tuple[bool, int]:
+        process = self.process(place.stack.pid)
+        return not is_waiting(place), held_by(process) if process else 0
+
+    def process(self, pid: int) -> Process | None:
+        """Return the last process that had this pid."""
+        return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
+
+    def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
+        """Return by how much the command grew, in bytes, between stacks for which ``holds`` is true.
+
+        Stacks of one process count. It is a lower bound: growth between a stack for which ``holds`` is
+        true and another one is left out.
+        """
+        places = sorted(
+            (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
+            key=lambda one: one.stack.t_ns,
+        )
+        steps = [
+            after.stack.usage_bytes - before.stack.usage_bytes
+            for before, after in pairwise(places)
+            if holds(before) and holds(after)
+        ]
+        return sum(step for step in steps if step > 0)
+
+    def grown_since(self, file: OpenFile) -> int:
+        """Return by how much anonymous memory grew from when a file was first seen open to the peak.
+
+        It is a lower bound of what has grown since the file was opened; 0 without samples.
+        """
+        if file.seen_ns is None or not self.samples:
+            return 0
+        seen_ns = file.seen_ns
+        before = min(self.samples, key=lambda sample: abs(sample.t_ns - seen_ns))
+        return self.anon_bytes - before.anon_bytes
+
+    def read_files(self, pid: int) -> list[OpenFile]:
+        """Return the checkpoint files that a process had open and did not map, the largest first."""
+        process = self.process(pid)
+        files = process.files if process else ()
+        found = [
+            file
+            for file in files
+            if _CHECKPOINT.fullmatch(file.path) and file.mapped_bytes < file.size_bytes // 2
+        ]
+        return sorted(found, key=lambda file: -file.size_bytes)
+
+
+def place_of(stack: Stack) -> Place | None:
+    """Return the program's own innermost line of a stack, or else that of a library."""
+    frames = read_all(stack.frames)
+    frame = own(frames)
+    if frame is None:
+        return Place(stack, frames, frames[0], _function(frames)) if frames else None
+    at = frames.index(frame)
+    called = ("import" if is_import(frames[at - 1]) else frames[at - 1].short_name) if at else ""
+    return Place(stack, frames, frame, called or _function(frames[at:]))
+
+
+def _function(frames: Sequence[Frame]) -> str:
+    """Return the function of the first frame: a comprehension is a frame of its own in Python 3.11."""
+    for frame in frames:
+        if frame.path != frames[0].path or frame.function == "<module>":
+            return ""
+        if frame.name:
+            return frame.name
+    return ""
+
+
+def is_import(frame: Frame) -> bool:
+    """Tell whether a frame belongs to Python's import of a module."""
+    return frame.path.startswith("<frozen importlib")
+
+
+def is_waiting(place: Place) -> bool:
+    """Tell whether a thread only waits, for a child or for another thread."""
+    return bool(
+        _WAITING.fullmatch(place.frames[0].short_name)
+        or (place.frames[0] == place.frame and _WAITING_CODE.search(place.stack.code))
+    )
+
+
+def held_by(process: Process) -> int:
+    """Return the anonymous and shared memory of a process at the peak, in bytes."""
+    return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
+
+
+def names(files: Sequence[OpenFile]) -> str:
+    """Return the names of up to two files: "a.pt, b.pt and 3 more"."""
+    text = ", ".join(PurePath(file.path).name for file in files[:2])
+    return f"{text} and {len(files) - 2} more" if len(files) > 2 else text
+
+
+def program(command: str) -> str:
+    """Return a command line for a sentence: absolute paths without their folders, and cut."""
+    words = (PurePath(word).name if word.startswith("/") else word for word in command.split())
+    return one_line(" ".join(words), _COMMAND_LENGTH)
+
+
+def size(number: int) -> str:
+    """Return a size for a sentence: "757 MiB", "2.41 GiB"."""
+    return format_bytes(number, digits=2 if number >= GIB else 0 if number >= 10 * MIB else 1)

@@ -1,0 +1,217 @@
+"""Tell who used the memory of a command: its processes, their files and stacks, and who was killed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.record import Kill, OpenFile, Process, Result, Stack
+from weighin.records.repeats import latest
+from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
+from weighin.report.markdown import plain, table_lines
+from weighin.text import markdown as escaped
+from weighin.units import MIB, format_bytes, format_seconds
+
+_MOST_FILES: Final = 3  # of one process, in a table
+_MOST_PROCESSES: Final = 20
+_MOST_NAMES: Final = 8
+_COMMAND_LENGTH: Final = 100
+PROCESSES_NOTE: Final = (
+    "Each process's share of the memory (PSS) when the command used most memory, sampled: a page that"
+    " several processes share is divided among them."
+)
+KILLS_NOTE: Final = (
+    "From the kernel's log, at the instant of the kill. Memory is that of the process."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A table of texts: the first ``names`` columns are names, the other columns are figures."""
+
+    heads: Sequence[str]
+    names: int
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def terminal(self) -> RenderableType:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+        for index, heading in enumerate(self.heads):
+            side = "left" if index < self.names else "right"
+            table.add_column("\n".join(heading.split()), justify=side, overflow="fold")  # type: ignore[arg-type]
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return Group(table, *(Text(note, style="dim") for note in self.notes))
+
+    def markdown(self) -> str:
+        notes = (line for note in self.notes for line in ("", escaped(note)))
+        return "\n".join([*table_lines(self.heads, self.rows, names=self.names), *notes])
+
+    def html(self, label: str) -> list[Drawable]:
+        rows = [[ListEntry(text) for text in row] for row in self.rows]
+        return [Found(label, "", self.heads, rows, self.names, self.notes)]
+
+
+def listings(results: Sequence[Result]) -> Iterator[tuple[str, Listing]]:
+    """Yield the tables for which these results have data, with their headings."""
+    for heading, build in (
+        ("Killed for lack of memory", kills),
+        ("Processes at the peak", processes),
+        ("Marked lines of output", marks),
+    ):
+        if listing := build(results):
+            yield heading, listing
+
+
+def processes(results: Sequence[Result]) -> Listing | None:
+    """Return the processes that ran when each command used most memory; None if none is known."""
+    chosen = _chosen(results)
+    rows, notes = [], [PROCESSES_NOTE]
+    for title, result in chosen:
+        assert result.ran
+        at_peak = [each for each in result.ran.processes if each.anon_bytes is not None]
+        at_peak.sort(key=_held, reverse=True)
+        rows += [[title, *_process_row(each)] for each in at_peak[:_MOST_PROCESSES]]
+        if (left := len(at_peak) - _MOST_PROCESSES) > 0:
+            notes.append(f"{title}: {left} smaller processes are not shown.")
+        if others := [each for each in result.ran.processes if each.anon_bytes is None]:
+            notes.append(f"{title} also ran, at other times: {_named(others)}.")
+        if result.ran.ended:
+            left_running = _few([plain(each) for each in result.ran.ended])
+            notes.append(f"{title} left these running, which weighin ended: {left_running}.")
+    heads = ["of", "command", "reads", "pid", "parent", "anonymous MiB", "file MiB", "shared MiB"]
+    return _without_titles(Listing(heads, 3, rows, notes), chosen) if rows else None
+
+
+def kills(results: Sequence[Result]) -> Listing | None:
+    """Return the processes that the kernel killed for lack of memory; None if there is none."""
+    chosen = _chosen(results)
+    rows = [
+        [title, *_kill_row(kill)]
+        for title, result in chosen
+        for kill in (result.ran.kills if result.ran else ())
+    ]
+    heads = ["of", "killed", "which", "limit", "pid", "anonymous MiB", "file MiB", "shared MiB"]
+    return _without_titles(Listing(heads, 4, rows, [KILLS_NOTE]), chosen) if rows else None
+
+
+def stacks(results: Sequence[Result]) -> str:
+    """Return the stacks of each command at its peak as text; empty if none was read."""
+    parts = []
+    for title, result in _chosen(results):
+        for stack in stacks_at_peak(result):
+            process, usage = f"process {stack.pid}", format_bytes(stack.usage_bytes, digits=1)
+            head = f"{title}, {process}, thread {plain(stack.thread)}, at {usage}:"
+            code = [f"  > {plain(stack.code)}"] if stack.code else []
+            parts.append("\n".join([head, *(f"  {plain(frame)}" for frame in stack.frames), *code]))
+    return "\n\n".join(parts)
+
+
+def stacks_at_peak(result: Result) -> list[Stack]:
+    """Return the stacks that were read at the instant at which the command used most memory."""
+    found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
+    most = max((stack.usage_bytes for stack in found), default=0)
+    return [stack for stack in found if stack.usage_bytes == most]
+
+
+def marks(results: Sequence[Result]) -> Listing | None:
+    """Return the marked lines of each command's output with their times; None if there is none."""
+    chosen = _chosen(results)
+    rows = []
+    for title, result in chosen:
+        if result.ran is None or not result.ran.marks:
+            continue
+        first_ns = min((each.start_ns for each in result.ran.processes), default=None)
+        zero_ns = result.ran.marks[0].t_ns if first_ns is None else first_ns
+        rows += [
+            [title, plain(mark.text), format_seconds(max(mark.t_ns - zero_ns, 0))]
+            for mark in result.ran.marks
+        ]
+    return _without_titles(Listing(["of", "line", "after"], 2, rows, []), chosen) if rows else None
+
+
+STACKS: Final = "Stacks at the peak"
+_LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
+
+
+def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
+    """Return the first repeat of each series of a command, with a title that tells them apart."""
+    first: dict[str, Result] = {}
+    for result in latest(results):
+        if result.ran:
+            first.setdefault(result.cell.series, result)
+    return [(_title(each), each) for each in first.values()]
+
+
+def _title(result: Result) -> str:
+    cell, limit = result.cell, result.cell.ram_limit_bytes
+    words = [plain(cell.strategy), *([captions.size(limit)] if limit else []), *cell.settings]
+    return " ".join(words)
+
+
+def _without_titles(listing: Listing, chosen: Sequence[tuple[str, Result]]) -> Listing:
+    """Return a table without its first column if it is about one command."""
+    if len(chosen) > 1:
+        return listing
+    rows = [row[1:] for row in listing.rows]
+    return Listing(listing.heads[1:], listing.names - 1, rows, listing.notes)
+
+
+def _process_row(process: Process) -> list[str]:
+    figures = (process.anon_bytes, process.file_bytes, process.shmem_bytes)
+    return [
+        _short(process.command),
+        "; ".join(_read(each) for each in process.files[:_MOST_FILES]) or "-",
+        str(process.pid),
+        str(process.parent_pid),
+        *map(_mib, figures),
+    ]
+
+
+def _kill_row(kill: Kill) -> list[str]:
+    limit = _LIMITS.get(kill.limit_of, kill.limit_of)
+    figures = (kill.anon_bytes, kill.file_bytes, kill.shmem_bytes)
+    who = "the first process" if kill.is_main else "another process"
+    return [_short(kill.command), who, plain(limit), str(kill.pid), *map(_mib, figures)]
+
+
+def _read(file: OpenFile) -> str:
+    """Return how far a file was read, or how much of it was mapped."""
+    name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes, digits=1)
+    if file.position_bytes is None:
+        text = f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
+    else:
+        text = f"{name}, {format_bytes(file.position_bytes, digits=1)} of {size}"
+    return text if file.is_open else f"{text}, closed before"
+
+
+def _named(others: Sequence[Process]) -> str:
+    """Return the command lines of processes with their numbers: "sh -c x (12 times), cat"."""
+    counts: dict[str, int] = {}
+    for process in others:
+        counts[_short(process.command)] = counts.get(_short(process.command), 0) + 1
+    return _few([f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()])
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _short(command: str) -> str:
+    text = plain(command)
+    return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"
+
+
+def _held(process: Process) -> int:
+    return (process.anon_bytes or 0) + (process.shmem_bytes or 0) + (process.file_bytes or 0)
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else f"{value / MIB:.1f}"

@@ -1,0 +1,246 @@
+"""Define how reports speak of loads, saves and commands, and which figures each of them has.
+
+No other module of the reports asks which operation a cell has: it asks here for a column or a word.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import pandas as pd
+
+from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
+
+Meaning = tuple[str, str, str, str]
+"""The name, unit, meaning and accuracy of a figure."""
+
+
+_LOST: Final = (
+    f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
+    f" {REFAULTS_PER_MODEL:.0%} of the model again and took at least {SLOWDOWN:g}x the time without a"
+    " limit"
+)
+_FLOOR: Final = (
+    "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
+    " byte was read and compared. One step below, the load was killed for lack of memory or timed"
+    " out."
+)
+_FLOOR_READY: Final = "ready: time until every byte was read once, in the median cell."
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The words and the figures of one operation.
+
+    Attributes:
+        doing: what a report says of the operation: "Peak memory while loading".
+        subject: whose memory the axes of plots show.
+        until: the event at which the measurement of a cell ends.
+        words: the words of a summary in sentences.
+        figures: the keys of the number columns, in order.
+        headings: the headings of columns that have another heading for other operations.
+        measured: the figures that are left out if no cell has them.
+        lacks: the columns of a frame that say nothing of this operation.
+        held: the column and the name of the memory that a bar shows first.
+        cached: the name of the memory that a bar shows next to it.
+        peak: the column and the name of the figure that a bar's marker shows.
+        peak_accuracy: how that figure was measured.
+        marker: the meaning of the marker, in a caption.
+        phase_peak: the name of the exact peak of a phase in a timeline.
+        axis: the title of the memory axis of a timeline.
+        zero: the event at which time starts in a timeline.
+        outside: what the sampler observes.
+        life: the meaning of the times in a survival matrix.
+        lost: when a cell thrashes.
+        floor, floor_ready: the meaning of a RAM floor, and of the times beside it.
+        computed, times: explanations of figures, one line each.
+        accuracy: what is exact and what is sampled, one line each.
+        meanings: of the figures, for report.html.
+    """
+
+    doing: str
+    subject: str
+    until: str
+    words: Mapping[str, str]
+    figures: tuple[str, ...]
+    accuracy: tuple[str, ...]
+    meanings: tuple[Meaning, ...]
+    lacks: frozenset[str]
+    headings: Mapping[str, str] = field(default_factory=dict)
+    measured: frozenset[str] = frozenset()
+    computed: str = ""
+    times: tuple[str, ...] = ()
+    held: tuple[str, str] = ("anon_sampled_bytes", "anonymous")
+    cached: str = "file-backed, reclaimable"
+    peak: tuple[str, str] = ("peak_rss_bytes", "peak RSS")
+    peak_accuracy: str = "exact"
+    marker: str = "the kernel's exact peak RSS"
+    phase_peak: str = "peak RSS"
+    axis: str = "RSS, GiB"
+    zero: str = "the worker started"
+    outside: str = "the worker"
+    life: str = "Time: for the load until every byte was read"
+    lost: str = _LOST
+    floor: str = _FLOOR
+    floor_ready: str = _FLOOR_READY
+
+
+ABOVE_IMPORT: Final = "above_import_per_model"
+# Times of imports, which end before a load begins.
+BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
+_CUDA: Final = (
+    "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
+    "cuda_driver_sampled_bytes", "peak_pinned_bytes",
+)  # fmt: skip
+_WRITTEN: Final = ("written_bytes", "written_files")
+_OF_ALL_RANKS: Final = ("pss_bytes", "sum_of_peaks_bytes")
+_OF_MODELS: Final = (
+    "load_s", "ready_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
+    "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
+)  # fmt: skip
+_WHERE_MEASURED: Final = frozenset(
+    (*BEFORE_LOAD, "unreclaimable_sampled_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN)
+)
+_NOT_OF_MODELS: Final = frozenset(
+    ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
+)
+_NOT_OF_COMMANDS: Final = frozenset(
+    (
+        "model", "device", "vram_limit_bytes", "ranks", "format", "dtype",
+        "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
+        "written_disk_bytes", "load_s", *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
+    )
+)  # fmt: skip
+_STRATEGIES: Final = {
+    "what": "strategy",
+    "several": "strategies",
+    "variants": "strategy variants",
+    "thrashes": "reads the model again and again",
+}
+_ACCURACY: Final = (
+    "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
+    "Sampled, so short spikes may be missed: anonymous.",
+)
+_PEAK_RSS: Final = ("peak RSS", "GiB", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", "exact, kernel")  # fmt: skip
+_ANONYMOUS: Final = ("anonymous", "GiB", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "sampled")  # fmt: skip
+_FILE_BACKED: Final = ("file-backed", "GiB", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", "sampled")  # fmt: skip
+_CGROUP_PEAK: Final = ("cgroup peak", "GiB", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much", "exact, kernel")  # fmt: skip
+
+_LOAD: Final = Kind(
+    doing="loading",
+    subject="the loading process",
+    until="every byte was read",
+    words={"does": "load", "ready": "ready", "before": "the import"} | _STRATEGIES,
+    figures=(*BEFORE_LOAD, *_OF_MODELS),
+    measured=_WHERE_MEASURED,
+    lacks=_NOT_OF_MODELS,
+    accuracy=_ACCURACY,
+    computed="Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
+    times=(
+        "import: time of import torch, before the load; import transformers: of a model's class.",
+        "load: time until the strategy returned; ready: time until every byte was read once.",
+    ),
+    meanings=(
+        ("load", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
+        ("ready", "s", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", "exact, clock"),
+        _PEAK_RSS,
+        ("above import", "x model", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", "exact, computed"),
+        _ANONYMOUS,
+        _FILE_BACKED,
+        _CGROUP_PEAK,
+        ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter", "exact"),
+    ),
+)  # fmt: skip
+_SAVE: Final = Kind(
+    doing="saving",
+    subject="the saving process",
+    until="every byte was on the disk",
+    words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
+    figures=_OF_MODELS,  # a save begins with the model in memory, after the imports
+    measured=_WHERE_MEASURED,
+    lacks=_NOT_OF_MODELS,
+    headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
+    accuracy=_ACCURACY,
+    computed="Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
+    times=("save: time until the strategy returned; on the disk: time until every file was synced (fsync).",),
+    meanings=(
+        ("save", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
+        ("on the disk", "s", "save plus the time until every file was synced (fsync)", "exact, clock"),
+        _PEAK_RSS,
+        ("above the model", "x model", "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers", "exact, computed"),
+        _ANONYMOUS,
+        _FILE_BACKED,
+        _CGROUP_PEAK,
+        ("outcome", "", "ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter", "exact"),
+        ("written", "GiB", "total size of the files", "exact"),
+        ("files", "", "number of files", "exact"),
+    ),
+)  # fmt: skip
+_COMMAND: Final = Kind(
+    doing="running",
+    subject="all processes of the command",
+    until="the command ended",
+    words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants", "thrashes": "waits for memory"},
+    figures=(
+        "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
+        "file_sampled_bytes", "exit_code",
+    ),
+    measured=frozenset(("peak_cgroup_bytes", "shmem_sampled_bytes", "exit_code")),
+    lacks=_NOT_OF_COMMANDS,
+    headings={"ready_s": "time"},
+    held=("unreclaimable_sampled_bytes", "anonymous and shared"),
+    cached="page cache, reclaimable",
+    peak=("needed_bytes", "need"),
+    peak_accuracy="at least",
+    marker="the anonymous and shared memory that it needs at least",
+    phase_peak="cgroup peak",
+    axis="memory, GiB",
+    zero="the command started",
+    outside="the command",
+    life="Time: until the first process of the command ended",
+    lost=f"waited for memory for {STALLED_SHARE:.0%} of the time or more",
+    floor="RAM floor: the smallest limit, swap off, under which the command succeeded three times out of"
+    " three. One step below, it was killed for lack of memory or timed out.",
+    floor_ready="ready: time until the command ended, or until its server was ready, in the median cell.",
+    accuracy=(
+        "needs: the most anonymous and shared memory of all processes together; ≥: at least, because it"
+        " was sampled and a short spike may be missed. Page cache can be given back, so it is no need.",
+        "Exact, the kernel's high-water mark: cgroup peak. It includes page cache: a peak at the limit is"
+        " not a need.",
+        "Sampled, so short spikes may be missed: anonymous, shared (tmpfs too), page cache.",
+    ),
+    times=("time: from the start of the command to the end of its first process.",),
+    meanings=(
+        ("time", "s", "from the start of the command to the end of its first process", "exact, clock"),
+        ("needs", "GiB", "the most anonymous and shared memory of all processes together, without page cache, which can be given back: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "sampled, or exact less sampled"),
+        ("cgroup peak", "GiB", "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much", "exact, kernel"),
+        ("anonymous", "GiB", "sampled maximum of the anonymous memory of all processes", "sampled"),
+        ("shared", "GiB", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm", "sampled"),
+        ("page cache", "GiB", "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files", "sampled"),
+        ("exit code", "", "of the first process; 128 + n for signal n", "exact"),
+        ("outcome", "", "ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal", "exact"),
+    ),
+)  # fmt: skip
+KINDS: Final[Mapping[str, Kind]] = {"load": _LOAD, "save": _SAVE, "command": _COMMAND}
+USUAL: Final = "load"
+"""The operation of a run without cells."""
+UNNAMED: Final = ("load", "command")
+"""The operations that a caption does not name: a load is usual, and a command has a label."""
+
+
+def of(frame: pd.DataFrame) -> list[Kind]:
+    """Return the operations of these series; those of loads if there is no series."""
+    found = [kind for name, kind in KINDS.items() if (frame["operation"] == name).any()]
+    return found or [KINDS[USUAL]]
+
+
+def first_of(frame: pd.DataFrame) -> Kind:
+    """Return the operation of these series; of several operations, that of the first series."""
+    return KINDS[frame["operation"].iloc[0]] if len(frame) else KINDS[USUAL]
+
+
+def concerning(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a frame of cells or of series without the columns that none of its operations has."""
+    absent = frozenset.intersection(*(kind.lacks for kind in of(frame)))
+    names = {f"{name}{end}" for name in absent for end in ("", "_min", "_max")}
+    return frame.drop(columns=[name for name in frame.columns if name in names])

@@ -1,0 +1,309 @@
+"""Pass a command's output on unchanged, and find lines in it while the command runs.
+
+Where this process writes to a terminal, the command gets a terminal too: programs print differently
+to a pipe. Its bytes are passed on before they are searched.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import termios
+import threading
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError
+from weighin.isolation.base import Streams
+from weighin.pipes import ready
+from weighin.record import Mark
+from weighin.run.command_settings import CommandSettings
+from weighin.text import one_line
+
+MOST_MARKS: Final = 1000
+"""Of more marks, the newest are kept."""
+
+_AT_ONCE: Final = 64 * 1024  # what a pipe holds
+_LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is searched
+_TEXT_LENGTH: Final = 160
+_SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
+_PROMPT_S: Final = 0.05  # a line that has not ended by then is a prompt
+_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
+"""What may match at the end of a text, and not at the end of a line: it looks around, or is possessive."""
+_STANDARD: Final = (1, 2)
+_SIZE: Final = "HHHH"  # rows, columns and two unused numbers
+
+
+class Pattern:
+    """A regular expression that is looked for in each line of a text."""
+
+    def __init__(self, option: str, text: str) -> None:
+        """Raise ConfigError, which names the option, if the text is not a regular expression."""
+        try:
+            self.search = re.compile(text).search
+            self._anywhere = re.compile(text, re.MULTILINE).search
+        except re.error as error:
+            raise ConfigError(
+                f"{option} {text!r} is not a regular expression: {error}",
+                "write a backslash before a character that is meant literally: 'loss \\(train\\)'",
+            ) from None
+        self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
+
+    def may_be_in(self, lines: str) -> bool:
+        """Tell whether a line may contain it: one search of many lines is quicker than many."""
+        return self._sees_line_ends or self._anywhere(lines) is not None
+
+
+class Relay:
+    """Passes the output of one command on to ``targets``, descriptors of standard output and error.
+
+    Lines that match ``marks`` or ``ready`` are marks, with the time at which their last character
+    arrived. ``at_ready`` is called once, in a thread, when a line matches ``ready``, which need not end. Without any of them,
+    the command gets the targets themselves.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[int],
+        marks: Sequence[str] = (),
+        ready: str = "",
+        at_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.number_of_marks = 0
+        self._ready = Pattern("--ready", ready) if ready else None
+        self._patterns = [Pattern("--mark", each) for each in marks]
+        self._patterns += [self._ready] if self._ready else []
+        self._at_ready = at_ready
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._channels: list[_Channel] = []
+        ends = [
+            self._open(target) if self._patterns else None if target == its_own else target
+            for target, its_own in zip(targets, _STANDARD, strict=True)
+        ]
+        self.streams = Streams(stdout=ends[0], stderr=ends[1])
+        self._threads: list[threading.Thread] = []
+        self._resizing = contextlib.ExitStack()
+
+    def _open(self, target: int) -> int | None:
+        """Return the command's end of a new channel to ``target``, or of an open one to the same file."""
+        for channel in self._channels:
+            if os.path.sameopenfile(channel.target, target):
+                return channel.command_end
+        try:
+            os.fstat(target)
+        except OSError:  # closed, and so it is for the command
+            return None
+        self._channels.append(_Channel(target))
+        return self._channels[-1].command_end
+
+    def start(self) -> None:
+        """Begin to pass on; the command has been started, and has its ends of the channels."""
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
+            for channel in self._channels
+        ]
+        for channel in self._channels:
+            channel.close_command_end()
+        self._resizing.enter_context(_resizing(self._channels))
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Pass on the rest of the output; all processes of the command have ended."""
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()  # as long as the reader needs
+
+    def close(self) -> None:
+        """Release everything; without ``finish``, output may be lost."""
+        self._resizing.close()
+        for channel in self._channels:
+            channel.close()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The newest marks, oldest first."""
+        return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
+
+    def _pass_on(self, channel: "_Channel") -> None:
+        lines = _Lines()
+        while True:
+            if not ready([channel.source], _PROMPT_S if lines.begun else _SILENCE_S):
+                self._look_if_ready(lines.begun)
+                if self._ends.is_set():
+                    break
+                continue
+            if not (data := channel.take()) or not channel.give(data):
+                break  # if nobody reads it, the command learns so from its own next write
+            self._note(lines.feed(data, time.monotonic_ns()))
+        self._note(lines.rest())
+        channel.close()
+
+    def _note(self, ended: "_Ended | None") -> None:
+        if not ended or not any(each.may_be_in(ended.text) for each in self._patterns):
+            return
+        for number, line in enumerate(ended.text.split("\n")):
+            if line and any(each.search(line) for each in self._patterns):
+                t_ns = ended.t_ns if number else ended.first_ns
+                with self._lock:
+                    self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
+                    self.number_of_marks += 1
+                self._look_if_ready(line)
+
+    def _look_if_ready(self, line: str) -> None:
+        with self._lock:
+            if not self._ready or not self._ready.search(line):
+                return
+            self._ready = None
+        self._at_ready()
+
+
+class _Channel:
+    """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.is_terminal = os.isatty(target)
+        if self.is_terminal:
+            self.source, self.command_end = os.openpty()
+            tty.setraw(self.command_end)  # the real terminal does what there is to do
+        else:
+            self.source, self.command_end = os.pipe()
+        self._open = {self.source, self.command_end}
+        self.resize()
+
+    def resize(self) -> bool:
+        """Copy the size of a real terminal; tell whether it has changed."""
+        if not self.is_terminal or self.source not in self._open:
+            return False
+        with contextlib.suppress(OSError):
+            nothing = bytes(struct.calcsize(_SIZE))
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, nothing)
+            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, nothing):
+                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+                return True
+        return False
+
+    def take(self) -> bytes:
+        """Return bytes that the command wrote; empty if no more will come."""
+        try:
+            return os.read(self.source, _AT_ONCE)
+        except OSError:  # a terminal that no process holds any more
+            return b""
+
+    def give(self, data: bytes) -> bool:
+        """Write bytes to the target; tell whether it takes them."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self.target, left) :]
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(self.target, select.POLLOUT)
+                writable.poll()
+            except OSError:
+                return False
+        return True
+
+    def close_command_end(self) -> None:
+        self._close(self.command_end)
+
+    def close(self) -> None:
+        self._close(self.source)
+        self._close(self.command_end)
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Lines that ended, and the times of the last character of the first one and of all others."""
+
+    text: str
+    first_ns: int
+    t_ns: int
+
+
+class _Lines:
+    """Splits output into lines; a carriage return ends a line too, as in a progress bar."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        self._begun_ns = 0
+
+    @property
+    def begun(self) -> str:
+        """The beginning of the line that has not ended."""
+        return _plain(self._begun)
+
+    def feed(self, data: bytes, t_ns: int) -> _Ended | None:
+        """Return the lines that end in ``data``; None if none does."""
+        end = max(data.rfind(b"\n"), data.rfind(b"\r"))
+        if end < 0:
+            self._begun = (self._begun + data)[:_LONGEST_LINE]
+            self._begun_ns = t_ns
+            return None
+        first_ns = self._begun_ns if data[:1] in (b"\n", b"\r") else t_ns
+        ended = _Ended(_plain(self._begun + data[:end]), first_ns, t_ns)
+        self._begun, self._begun_ns = data[end + 1 :], t_ns
+        return ended
+
+    def rest(self) -> _Ended | None:
+        """Return the last line if it did not end."""
+        return _Ended(self.begun, self._begun_ns, self._begun_ns) if self._begun else None
+
+
+def _plain(output: bytes) -> str:
+    """Return output as text without the sequences that set colours and titles in a terminal."""
+    text = output.decode(errors="replace").replace("\r", "\n")
+    return _ESCAPES.sub("", text) if "\x1b" in text else text
+
+
+@contextlib.contextmanager
+def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
+    """Yield the relay for the output of a cell's command; see ``CommandSettings.in_search``."""
+    with Path(os.devnull).open("r+b", buffering=0) as nothing:
+        is_hidden = how.in_search and cell.ram_limit_bytes is not None
+        targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
+        relay = Relay(targets, how.marks, how.ready, at_ready)
+        if how.in_search:
+            relay.streams = replace(relay.streams, stdin=nothing.fileno())
+        try:
+            yield relay
+        finally:
+            relay.close()
+
+
+@contextlib.contextmanager
+def _resizing(channels: Sequence[_Channel]) -> Iterator[None]:
+    """Give the pseudo-terminals the size of the real one, whenever that changes."""
+
+    def resize(*_: Any) -> None:
+        changed = [channel for channel in channels if channel.resize()]
+        if changed:
+            # The command may have read the old size when the real terminal told it first.
+            os.killpg(0, signal.SIGWINCH)
+
+    if not any(channel.is_terminal for channel in channels):
+        yield
+        return
+    before = signal.signal(signal.SIGWINCH, resize)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGWINCH, before)

@@ -1,0 +1,123 @@
+"""Wait until a server is ready, and stop it then: its cell is over when it is ready."""
+
+import contextlib
+import http.client
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+from weighin.errors import ConfigError
+from weighin.isolation.base import RunningCommand
+from weighin.run.command_settings import CommandSettings
+
+_BETWEEN_S: Final = 0.05  # two questions to an address
+_ANSWER_S: Final = 2.0
+_PAUSE_S: Final = 0.01
+_AFTER_KILL_S: Final = 1.0
+_AFTER_SIGKILL_S: Final = 10.0
+_NO_SERVER: Final = 500  # this status and those above it come from a server that is not ready
+
+
+def check(how: CommandSettings) -> None:
+    """Raise ConfigError if a server cannot be waited for as it was asked."""
+    if how.ready and how.ready_url:
+        raise ConfigError("--ready and --ready-url both tell when a server is ready", "give one")
+    if how.ready_url:
+        parts = urlsplit(how.ready_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(
+                f"--ready-url {how.ready_url!r} is not an address of HTTP",
+                "write it like http://127.0.0.1:8000/health",
+            )
+
+
+class Readiness:
+    """Tells when one command is ready; ``now`` is called at that time, from any thread.
+
+    ``at_ready`` is called once, and reads the figures of the command at that instant.
+    """
+
+    def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:
+        """Raise ConfigError if another server answers at the address already."""
+        self.is_expected = bool(how.ready or how.ready_url)
+        self.ready_ns: int | None = None
+        self._how = how
+        self._at_ready = at_ready
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
+        self._asking: threading.Thread | None = None
+        if how.ready_url and answers(how.ready_url):
+            raise ConfigError(
+                f"a server answers at {how.ready_url} before the command starts",
+                "stop that server, or give the command another port",
+            )
+
+    def now(self) -> None:
+        """Note that the command is ready."""
+        with self._lock:
+            if self.ready_ns is None:
+                self.ready_ns = time.monotonic_ns()
+                self._at_ready()
+
+    def begin(self) -> None:
+        """Begin to ask at the address, if there is one."""
+        if self._how.ready_url:
+            self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)
+            self._asking.start()
+
+    def wait(
+        self, running: RunningCommand, timeout_s: float, oom_kills: Callable[[], int | None]
+    ) -> bool:
+        """Return whether the command was ready or ended within ``timeout_s``.
+
+        A command of which the kernel killed a process gets a second: it may start the process again
+        and again, and its outcome is certain.
+        """
+        if not self.is_expected:
+            return running.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        is_doomed = False
+        while self.ready_ns is None and not running.wait(_PAUSE_S):
+            if time.monotonic() >= deadline:
+                break
+            if not is_doomed and oom_kills():
+                is_doomed = True
+                deadline = min(deadline, time.monotonic() + _AFTER_KILL_S)
+        self._given_up.set()
+        return self.ready_ns is not None or running.wait(0)
+
+    def end(self) -> None:
+        """Stop asking."""
+        self._given_up.set()
+        if self._asking:
+            self._asking.join()
+
+    def _ask(self) -> None:
+        while not self._given_up.wait(_BETWEEN_S):
+            if answers(self._how.ready_url):
+                self.now()
+                return
+
+
+def stop(running: RunningCommand, grace_s: float) -> None:
+    """Ask a server to end, and kill it and all its processes if it runs after ``grace_s``."""
+    running.send_signal(signal.SIGTERM)
+    if not running.wait(grace_s):
+        running.kill()
+        running.wait(_AFTER_SIGKILL_S)
+
+
+def answers(url: str) -> bool:
+    """Tell whether a server answers at an address, other than with an error of its own."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_S)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status < _NO_SERVER
+        except (OSError, http.client.HTTPException):
+            return False

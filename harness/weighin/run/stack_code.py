@@ -1,0 +1,34 @@
+"""Add to stacks the source code of the program's own line: libraries in C have no frames of Python."""
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weighin.record import Stack
+from weighin.records.explanation.frames import own, read_all
+from weighin.text import one_line
+
+
+def with_code(stacks: Sequence[Stack], folder: str, started_s: float) -> tuple[Stack, ...]:
+    """Return the stacks with their lines of code.
+
+    ``folder`` is the command's working folder. A file that was written after ``started_s`` (seconds
+    since the epoch) may be another version than the one that ran, and gives no code.
+    """
+    return tuple(replace(stack, code=_code(stack, folder, started_s)) for stack in stacks)
+
+
+def _code(stack: Stack, folder: str, started_s: float) -> str:
+    frame = own(read_all(stack.frames))
+    if frame is None:
+        return ""
+    path = Path(folder, frame.path)
+    try:
+        is_as_it_ran = path.is_file() and path.stat().st_mtime <= started_s
+    except OSError:
+        return ""
+    if not is_as_it_ran:
+        return ""
+    code, _, _comment = linecache.getline(str(path), frame.line).partition("  #")
+    return one_line(code)

@@ -1,0 +1,146 @@
+"""The record of a command has the amounts that are known of its program.
+
+``tests/commands/test_programs.py`` compares the same amounts with the kernel's counters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import leftovers
+import pytest
+from known_commands import FILE_BYTES, KNOWN, VISIBLE_MS, Known
+
+from weighin.probes import page_cache
+from weighin.units import MIB
+
+pytestmark = pytest.mark.compiler
+
+ROOT = Path(__file__).parents[2]
+VISIBLE = [known for known in KNOWN if known.peak_ms >= VISIBLE_MS]
+
+
+@pytest.fixture(scope="session")
+def file(disk: Path) -> Path:
+    path = disk / "known-file"
+    path.write_bytes(os.urandom(FILE_BYTES))
+    return path
+
+
+def record(command: tuple[str, ...], isolation: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Run a command with weighin, and return its record."""
+    weighin = (sys.executable, "-P", "-m", "weighin", "run", "--no-stacks")
+    variables = {"PYTHONPATH": str(ROOT / "harness")}
+    process = subprocess.run(
+        (
+            *weighin,
+            "--isolation",
+            isolation,
+            "--out",
+            str(folder / "run"),
+            *options,
+            "--",
+            *command,
+        ),
+        cwd=command[0].rpartition("/")[0],
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == ""
+    (line,) = (folder / "run" / "records.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    assert (found["outcome"], found["exit_code"]) == ("ok", 0), found["message"]
+    return found
+
+
+def within(figure: int, known_bytes: int) -> bool:
+    """Tell whether a figure is right within 1 % and 1 MiB."""
+    return abs(figure - known_bytes) <= 0.01 * known_bytes + MIB
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
+@pytest.mark.parametrize(
+    "isolation",
+    [
+        pytest.param("cgroup", marks=pytest.mark.cgroup),
+        pytest.param("docker", marks=pytest.mark.docker),
+    ],
+)
+def test_a_groups_figures_are_known_within_1_percent_and_1_mib(
+    known: Known, isolation: str, programs: Path, file: Path, tmp_path: Path
+) -> None:
+    page_cache.drop([file])
+    found = record(known.command(programs, file), isolation, tmp_path)
+    peaks, ran = found["peaks"], found["ran"]
+    print(known.id, peaks, ran["needed_bytes"], ran["needed_is_sampled"])
+    if not known.file_bytes and not known.shmem_bytes:
+        assert within(peaks["cgroup_bytes"], known.anon_bytes)
+    assert within(ran["needed_bytes"], known.needed_bytes)
+    if known.file_bytes:
+        assert within(peaks["cgroup_bytes"], known.needed_bytes + known.file_bytes)
+        assert within(peaks["file_sampled_bytes"], known.file_bytes)
+
+
+@pytest.mark.parametrize("known", VISIBLE, ids=lambda known: known.id)
+def test_samples_of_processes_are_known_within_5_percent(
+    known: Known, programs: Path, file: Path, tmp_path: Path
+) -> None:
+    found = record(known.command(programs, file), "process", tmp_path)
+    ran = found["ran"]
+    print(known.id, found["peaks"], ran["needed_bytes"], ran["needed_is_sampled"])
+    assert found["peaks"]["cgroup_bytes"] is None
+    assert ran["needed_is_sampled"] is True
+    assert ran["needed_bytes"] == pytest.approx(known.needed_bytes, rel=0.05, abs=MIB)
+
+
+@pytest.mark.parametrize("isolation", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+@pytest.mark.parametrize("known", VISIBLE, ids=lambda known: known.id)
+def test_the_processes_at_the_peak_have_their_shares(
+    known: Known, isolation: str, programs: Path, file: Path, tmp_path: Path
+) -> None:
+    ran = record(known.command(programs, file), isolation, tmp_path)["ran"]
+    running = [each for each in ran["processes"] if each["anon_bytes"] is not None]
+    at_peak = [each for each in running if each["anon_bytes"] + each["shmem_bytes"] >= MIB]
+    print([(each["command"], each["anon_bytes"], each["shmem_bytes"]) for each in at_peak])
+    assert len(at_peak) == len(known.process_bytes)
+    shares = sum(each["anon_bytes"] + each["shmem_bytes"] for each in at_peak)
+    assert shares == pytest.approx(known.needed_bytes, rel=0.05, abs=MIB)
+    highest = sorted((each["highest_rss_bytes"] for each in at_peak), reverse=True)
+    for mark, alone in zip(highest, known.process_bytes, strict=True):
+        assert mark >= 0.95 * alone
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("name", ["maps", "reads"])
+def test_page_cache_is_no_need_cold_or_warm(
+    name: str, programs: Path, file: Path, tmp_path: Path
+) -> None:
+    known = next(known for known in KNOWN if known.name == name)
+    command = known.command(programs, file)
+    file.read_bytes()
+    warm = record(command, "cgroup", tmp_path / "warm")
+    cold = record(command, "cgroup", tmp_path / "cold", "--cold", str(file))
+    assert cold["ran"]["cold"] == [str(file)]
+    assert within(cold["peaks"]["cgroup_bytes"] - warm["peaks"]["cgroup_bytes"], known.file_bytes)
+    assert within(cold["ran"]["needed_bytes"], known.needed_bytes)
+    assert within(warm["ran"]["needed_bytes"], known.needed_bytes)
+
+
+@pytest.mark.parametrize("isolation", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+def test_a_daemon_is_ended_and_named(isolation: str, programs: Path, tmp_path: Path) -> None:
+    daemon = str(programs / "daemon")
+    found = record((daemon, "64", "60"), isolation, tmp_path)
+    assert found["ran"]["ended"] == [f"{daemon} 64 60"]
+    running = [one for one in leftovers.processes(str(ROOT)) if daemon in one]
+    leftovers.end(running)
+    assert running == []

@@ -1,0 +1,132 @@
+"""Records of commands for tests: what ``weighin run`` writes."""
+
+import csv
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from factories import ENVIRONMENT, START_NS
+
+from weighin.cell import Cell
+from weighin.record import (
+    SCHEMA,
+    Cost,
+    Kill,
+    Mark,
+    OpenFile,
+    Outcome,
+    Peaks,
+    Process,
+    Ran,
+    Result,
+    Sample,
+    Stack,
+)
+from weighin.units import MIB
+
+SECOND_NS = 10**9
+COMMAND = ("python", "train.py", "--epochs", "1")
+PYTHON = Process(
+    pid=4711,
+    parent_pid=4000,
+    command="python train.py --epochs 1",
+    start_ns=START_NS,
+    end_ns=START_NS + 3 * SECOND_NS,
+    highest_rss_bytes=640 * MIB,
+    anon_bytes=500 * MIB,
+    file_bytes=20 * MIB,
+    shmem_bytes=0,
+    files=(
+        OpenFile("/data/model-00003.safetensors", 5016 * MIB, position_bytes=2150 * MIB),
+        OpenFile("/data/vocab.bin", 64 * MIB, mapped_bytes=32 * MIB),
+    ),
+)
+WORKER = replace(
+    PYTHON, pid=4712, parent_pid=4711, command="worker | 1", anon_bytes=57 * MIB,
+    shmem_bytes=100 * MIB, files=(),
+)  # fmt: skip
+EARLIER = replace(
+    PYTHON, pid=4713, parent_pid=4711, command="git rev-parse HEAD", anon_bytes=None,
+    file_bytes=None, shmem_bytes=None, files=(),
+)  # fmt: skip
+STACK = Stack(
+    START_NS + 2 * SECOND_NS, 4711, "MainThread", 640 * MIB,
+    ("load_state_dict (torch/serialization.py:1500)", "main (train.py:14)"),
+)  # fmt: skip
+
+
+def make_command(label: str = "train.py", **changes: Any) -> Cell:
+    return Cell.of_command(label, changes.pop("command", COMMAND), "cgroup", **changes)
+
+
+def make_ran(cell: Cell | None = None, outcome: Outcome = Outcome.OK, **changes: Any) -> Result:
+    """A command that needs 757 MiB, with 200 MiB of page cache at its peak."""
+    cell = cell or make_command()
+    changes.setdefault("ran", RAN)
+    base = Result(
+        schema=SCHEMA,
+        cell=cell,
+        outcome=outcome,
+        peaks=Peaks(
+            cgroup_bytes=957 * MIB,
+            anon_sampled_bytes=657 * MIB,
+            file_sampled_bytes=200 * MIB,
+            unreclaimable_sampled_bytes=757 * MIB,
+            shmem_sampled_bytes=100 * MIB,
+        ),
+        load_ns=3 * SECOND_NS,
+        ready_ns=3 * SECOND_NS,
+        oom_kills=0,
+        exit_code=0,
+        cost=Cost(wall_ns=3 * SECOND_NS + 5, load_ns=3 * SECOND_NS),
+        samples_path=f"samples/{cell.id}.csv",
+        started_at="2025-01-02T03:04:05+00:00",
+        environment=dict(ENVIRONMENT),
+    )
+    return replace(base, **changes)
+
+
+RAN = Ran(
+    pid=4711,
+    peak_ns=START_NS + 2 * SECOND_NS,
+    needed_bytes=757 * MIB,
+    processes=(PYTHON, WORKER, EARLIER),
+    marks=(Mark(START_NS + SECOND_NS, "epoch 1"),),
+    stacks=(replace(STACK, usage_bytes=300 * MIB, frames=("read (io.py:1)",)), STACK),
+)
+
+
+def make_killed(cell: Cell | None = None) -> Result:
+    """The same command under 600 MiB: the kernel kills its first process."""
+    cell = cell or make_command(ram_limit_bytes=600 * MIB)
+    kill = Kill(4711, "python", True, "", 480 * MIB, 20 * MIB, 0)
+    return make_ran(
+        cell,
+        Outcome.OOM_KILLED,
+        message="the kernel killed python (pid 4711) for lack of memory: its limit of 600 MiB was met",
+        oom_kills=1,
+        exit_code=137,
+        ran=replace(RAN, signal=9, survived=False, kills=(kill,)),
+    )
+
+
+def write_command_samples(run: Path, result: Result) -> Path:
+    """Write samples of a cgroup in which the page cache is far larger than the mapped files."""
+    assert result.samples_path
+    path = run / result.samples_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [each.name for each in fields(Sample)])
+        writer.writeheader()
+        for step in range(31):
+            anon, shmem, mapped, cached = (n * step // 30 * MIB for n in (657, 100, 20, 200))
+            writer.writerow(
+                asdict(
+                    Sample(
+                        START_NS + step * SECOND_NS // 10, anon + shmem + mapped, anon, mapped,
+                        shmem, 0, 0, 0, anon + shmem + cached, cached + shmem,
+                        cgroup_shmem_bytes=shmem,
+                    )
+                )
+            )  # fmt: skip
+    return path

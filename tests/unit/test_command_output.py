@@ -1,0 +1,266 @@
+"""Output passes through a relay unchanged, and its lines become marks."""
+
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weighin.errors import ConfigError
+from weighin.record import Mark
+from weighin.run.command_output import MOST_MARKS, Relay
+
+NOTHING = "[^\\s\\S]"  # a search that finds nothing
+
+
+def relay(
+    program: str,
+    targets: Sequence[int],
+    marks: Sequence[str] = (NOTHING,),
+    during: Callable[[], object] = lambda: None,
+    **how: Any,
+) -> tuple[int, tuple[Mark, ...], int]:
+    """Run a Python program; return its exit code, the marks and the number of all marks."""
+    relay = Relay(targets, marks, **how)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=relay.streams.stdout,
+            stderr=relay.streams.stderr,
+        ) as process:
+            relay.start()
+            during()
+            process.wait()
+        relay.finish()
+    finally:
+        relay.close()
+    return process.returncode, relay.marks, relay.number_of_marks
+
+
+def to_files(folder: Path, program: str, **how: Any) -> tuple[bytes, bytes, tuple[Mark, ...]]:
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        _, marks, _ = relay(program, (out.fileno(), err.fileno()), **how)
+    return (folder / "out").read_bytes(), (folder / "err").read_bytes(), marks
+
+
+def test_every_byte_is_passed_on_unchanged(tmp_path: Path) -> None:
+    program = (
+        "import os\n"
+        "part = bytes(range(256)) * 1000\n"
+        "for n in range(100): os.write(1, part); os.write(2, b'%d\\r' % n)\n"
+        "os.write(1, b'no end')"
+    )
+    out, err, _ = to_files(tmp_path, program)
+    assert out == bytes(range(256)) * 100_000 + b"no end"
+    assert err == b"".join(b"%d\r" % n for n in range(100))
+
+
+def test_a_pipe_and_a_file_are_no_terminal_for_the_command(tmp_path: Path) -> None:
+    out, _, _ = to_files(tmp_path, "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
+    assert out == b"False False\n"
+
+
+def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "print('epoch 1', flush=True); time.sleep(0.1); print('loss', file=sys.stderr)\n"
+        "time.sleep(0.1); print('the epoch 2 \\x1b[31mred\\x1b[0m')"
+    )
+    start_ns = time.monotonic_ns()
+    _, _, marks = to_files(tmp_path, program, marks=["^epoch", r"\b2 red$", "lo.s"])
+    assert [mark.text for mark in marks] == ["epoch 1", "loss", "the epoch 2 red"]
+    times = [start_ns, *(mark.t_ns for mark in marks), time.monotonic_ns()]
+    assert times == sorted(times)
+    assert times[2] - times[1] >= 80_000_000
+
+
+@pytest.mark.parametrize(
+    "pattern", ["^two$", "two(?!\\s)", "^t\\w+o\\Z", r"\Atwo", r"two\s*+$", "[^x]wo", "^(two|2)$"]
+)
+def test_a_pattern_is_looked_for_in_each_line_by_itself(tmp_path: Path, pattern: str) -> None:
+    program = "print('one\\n\\ntwo\\n  three', end='')"
+    _, _, marks = to_files(tmp_path, program, marks=[pattern])
+    assert [mark.text for mark in marks] == ["two"]
+
+
+def test_a_pattern_does_not_reach_into_the_next_line(tmp_path: Path) -> None:
+    _, _, marks = to_files(tmp_path, "print('one\\ntwo')", marks=[r"one\s+two", "one[^x]"])
+    assert marks == ()
+
+
+def test_a_progress_bar_is_many_lines_each_at_its_own_time(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "for share in (10, 20, 30):\n"
+        "    print(f'\\r{share}%|##', end='', file=sys.stderr, flush=True); time.sleep(0.1)"
+    )
+    _, err, marks = to_files(tmp_path, program, marks=[r"\d+%"])
+    ended_ns = time.monotonic_ns()
+    assert err == b"\r10%|##\r20%|##\r30%|##"
+    assert [mark.text for mark in marks] == ["10%|##", "20%|##", "30%|##"]
+    assert ended_ns - marks[2].t_ns >= 80_000_000  # it came before the pause, not at the end
+
+
+def test_the_newest_marks_are_kept_and_all_are_counted(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        _, marks, number = relay(
+            f"for n in range({MOST_MARKS + 500}): print('step', n)", [out.fileno()] * 2, ["step"]
+        )
+    assert number == MOST_MARKS + 500
+    assert [mark.text for mark in marks] == [f"step {n}" for n in range(500, MOST_MARKS + 500)]
+
+
+def test_a_mark_is_one_short_line_that_can_be_printed(tmp_path: Path) -> None:
+    _, _, (mark,) = to_files(tmp_path, "print('mark\\x07' + 'x' * 500_000)", marks=["mark"])
+    assert mark.text.startswith("mark?xxx")
+    assert len(mark.text) <= 200
+
+
+def test_the_order_of_output_and_errors_in_one_file_is_kept(tmp_path: Path) -> None:
+    program = "import os\nfor n in range(1000): os.write(1 + n % 2, b'%d ' % n)"
+    with (tmp_path / "both").open("wb") as both:
+        relay(program, [both.fileno()] * 2)
+    assert (tmp_path / "both").read_bytes() == b"".join(b"%d " % n for n in range(1000))
+
+
+def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    got: list[bytes] = []
+
+    def read() -> None:
+        while data := os.read(reading, 4096):
+            got.append(data)
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with (tmp_path / "err").open("wb") as err:
+        relay("import os; os.write(1, b'x' * 1_000_000)", (writing, err.fileno()))
+    os.close(writing)
+    reader.join()
+    os.close(reading)
+    assert b"".join(got) == b"x" * 1_000_000
+
+
+def test_a_command_whose_reader_leaves_gets_sigpipe(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+
+    def leave() -> None:
+        os.read(reading, 10)
+        os.close(reading)
+
+    program = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nwhile True: print('y')"
+    with (tmp_path / "err").open("wb") as err:
+        code, _, _ = relay(program, (writing, err.fileno()), during=leave)
+    os.close(writing)
+    assert code == -signal.SIGPIPE
+
+
+def test_a_stream_that_is_closed_stays_closed(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        closed = os.open(os.devnull, os.O_WRONLY)
+        os.close(closed)
+        _, marks, _ = relay("print('seen')", (out.fileno(), closed), ["seen"])
+    assert [mark.text for mark in marks] == ["seen"]
+
+
+def test_output_that_another_process_keeps_open_does_not_delay_the_end(tmp_path: Path) -> None:
+    program = "import subprocess; print('first'); subprocess.Popen(['sleep', '3'])"
+    start_s = time.monotonic()
+    out, _, _ = to_files(tmp_path, program)
+    assert out == b"first\n"
+    assert time.monotonic() - start_s < 2.5
+
+
+class Terminal:
+    """A terminal whose output is read all the time."""
+
+    def __init__(self) -> None:
+        self._main, self.descriptor = os.openpty()
+        self.resize(30, 100)
+        self.shown = b""
+
+    def resize(self, rows: int, columns: int) -> None:
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, size)
+
+    def read(self) -> bytes:
+        while select.select([self._main], [], [], 0.2)[0]:
+            self.shown += os.read(self._main, 65536)
+        return self.shown
+
+    def close(self) -> None:
+        os.close(self._main)
+        os.close(self.descriptor)
+
+
+def test_a_command_in_a_terminal_sees_a_terminal_of_its_size() -> None:
+    terminal = Terminal()
+    program = (
+        "import os, sys, time\n"
+        "print(sys.stdout.isatty(), sys.stderr.isatty(), tuple(os.get_terminal_size(1)))\n"
+        "print('epoch 1', file=sys.stderr)"
+    )
+    _, marks, _ = relay(program, [terminal.descriptor] * 2, ["epoch"])
+    shown = terminal.read()
+    terminal.close()
+    assert shown == b"True True (100, 30)\r\nepoch 1\r\n"
+    assert [mark.text for mark in marks] == ["epoch 1"]
+
+
+def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
+    terminal = Terminal()
+
+    def resize() -> None:
+        while b"wait" not in terminal.read():
+            time.sleep(0.01)
+        terminal.resize(40, 90)
+        os.kill(os.getpid(), signal.SIGWINCH)  # a terminal tells its own session only
+
+    program = (
+        "import os, signal, sys\n"
+        "sizes = []\n"
+        "signal.signal(signal.SIGWINCH, lambda *_: sizes.append(os.get_terminal_size(1)))\n"
+        "print('wait', flush=True)\n"
+        "while not sizes: signal.pause()\n"
+        "print(tuple(sizes[-1]))"
+    )
+    relay(program, [terminal.descriptor] * 2, during=resize)
+    shown = terminal.read()
+    terminal.close()
+    assert shown == b"wait\r\n(90, 40)\r\n"
+
+
+def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Path) -> None:
+    calls: list[int] = []
+    program = (
+        "import time; print('not yet', flush=True); time.sleep(0.1)\n"
+        "print('ready on port 80', end='', flush=True); time.sleep(0.3); print('80'); print('ready')"
+    )
+    _, _, marks = to_files(
+        tmp_path,
+        program,
+        marks=(),
+        ready="^ready on",
+        at_ready=lambda: calls.append(time.monotonic_ns()),
+    )
+    (ready_ns,) = calls
+    assert time.monotonic_ns() - ready_ns >= 250_000_000
+    assert [mark.text for mark in marks] == ["ready on port 8080"]
+
+
+def test_a_wrong_regular_expression_is_named() -> None:
+    with pytest.raises(ConfigError, match=re.escape("--mark 'a(' is not a regular expression")):
+        Relay((1, 2), ["a("])

@@ -1,0 +1,239 @@
+"""The words at the end of a command's run: exact texts for each way to end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_records import PID, made, process, samples_of, stack
+
+from weighin.probes.sampler import write_samples
+from weighin.record import Kill, Mark, OpenFile, Outcome, Peaks
+from weighin.records.explanation import answer, explain
+from weighin.units import GIB, MIB
+
+
+def killed(**changes: Any) -> Any:
+    """A command that its own limit of 600 MiB killed."""
+    base = made(
+        Outcome.OOM_KILLED,
+        limit=600 * MIB,
+        needed=598 * MIB,
+        peaks=Peaks(cgroup_bytes=600 * MIB, file_sampled_bytes=0),
+        kills=(Kill(PID, "python", is_main=True),),
+        processes=(process(anon=597 * MIB),),
+        survived=False,
+    )
+    return replace(base, **changes)
+
+
+def test_a_kill_names_its_limit_its_victim_and_its_need() -> None:
+    assert explain(killed()) == [
+        "Killed by the limit of 600 MiB: the kernel killed python load.py (pid 100), the first process.",
+        "It held 598 MiB of anonymous memory and asked for more; page cache is no need.",
+    ]
+
+
+def test_a_kill_by_a_limit_around_says_that_it_is_not_the_own_one() -> None:
+    kill = Kill(PID, "python", is_main=True, limit_of="/user.slice")
+    result = killed()
+    lines = explain(replace(result, ran=replace(result.ran, kills=(kill,))))
+    assert lines[0] == (
+        "Killed by the limit of the cgroup /user.slice around it, not by its own of 600 MiB:"
+        " the kernel killed python load.py (pid 100), the first process."
+    )
+    assert lines[2] == (
+        "The limit that it met is that of the cgroup /user.slice around it, not its own."
+        " Raise that limit."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit_of", "words"),
+    [
+        ("machine", "when the whole machine had no memory left"),
+        ("unknown", "for lack of memory"),
+    ],
+)
+def test_a_kill_without_a_limit_of_a_group(limit_of: str, words: str) -> None:
+    result = killed()
+    kills = (Kill(PID, "python", is_main=True, limit_of=limit_of),)
+    first, *rest = explain(replace(result, ran=replace(result.ran, kills=kills)))
+    assert first == (
+        f"Killed {words}: the kernel killed python load.py (pid 100), the first process."
+    )
+    assert len(rest) == 1
+
+
+def test_a_kill_that_the_first_process_survived() -> None:
+    result = made(
+        Outcome.OOM_KILLED,
+        limit=GIB,
+        needed=1000 * MIB,
+        kills=(
+            Kill(101, "python", is_main=False),
+            Kill(102, "python", is_main=False),
+            Kill(103, "x", False),
+        ),
+        processes=(
+            process(anon=2 * MIB),
+            process(101, anon=900 * MIB, command="/usr/bin/python w.py"),
+        ),
+    )
+    assert explain(result)[:2] == [
+        "Killed by the limit of 1.00 GiB: the kernel killed python w.py (pid 101), python (pid 102)"
+        " and 1 more, and the first process lived on.",
+        "It held 1000 MiB of anonymous memory and asked for more; page cache is no need."
+        " Most of it was in python w.py (pid 101).",
+    ]
+
+
+def test_a_kill_without_a_log_gives_the_proof_of_the_counters() -> None:
+    result = killed(
+        message="the kernel killed a process for lack of memory: its limit of 600 MiB was met"
+    )
+    assert explain(replace(result, ran=replace(result.ran, kills=())))[0] == (
+        "The kernel killed a process for lack of memory: its limit of 600 MiB was met."
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "killed by SIGKILL, not for lack of memory: 400 MiB of its limit were never used, so another process sent it",
+        "ended by SIGTERM",
+        "exit code 3",
+        "still running after 10 s",
+    ],
+)
+def test_other_ends_are_said_as_they_were_judged(message: str) -> None:
+    outcome = Outcome.TIMEOUT if "running" in message else Outcome.COMMAND_FAILED
+    (line,) = explain(made(outcome, message=message))
+    assert line == message[0].upper() + message[1:] + "."
+
+
+def test_a_command_that_lived_says_its_need_apart_from_its_page_cache() -> None:
+    weights = OpenFile("/data/weights.pt", 300 * MIB, 300 * MIB)
+    result = made(
+        limit=4 * GIB,
+        needed=531 * MIB,
+        peaks=Peaks(cgroup_bytes=914 * MIB, file_sampled_bytes=383 * MIB),
+        processes=(process(anon=531 * MIB, files=(weights,)),),
+        cold=("/data/weights.pt",),
+    )
+    assert explain(result) == [
+        "It lived under its limit of 4.00 GiB.",
+        "It needs at least 531 MiB of anonymous memory; its peak with page cache is 914 MiB."
+        " Page cache: at most 383 MiB of weights.pt; /data/weights.pt cold at the start.",
+    ]
+    warm = replace(result, ran=replace(result.ran, cold=()))
+    assert explain(warm)[1].endswith(
+        " Page cache: at most 383 MiB of weights.pt; without --cold, pages that were cached before"
+        " are not counted."
+    )
+
+
+def test_a_peak_at_the_limit_is_no_need() -> None:
+    result = made(
+        limit=300 * MIB,
+        needed=12 * MIB,
+        needed_is_sampled=False,
+        peaks=Peaks(cgroup_bytes=300 * MIB),
+        processes=(process(anon=12 * MIB),),
+    )
+    assert explain(result)[1] == (
+        "It needs 12 MiB of anonymous memory: the peak of 300 MiB is its limit and not a need."
+    )
+
+
+def test_without_a_cgroup_the_need_is_sampled() -> None:
+    result = made(needed=20 * MIB, processes=(process(anon=10 * MIB, shmem=10 * MIB),))
+    assert explain(result) == [
+        "It ended well.",
+        "It needs at least 20 MiB of anonymous and shared memory (10 MiB and 10 MiB), as sampled.",
+    ]
+
+
+def test_the_line_is_the_programs_own_and_names_the_function_that_it_called() -> None:
+    frames = (
+        "_load_from_state_dict (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:2430)",
+        "load_state_dict (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:2600)",
+        "<module> (/home/me/script.py:14)",
+    )
+    result = killed()
+    ran = replace(result.ran, stacks=(stack(590 * MIB, *frames),))
+    assert explain(replace(result, ran=ran))[1].endswith(
+        " Most of it was there when `load_state_dict` (script.py:14) ran."
+    )
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "words"),
+    [
+        (("<listcomp> (/s.py:9)", "tokens (/s.py:9)", "<module> (/s.py:20)"), "", "`tokens` (s.py:9)"),
+        (("<listcomp> (/s.py:9)", "<module> (/s.py:9)"), "x = [f(y)]", "`x = [f(y)]` (s.py:9)"),
+        (("<module> (/s.py:9)",), "", "s.py:9"),
+        (("load (/usr/lib/python3/dist-packages/vllm/a.py:3)",), "", "`load` (vllm/a.py:3)"),
+        (("<module> (/app/tool/__main__.py:3)",), "", "tool/__main__.py:3"),
+    ],
+)  # fmt: skip
+def test_how_a_line_is_named(frames: tuple[str, ...], code: str, words: str) -> None:
+    result = killed()
+    ran = replace(result.ran, stacks=(replace(stack(590 * MIB, *frames), code=code),))
+    assert f" Most of it was there when {words} ran." in explain(replace(result, ran=ran))[1]
+
+
+def test_a_stack_far_below_the_peak_does_not_tell_where_it_was() -> None:
+    result = killed()
+    ran = replace(result.ran, stacks=(stack(300 * MIB, "<module> (/s.py:9)"),))
+    assert "s.py" not in "".join(explain(replace(result, ran=ran)))
+
+
+def test_a_thread_that_waits_is_not_where_the_memory_went() -> None:
+    result = killed()
+    stacks = (
+        stack(590 * MIB, "wait (/usr/lib/python3.11/threading.py:320)", "<module> (/s.py:9)"),
+        replace(stack(590 * MIB, "work (/s.py:4)"), thread="worker"),
+    )
+    ran = replace(result.ran, stacks=stacks)
+    assert "`work` (s.py:4)" in explain(replace(result, ran=ran))[1]
+
+
+def test_without_a_stack_the_last_mark_before_the_peak_tells_where_it_was() -> None:
+    result = killed()
+    marks = (Mark(1, "epoch 1"), Mark(2, "epoch 2"), Mark(9_000_000_000, "done"))
+    ran = replace(result.ran, marks=marks, peak_ns=3)
+    assert (
+        "Most of it was there after it printed 'epoch 2'." in explain(replace(result, ran=ran))[1]
+    )
+
+
+def test_processes_that_were_left_are_named() -> None:
+    result = made(ended=("/usr/bin/sleep 9", "sh", "cat", "tee"))
+    assert explain(result) == [
+        "It ended well. What still ran at the end was ended: sleep 9, sh, cat and 1 more."
+    ]
+
+
+def test_the_samples_of_a_run_split_the_peak(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    samples = samples_of([10 * MIB, 90 * MIB], shmem=200 * MIB)
+    write_samples(tmp_path / "samples" / "x.csv", samples)
+    result = made(needed=290 * MIB, peak_ns=samples[1].t_ns, samples_path="samples/x.csv")
+    assert "(90 MiB and 200 MiB)" in answer(tmp_path, result)[1]
+    (tmp_path / "samples" / "x.csv").write_text("t_ns,rss_bytes\n1,2\nx,y\n")
+    assert "(" not in answer(tmp_path, result)[1]
+    assert "(" not in answer(tmp_path, replace(result, samples_path="../x.csv"))[1]
+
+
+def test_the_explanation_imports_no_table_library() -> None:
+    code = (
+        "import sys, weighin.records.explanation\n"
+        "print(sorted({'pandas', 'numpy', 'torch', 'pydantic', 'yaml'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
