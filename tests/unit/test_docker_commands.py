@@ -217,7 +217,7 @@ def started(
     monkeypatch.setattr(isolation, "connect", lambda: engine)
     monkeypatch.setattr(isolation, "find_image", lambda *_, **__: "sha256:x")
     cell = replace(CELL, ram_limit_bytes=limit_bytes)
-    with open(os.devnull, "r+b") as nothing:
+    with Path(os.devnull).open("r+b") as nothing:
         streams = Streams(*[nothing.fileno()] * 3)
         return DockerIsolation(image="some:image").start_command(cell, str(folder), streams)
 
