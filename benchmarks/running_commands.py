@@ -94,7 +94,9 @@ def main() -> None:
     print(text)
     if asked.write:
         page = asked.write.read_text()
-        block = re.compile(r"(<!-- benchmarks/running_commands.py -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        block = re.compile(
+            r"(<!-- benchmarks/running_commands.py -->\n).*?(\n<!-- end -->)", re.DOTALL
+        )
         asked.write.write_text(block.sub(lambda match: f"{match[1]}{text}{match[2]}", page))
 
 
