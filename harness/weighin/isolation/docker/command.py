@@ -26,8 +26,8 @@ from weighin.probes.cgroup import (
     PeakMark,
     memory_cgroup_of,
     parent_of,
-    pressure_file_of,
 )
+from weighin.probes.freezer import groups_of
 
 STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
@@ -126,7 +126,7 @@ class DockerCommand:
             )
         self.pid = next(pid for pid in self.members() if parent_of(pid) == keeper)
         self.unseen = ""
-        self.groups = _groups(self.cgroup, self.pid)
+        self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
         mark.reset()  # where all readers have one mark, it leaves out the container's own start
@@ -243,14 +243,6 @@ def _command_line(pid: int) -> bytes | None:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended
         return None
-
-
-def _groups(cgroup: Path, pid: int) -> tuple[Path, ...]:
-    """Return the memory cgroup, and where it is another one, the group in the v2 tree."""
-    pressure = pressure_file_of(pid)
-    other = pressure.parent if pressure else cgroup
-    is_own = other.name == cgroup.name  # an engine may leave its containers in a group of its own
-    return (cgroup, other) if is_own and other != cgroup else (cgroup,)
 
 
 def _elsewhere() -> IsolationUnavailable:
