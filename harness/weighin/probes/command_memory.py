@@ -13,9 +13,9 @@ from typing import Final
 from weighin.probes.cgroup import (
     MemoryCgroup,
     all_pids,
-    limits_around,
     parent_of,
     parse_numbers,
+    room_in,
 )
 from weighin.probes.process import read_shares, read_status, read_text
 from weighin.probes.process_table import Pause, Shares
@@ -105,9 +105,8 @@ class GroupMemory:
         return sum(self._kills.values()) if self._kills else None
 
     def limit(self) -> int | None:
-        """Return the smallest limit of the group and those above it, in bytes."""
-        limits = limits_around(self._cgroup.path)
-        return limits[0][0] if limits else None
+        """Return the most memory that the group can have, in bytes; None without a limit."""
+        return room_in(self._cgroup.path)
 
     def close(self) -> None:
         os.close(self._usage)
