@@ -15,7 +15,7 @@ from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
 from weighin.run.task import Progress
 
-LINE = "read line || echo nothing to read; echo 'second line'; exit 3"
+LINE = "sleep 0.3; read line || echo nothing to read; echo 'second line'; exit 3"
 
 
 @pytest.fixture(autouse=True)
