@@ -35,10 +35,13 @@ def planned(
     ``start`` plans the new run; it gets the engine's settings and its machines.
     """
     from weighin.engines import base
-    from weighin.run import request
 
     patience_s = math.inf if typed.get("wait") else 0
     if typed["resume"]:
+        from weighin.run import (
+            request,  # imports suites and strategies, which a new command does not need
+        )
+
         task = request.resume(typed["resume"], trusted=typed["trust"])
         settings = dict(task.settings.engine)
         if typed["address"]:

@@ -145,7 +145,8 @@ def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
     from weighin.records import run_folder
-    from weighin.run.request import resumable, start
+    from weighin.run.request import start
+    from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":

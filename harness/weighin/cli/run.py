@@ -97,7 +97,7 @@ def run(context: click.Context, /, **_: Any) -> None:
     The command keeps its standard streams, terminal, folder and environment. If one cell runs, the
     exit code is the command's own.
     """
-    from weighin.run.request import resumable
+    from weighin.run.resuming import resumable
     from weighin.run.task import Progress
 
     typed = _arguments.read(context)

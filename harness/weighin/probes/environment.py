@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from weighin import __version__
 from weighin.probes.cgroup import memory_hierarchy
 from weighin.record import USUAL_PAGE_BYTES
@@ -33,8 +31,8 @@ def machine() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
-        "ram_bytes": psutil.virtual_memory().total,
-        "swap_bytes": psutil.swap_memory().total,
+        "ram_bytes": total_ram_bytes(),
+        "swap_bytes": _memory("SwapTotal"),
         "kernel": platform.release(),
         "cgroup_version": hierarchy[0] if hierarchy else None,
         "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
@@ -62,11 +60,17 @@ def code() -> dict[str, Any]:
 
 def free_ram_bytes() -> int:
     """Return the kernel's estimate of the RAM that is available without swapping."""
-    return psutil.virtual_memory().available
+    return _memory("MemAvailable")
 
 
 def total_ram_bytes() -> int:
-    return psutil.virtual_memory().total
+    return _memory("MemTotal")
+
+
+def _memory(name: str) -> int:
+    """Return an amount of /proc/meminfo, in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:"))
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:

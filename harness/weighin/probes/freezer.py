@@ -48,7 +48,7 @@ class Freezer:
         try:
             yield self._stop(self._control)
         finally:
-            with contextlib.suppress(FileNotFoundError):  # the group was removed
+            with contextlib.suppress(OSError):  # the group was removed
                 self._control.write_text(self._thaw)
 
     def _stop(self, control: Path) -> bool:

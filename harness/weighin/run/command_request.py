@@ -15,7 +15,7 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
-from weighin.run import readiness, trust
+from weighin.run import readiness
 from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
@@ -163,6 +163,8 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
     """
     assert settings.command
     if not trusted:
+        from weighin.run import trust  # imports the suites, and pydantic
+
         trust.check(
             foreign(cells, settings.command),
             place=folder / run_folder.PLAN,

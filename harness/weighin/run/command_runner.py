@@ -23,13 +23,12 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.record import SCHEMA, Cost, Faults, Peaks, Pressure, Ran, Result
+from weighin.record import SCHEMA, Cost, Faults, Peaks, Pressure, Ran, Result, Stack
 from weighin.records import run_folder
 from weighin.run import command_outcome, command_output, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.program_phases import PhaseListener
-from weighin.run.stack_code import with_code
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
@@ -290,15 +289,20 @@ class _Watch:
                 survived=self._exit.signal != signal.SIGKILL,
                 processes=sampler.processes(),
                 kills=tuple(kills or ()),
-                stacks=with_code(
-                    self._stacks.stacks if self._stacks else (), self._how.folder, self._started_s
-                ),
+                stacks=self._taken_stacks(),
                 ended=self._ended,
                 tracks=self._tracks,
                 cold=self._how.cold,
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
         )
+
+    def _taken_stacks(self) -> tuple[Stack, ...]:
+        if not self._stacks:
+            return ()
+        from weighin.run.stack_code import with_code  # takes 0.01 s, with its regular expressions
+
+        return with_code(self._stacks.stacks, self._how.folder, self._started_s)
 
     def _faults(self) -> Faults | None:
         if not self._cgroup or not self.samples:

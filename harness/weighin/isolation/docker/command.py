@@ -18,7 +18,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained
-from weighin.isolation.docker.keeper import LOADER_VARIABLES, Keeper
+from weighin.isolation.docker.keeper import NOT_FOR_KEEPER, Keeper
 from weighin.isolation.docker.mounts import Bind
 from weighin.pipes import ready
 from weighin.probes.cgroup import (
@@ -26,8 +26,8 @@ from weighin.probes.cgroup import (
     PeakMark,
     memory_cgroup_of,
     parent_of,
-    pressure_file_of,
 )
+from weighin.probes.freezer import groups_of
 
 STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
@@ -47,10 +47,9 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
     asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
-    for_loader = {n: v for n, v in (of_image | asked).items() if n in LOADER_VARIABLES}
-    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], for_loader)
-    passed = [f"{name}={value}" for name, value in asked.items() if name not in for_loader]
-    return command, [*passed, *for_loader]
+    apart = {n: v for n, v in (of_image | asked).items() if n in NOT_FOR_KEEPER}
+    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], apart)
+    return command, [*(f"{n}={v}" for n, v in asked.items() if n not in apart), *apart]
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
@@ -127,7 +126,7 @@ class DockerCommand:
             )
         self.pid = next(pid for pid in self.members() if parent_of(pid) == keeper)
         self.unseen = ""
-        self.groups = _groups(self.cgroup, self.pid)
+        self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
         mark.reset()  # where all readers have one mark, it leaves out the container's own start
@@ -244,14 +243,6 @@ def _command_line(pid: int) -> bytes | None:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended
         return None
-
-
-def _groups(cgroup: Path, pid: int) -> tuple[Path, ...]:
-    """Return the memory cgroup, and where it is another one, the group in the v2 tree."""
-    pressure = pressure_file_of(pid)
-    other = pressure.parent if pressure else cgroup
-    is_own = other.name == cgroup.name  # an engine may leave its containers in a group of its own
-    return (cgroup, other) if is_own and other != cgroup else (cgroup,)
 
 
 def _elsewhere() -> IsolationUnavailable:

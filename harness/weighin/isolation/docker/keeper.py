@@ -33,6 +33,7 @@ trap : INT QUIT
 (
   echo >&8
   read -r _ <&9
+  unset PWD OLDPWD SHLVL
   while [ "$1" != -- ]; do export "$1"; shift; done
   shift
   exec 2>&7 7>&- 8>&- 9<&-
@@ -58,9 +59,11 @@ engine does not tell where output ends while a container runs. The keeper ends w
 latest when this process ends. It ignores Ctrl-C, which a terminal sends to it too.
 """
 
-LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES")
-"""Variables that a dynamic loader obeys. The keeper gets them as arguments, for the command only,
-because the image's libraries do not fit the keeper's."""
+NOT_FOR_KEEPER: Final = frozenset(
+    {"LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL"}
+)
+"""Variables that the keeper gets as arguments, for the command only: its loader would obey the first
+ones, though the image's libraries do not fit it, and a shell sets the last ones itself."""
 
 _SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}  # no shell reports them all
 

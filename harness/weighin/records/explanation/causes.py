@@ -21,6 +21,7 @@ from weighin.records.explanation.facts import (
     is_import,
     is_waiting,
     names,
+    place_at,
     program,
     size,
 )
@@ -47,6 +48,7 @@ _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
+_MOST_STACKS: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +205,29 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the line of most of the stacks that share a line with the last one: it runs in a loop."""
+    """Return the innermost line that most of the stacks of a process have: it runs all the time."""
     last = facts.place
     if last is None:
         return None
     places = [
-        one
-        for one in facts.places
-        if one.stack.pid == last.stack.pid and _shares_line(one, last) and not is_waiting(one)
+        one for one in facts.places if one.stack.pid == last.stack.pid and not is_waiting(one)
     ]
-    lines = Counter((one.frame.path, one.frame.line) for one in places)
-    return max(places, key=lambda one: (lines[one.frame.path, one.frame.line], one.stack.t_ns))
+    counts = Counter(line for one in places for line in set(_lines(one)))
+    common = {
+        line for line, count in counts.items() if line and count >= _MOST_STACKS * len(places)
+    }
+    found = [
+        (len(one.frames) - at, place_at(one.stack, one.frames, at))
+        for one in places
+        for at, line in enumerate(_lines(one))
+        if line in common
+    ]
+    return max(found, key=lambda each: each[0], default=(0, last))[1]
+
+
+def _lines(place: Place) -> list[tuple[str, int] | None]:
+    """Return the lines of a stack, the innermost first; None for those of libraries."""
+    return [None if frame.is_library else (frame.path, frame.line) for frame in place.frames]
 
 
 def _page_cache(facts: Facts) -> Evidence | None:
@@ -257,8 +271,7 @@ def _imports(place: Place) -> bool:
 
 def _shares_line(one: Place, other: Place) -> bool:
     """Tell whether two stacks have a line of the program in common."""
-    lines = {(frame.path, frame.line) for frame in other.frames if not frame.is_library}
-    return any((frame.path, frame.line) in lines for frame in one.frames)
+    return bool({*_lines(one)} & {*_lines(other)} - {None})
 
 
 def _about(files: Sequence[OpenFile]) -> dict[str, str]:
