@@ -25,7 +25,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(folder: Path, **changes: Any) -> CommandRequest:
     how = CommandSettings(str(folder), marks=("second",), stacks=False)
-    fields = {"isolation": "process", "folder": folder / "run", "label": "both"} | changes
+    fields: dict[str, Any] = {
+        "isolation": "process",
+        "folder": folder / "run",
+        "label": "both",
+    } | changes
     return CommandRequest(("sh", "-c", LINE), how, RunSettings(timeout_s=60), **fields)
 
 

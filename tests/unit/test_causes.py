@@ -95,6 +95,7 @@ def test_a_model_that_was_built_before_the_weights_were_read_is_a_copy() -> None
     cause = found(result, samples)
     assert cause
     assert cause.name == "two copies"
+    assert result.ran
     not_built = replace(result, ran=replace(result.ran, stacks=(stack(499 * MIB, *READS),)))
     assert found(not_built, samples) is None
 
@@ -202,6 +203,7 @@ def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
         "Most of it came while tables.py was imported by load.py:3.",
     )
     mostly_before = (stack(30 * MIB, "<module> (load.py:2)"), stack(299 * MIB, *IMPORTS))
+    assert result.ran
     assert found(replace(result, ran=replace(result.ran, stacks=mostly_before)), samples) is None
 
 
@@ -241,6 +243,7 @@ def test_the_limit_of_a_group_around() -> None:
     result, samples = killed([270 * MIB])
     for limit_of, name in (("/user.slice", "a limit around"), ("machine", None), ("", None)):
         kills = (Kill(PID, "python", is_main=True, limit_of=limit_of),)
+        assert result.ran
         cause = found(replace(result, ran=replace(result.ran, kills=kills)), samples)
         assert (cause and cause.name) == name
 
