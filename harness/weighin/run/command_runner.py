@@ -230,16 +230,19 @@ class _Watch:
 
     def result(self, elapsed_ns: int, timeout_s: float) -> Result:
         sampler, running = self._sampler, self._running
-        kills = kernel_log.kills_since(self._log, running.cgroup, running.pid)
+        machine_oom_kills = command_outcome.grown(self._machine_oom_kills, read_machine_oom_kills())
+        kills = (  # the log is long, and seldom needed
+            kernel_log.kills_since(self._log, running.cgroup, running.pid)
+            if machine_oom_kills != 0
+            else ()
+        )
         facts = command_outcome.Facts(
             cell=self._cell,
             ended=self._exit,
             in_time=self._in_time,
             timeout_s=timeout_s,
             oom_kills=self._oom_kills if self._oom_kills is not None else sampler.oom_kills,
-            machine_oom_kills=command_outcome.grown(
-                self._machine_oom_kills, read_machine_oom_kills()
-            ),
+            machine_oom_kills=machine_oom_kills,
             kills=kills,
             peak_bytes=self._peak_bytes,
             limits=self._limits,
