@@ -183,4 +183,8 @@ def _end(
     for line in explanation.answer(task.folder, result):
         click.echo(f"weighin: {line}", err=True)
     click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
+    if json_file:
+        from weighin.report.run_json import of_run
+
+        _console.write_json(json_file, of_run(task.folder, results, ()))
     context.exit(0 if result.outcome == "ok" else result.exit_code or 1)
