@@ -69,7 +69,7 @@ KNOWN = (
     Known("child", ("256",), 200, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
     Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB,)),
 )
-"""All programs. In a container, /dev/shm has 64 MiB. FILE has been written before, so that its page cache is charged to its writer."""
+"""All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""
 
 
 def build(folder: Path) -> Path:

@@ -243,7 +243,7 @@ def test_the_pictures_of_commands(tmp_path: Path) -> None:
     highest = max(float(curve.max()) for curve in curves if len(curve) > 2)
     assert highest == pytest.approx(957 / 1024, rel=0.01)
     (cut,) = [line for line in figure.axes[1].lines if line.get_label() == "cut off"]
-    assert cut.get_xdata()[0] == pytest.approx(2.0)
+    assert numpy.asarray(cut.get_xdata())[0] == pytest.approx(2.0)
     bars = peaks_plot.draw_peaks(results)
     assert bars.axes[-1].get_xlabel() == "memory of all processes of the command, GiB"
     labels = [text.get_text() for legend in bars.legends for text in legend.get_texts()]

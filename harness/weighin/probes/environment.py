@@ -49,13 +49,20 @@ def code() -> dict[str, Any]:
     ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
     whether tracked files differ from that commit.
     """
-    commit = _git("rev-parse", "--verify", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no") if commit else None
-    return {
-        "weighin": __version__,
-        "git_commit": commit,
-        "git_dirty": None if changed is None else bool(changed),
-    }
+    commit, is_changed = _commit()
+    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the current folder, and whether tracked files differ from it."""
+    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if status is None:  # perhaps it took too long
+        return _git("rev-parse", "--verify", "HEAD"), None
+    lines = status.splitlines()
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+    if commit is None or commit == "(initial)":
+        return None, None
+    return commit, any(not line.startswith("#") for line in lines)
 
 
 def free_ram_bytes() -> int:

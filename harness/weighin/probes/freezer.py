@@ -13,9 +13,7 @@ from typing import Final
 
 from weighin.probes.cgroup import read_kernel
 
-_PATIENCE_S: Final = (
-    0.1  # a process that waits for a disk freezes later, and does nothing until then
-)
+_PATIENCE_S: Final = 0.01  # a process in a long system call freezes at its end
 _LOOK_S: Final = 0.0002
 
 

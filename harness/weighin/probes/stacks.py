@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from weighin import install
 from weighin.foreign import parse_json
-from weighin.probes.cgroup import limits_around, read_kernel
+from weighin.probes.cgroup import read_kernel, room_in
 from weighin.probes.command_memory import members_of
 from weighin.probes.freezer import Freezer
 from weighin.probes.process import read_status
@@ -59,8 +59,7 @@ class StackTaker:
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
         self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
-        limits = limits_around(groups[0]) if groups else []
-        limit = limits[0][0] if limits else 0
+        limit = (room_in(groups[0]) if groups else None) or 0
         self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
         self._near_bytes = limit - self._margin_bytes if limit else None
         self._share = share

@@ -84,8 +84,10 @@ def cut_at(track: Track) -> tuple[float, float]:
         return track.end_s, 0.0
     ran, at = track.result.ran, table.index[-1]
     if ran and ran.peak_ns is not None and track.result.outcome is Outcome.OOM_KILLED:
-        at = (table["t_ns"] - ran.peak_ns).abs().idxmin()
-        return (table["t_ns"][at] - track.zero_ns) / 1e9, float(table["rss_bytes"][at]) / GIB
+        at = int((table["t_ns"] - ran.peak_ns).abs().to_numpy().argmin())
+        return (table["t_ns"].iloc[at] - track.zero_ns) / 1e9, float(
+            table["rss_bytes"].iloc[at]
+        ) / GIB
     return track.end_s, float(table["rss_bytes"][at]) / GIB
 
 

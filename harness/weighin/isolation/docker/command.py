@@ -25,7 +25,6 @@ from weighin.probes.cgroup import (
     MemoryCgroup,
     PeakMark,
     memory_cgroup_of,
-    parent_of,
 )
 from weighin.probes.freezer import groups_of
 
@@ -114,17 +113,19 @@ class DockerCommand:
         is_visible = keeper and is_here(self._container, keeper)
         if not is_visible and self._state()["Running"]:
             raise _elsewhere()
-        self.helpers = frozenset({keeper})
         self.cgroup = memory_cgroup_of(keeper) if is_visible else None
-        if not is_visible or not self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S):
-            self._explain_stillbirth(limited=limited)
-            return
-        if self.cgroup is None:
+        child = self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S) if is_visible else None
+        if child and self.cgroup is None:
             raise IsolationUnavailable(
                 "the memory cgroup of the container is not mounted on this machine",
                 "use --isolation cgroup or process",
             )
-        self.pid = next(pid for pid in self.members() if parent_of(pid) == keeper)
+        pid = next((pid for pid in self.members() if _pid_inside(pid) == child), 0) if child else 0
+        if not pid or self.cgroup is None:
+            self._explain_stillbirth(limited=limited)
+            return
+        self.pid = pid
+        self.helpers = frozenset(self.members()) - {self.pid}
         self.unseen = ""
         self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
@@ -206,7 +207,7 @@ class DockerCommand:
                 os.kill(self.pid, number)
 
     def members(self) -> list[int]:
-        """Return the processes of the container except its keeper."""
+        """Return the processes of the container except its keeper and the watcher."""
         if self.cgroup is None:
             return []
         try:
@@ -216,7 +217,7 @@ class DockerCommand:
         return [pid for pid in pids if pid and pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes except the keeper; kill it too if they belong to another user."""
+        """Kill all processes except the helpers; kill these too if they belong to another user."""
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:
@@ -236,6 +237,16 @@ class DockerCommand:
         self._keeper.close()
         self._attachment.close()
         self._on_close()
+
+
+def _pid_inside(pid: int) -> int | None:
+    """Return the pid of a process in its own pid namespace; None if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
 
 
 def _command_line(pid: int) -> bytes | None:

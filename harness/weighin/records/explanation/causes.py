@@ -118,15 +118,31 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
 
 
 def _whole_file(facts: Facts) -> Evidence | None:
-    place = facts.place
-    process = facts.process(place.stack.pid) if place else None
-    if place is None or process is None or not _WHOLE.search(place.stack.code):
+    found = _whole_read(facts)
+    return _about([found[1]]) if found else None
+
+
+def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
+    """Return the line that reads a whole file, and the file.
+
+    A file that is not at its end is still being read, so that a stack far below the peak counts too.
+    """
+    last = facts.place or next(iter(facts.places[-1:]), None)
+    process = facts.process(last.stack.pid) if last else None
+    if last is None or process is None or not _WHOLE.search(last.stack.code):
         return None
     for file in process.files:
-        grown = facts.grown_since(file)
-        if file.is_open and not file.mapped_bytes and LEAST_BYTES < grown < 1.1 * file.size_bytes:
-            return _about([file])
+        if not file.is_open or file.mapped_bytes or file.position_bytes is None:
+            continue
+        is_reading = facts.place is not None or file.position_bytes < file.size_bytes
+        if is_reading and LEAST_BYTES < facts.grown_since(file) < 1.1 * file.size_bytes:
+            return last, file
     return None
+
+
+def _place_of_read(facts: Facts) -> Place | None:
+    found = _whole_read(facts)
+    return found[0] if found else None
 
 
 def _import(facts: Facts) -> Evidence | None:
@@ -305,6 +321,7 @@ RULES: Final = (
         _whole_file,
         "It read a whole file into memory: {files} has {read}.",
         "Read it in parts, or map it (mmap).",
+        _place_of_read,
     ),
     Rule("import", _import, "Most of it came while {module} was imported{by}."),
     Rule(
