@@ -130,6 +130,7 @@ def test_a_command_that_lived_says_its_need_apart_from_its_page_cache() -> None:
         "It needs at least 531 MiB of anonymous memory; its peak with page cache is 914 MiB."
         " Page cache: at most 383 MiB of weights.pt; /data/weights.pt cold at the start.",
     ]
+    assert result.ran
     warm = replace(result, ran=replace(result.ran, cold=()))
     assert explain(warm)[1].endswith(
         " Page cache: at most 383 MiB of weights.pt; without --cold, pages that were cached before"

@@ -5,6 +5,8 @@ expensive figures are read only when the command uses more memory than before: t
 process, its open files, and what ``at_maximum`` does.
 """
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -18,6 +20,7 @@ from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02
 _FAST_INTERVAL_S: Final = 0.001
+_PRIORITY: Final = 1  # the lowest of those that come before every other thread
 _NEAR: Final = 4  # the limit is near if it is met after so many intervals
 
 
@@ -87,6 +90,7 @@ class CommandSampler:
         return self._table.number
 
     def _run(self) -> None:
+        _hasten()
         before: Sample | None = None
         while True:
             is_last = self._stop.is_set()
@@ -137,6 +141,15 @@ class CommandSampler:
             self._table.keep(self._memory.shares(self._memory.pids()))
             self._kept = sample
             self._keeping.end()
+
+
+def _hasten() -> None:
+    """Let this thread run as soon as it is due, also while the command uses every processor.
+
+    Its children, such as py-spy, do not inherit that. An ordinary user may not ask for it.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))
 
 
 def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:

@@ -11,6 +11,7 @@ import secrets
 import select
 import signal
 import socket
+import sys
 import termios
 import threading
 import tty
@@ -234,10 +235,12 @@ class Attachment:
 
 
 def _copied(standard: int, given: int | None) -> int | None:
-    try:
-        return os.dup(standard if given is None else given)
-    except OSError:  # closed, and so it is for the command
-        return None
+    """Return a copy of a descriptor; None if the standard one was closed when this process began."""
+    if given is not None:
+        return os.dup(given)
+    # Another file may have got its number by now.
+    was_open = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[standard] is not None
+    return os.dup(standard) if was_open else None
 
 
 def _is_terminal(descriptor: int | None) -> bool:

@@ -18,16 +18,15 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained
-from weighin.isolation.docker.keeper import LOADER_VARIABLES, Keeper
+from weighin.isolation.docker.keeper import NOT_FOR_KEEPER, Keeper
 from weighin.isolation.docker.mounts import Bind
 from weighin.pipes import ready
 from weighin.probes.cgroup import (
     MemoryCgroup,
     PeakMark,
     memory_cgroup_of,
-    parent_of,
-    pressure_file_of,
 )
+from weighin.probes.freezer import groups_of
 
 STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
@@ -47,10 +46,9 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
     asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
-    for_loader = {n: v for n, v in (of_image | asked).items() if n in LOADER_VARIABLES}
-    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], for_loader)
-    passed = [f"{name}={value}" for name, value in asked.items() if name not in for_loader]
-    return command, [*passed, *for_loader]
+    apart = {n: v for n, v in (of_image | asked).items() if n in NOT_FOR_KEEPER}
+    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], apart)
+    return command, [*(f"{n}={v}" for n, v in asked.items() if n not in apart), *apart]
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
@@ -115,19 +113,21 @@ class DockerCommand:
         is_visible = keeper and is_here(self._container, keeper)
         if not is_visible and self._state()["Running"]:
             raise _elsewhere()
-        self.helpers = frozenset({keeper})
         self.cgroup = memory_cgroup_of(keeper) if is_visible else None
-        if not is_visible or not self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S):
-            self._explain_stillbirth(limited=limited)
-            return
-        if self.cgroup is None:
+        child = self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S) if is_visible else None
+        if child and self.cgroup is None:
             raise IsolationUnavailable(
                 "the memory cgroup of the container is not mounted on this machine",
                 "use --isolation cgroup or process",
             )
-        self.pid = next(pid for pid in self.members() if parent_of(pid) == keeper)
+        pid = next((pid for pid in self.members() if _pid_inside(pid) == child), 0) if child else 0
+        if not pid or self.cgroup is None:
+            self._explain_stillbirth(limited=limited)
+            return
+        self.pid = pid
+        self.helpers = frozenset(self.members()) - {self.pid}
         self.unseen = ""
-        self.groups = _groups(self.cgroup, self.pid)
+        self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
         mark.reset()  # where all readers have one mark, it leaves out the container's own start
@@ -207,7 +207,7 @@ class DockerCommand:
                 os.kill(self.pid, number)
 
     def members(self) -> list[int]:
-        """Return the processes of the container except its keeper."""
+        """Return the processes of the container except its keeper and the watcher."""
         if self.cgroup is None:
             return []
         try:
@@ -217,7 +217,7 @@ class DockerCommand:
         return [pid for pid in pids if pid and pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes except the keeper; kill it too if they belong to another user."""
+        """Kill all processes except the helpers; kill these too if they belong to another user."""
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:
@@ -239,19 +239,21 @@ class DockerCommand:
         self._on_close()
 
 
+def _pid_inside(pid: int) -> int | None:
+    """Return the pid of a process in its own pid namespace; None if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
+
+
 def _command_line(pid: int) -> bytes | None:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended
         return None
-
-
-def _groups(cgroup: Path, pid: int) -> tuple[Path, ...]:
-    """Return the memory cgroup, and where it is another one, the group in the v2 tree."""
-    pressure = pressure_file_of(pid)
-    other = pressure.parent if pressure else cgroup
-    is_own = other.name == cgroup.name  # an engine may leave its containers in a group of its own
-    return (cgroup, other) if is_own and other != cgroup else (cgroup,)
 
 
 def _elsewhere() -> IsolationUnavailable:

@@ -28,14 +28,17 @@ _PIPES: Final = "/weighin/keeper"
 _SHELL: Final = "/weighin/shell"
 
 _SCRIPT: Final = f"""\
-exec 7>&2 8>{_PIPES}/told 9<{_PIPES}/hold 2>&8
+exec 6<{_PIPES}/life 7>&2 8>{_PIPES}/told 9<{_PIPES}/hold 2>&8
 trap : INT QUIT
+( exec </dev/null >/dev/null 2>&1 7>&- 8>&- 9<&-; read -r _ <&6; kill -9 -1 ) &
 (
-  echo >&8
+  read -r pid _ </proc/self/stat
+  echo "$pid" >&8
   read -r _ <&9
+  unset PWD OLDPWD SHLVL
   while [ "$1" != -- ]; do export "$1"; shift; done
   shift
-  exec 2>&7 7>&- 8>&- 9<&-
+  exec 2>&7 6<&- 7>&- 8>&- 9<&-
   exec "$@"
 )
 code=$?
@@ -49,18 +52,21 @@ exec </dev/null >/dev/null 7>&-
 read -r _ <&9
 exit "$code"
 """
-"""The child writes an empty line, waits for the first line from ``hold``, and becomes the command.
+"""The child writes its pid in the container, waits for the first line from ``hold``, and becomes the command.
 
 After the command's end, the keeper writes its exit code. A shell also writes a word such as "Killed"
 before the code if a signal ended the command: this tells a signal from the same exit code. The
 second line from ``hold`` is a mark, which the keeper writes after the last output, because the
-engine does not tell where output ends while a container runs. The keeper ends with ``hold``, at the
-latest when this process ends. It ignores Ctrl-C, which a terminal sends to it too.
+engine does not tell where output ends while a container runs. The keeper ends with ``hold``. A
+watcher beside it kills the command with ``life``, at the latest when this process ends. The keeper
+ignores Ctrl-C, which a terminal sends to it too.
 """
 
-LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES")
-"""Variables that a dynamic loader obeys. The keeper gets them as arguments, for the command only,
-because the image's libraries do not fit the keeper's."""
+NOT_FOR_KEEPER: Final = frozenset(
+    {"LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL"}
+)
+"""Variables that the keeper gets as arguments, for the command only: its loader would obey the first
+ones, though the image's libraries do not fit it, and a shell sets the last ones itself."""
 
 _SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}  # no shell reports them all
 
@@ -70,15 +76,18 @@ class Keeper:
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="weighin-keeper-")
-        hold, told = (f"{self._folder}/{name}" for name in ("hold", "told"))
+        hold, life, told = (f"{self._folder}/{name}" for name in ("hold", "life", "told"))
         self._open: set[int] = set()
         self._said = b""
         try:
-            os.mkfifo(hold, 0o600)
-            os.mkfifo(told, 0o600)
+            for path in (hold, life, told):
+                os.mkfifo(path, 0o600)
             # A pipe can be opened for writing only while somebody can read it.
-            self._place = self._opened(hold, os.O_RDONLY | os.O_NONBLOCK)
+            self._places = [
+                self._opened(path, os.O_RDONLY | os.O_NONBLOCK) for path in (hold, life)
+            ]
             self._hold = self._opened(hold, os.O_WRONLY)
+            self._opened(life, os.O_WRONLY)
             self._told = self._opened(told, os.O_RDONLY | os.O_NONBLOCK)
         except BaseException:
             self.close()
@@ -96,21 +105,25 @@ class Keeper:
         settings = [f"{name}={value}" for name, value in variables.items()]
         return [*start, "-c", _SCRIPT, "weighin", *settings, "--", *command]
 
-    def wait_for_child(self, keeper: int, timeout_s: float) -> bool:
-        """Return whether the child waits for ``go``; False if the process ``keeper`` has ended."""
+    def wait_for_child(self, keeper: int, timeout_s: float) -> int | None:
+        """Return the child's pid in the container when it waits for ``go``; None if it will not.
+
+        ``keeper`` is the keeper's pid here.
+        """
         process = open_process(keeper)
         try:
             while b"\n" not in self._said:
                 watched = [self._told, *([] if process is None else [process])]
                 if self._told not in ready(watched, timeout_s) or not self._read():
-                    return False
+                    return None
         finally:
             if process is not None:
                 os.close(process)
-        self._said = self._said.partition(b"\n")[2]
-        self._close(self._place)
+        pid, _, self._said = self._said.partition(b"\n")
+        for place in self._places:
+            self._close(place)
         shutil.rmtree(self._folder, ignore_errors=True)  # the pipes stay open without their names
-        return True
+        return int(pid) if pid.isdigit() else None
 
     def go(self) -> None:
         """Let the child become the command."""
