@@ -11,7 +11,8 @@ from factories import make_cell
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.record import SCHEMA, Memory, Outcome, Peaks, Result
+from weighin.cell import Cell
+from weighin.record import SCHEMA, Memory, Outcome, Peaks, Ran, Result
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import Bracket, bracket, floors
@@ -240,3 +241,48 @@ def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
             "reason": found["with_room"]["reason"],
         },
     }  # fmt: skip
+
+
+def of_command(limit: int | None, outcome: Outcome, needed_bytes: int, repeat: int = 0) -> Result:
+    cell = Cell.of_command("x", ("./x",), "cgroup", ram_limit_bytes=limit, repeat=repeat)
+    return Result(
+        SCHEMA,
+        cell,
+        outcome,
+        # All page cache, which is not needed.
+        peaks=Peaks(cgroup_bytes=needed_bytes + 4 * GIB, unreclaimable_sampled_bytes=1),
+        ready_ns=10**9,
+        ran=Ran(pid=1, needed_bytes=needed_bytes),
+    )
+
+
+@given(need=st.integers(3 * MIB, 40 * GIB), missed=st.floats(0.7, 1.3))
+def test_the_floor_of_a_command_is_searched_near_what_it_needed(need: int, missed: float) -> None:
+    results = [of_command(None, Outcome.OK, int(need * missed))]
+    cell = results[0].cell
+    while found := next_cell(cell, results, 0.01, 64 * GIB):
+        limit = found.ram_limit_bytes
+        assert limit
+        outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
+        results.append(of_command(limit, outcome, need, found.repeat))
+        assert len(results) < 30
+    (floor,) = floors(results)
+    assert floor.bytes
+    assert need <= floor.bytes <= need + max(2 * MIB, need // 50)
+
+
+@pytest.mark.parametrize("need", [MIB, 50 * MIB, 3 * GIB])
+def test_the_first_limit_for_a_command_is_just_above_its_need(need: int) -> None:
+    first = of_command(None, Outcome.OK, need)
+    second = next_cell(first.cell, [first], 0.01, 64 * GIB)
+    assert second
+    assert second.ram_limit_bytes
+    assert need < second.ram_limit_bytes <= need * 1.03 + 2 * MIB
+
+
+def test_a_command_that_needs_next_to_nothing_works_under_1_mib() -> None:
+    results = [of_command(None, Outcome.OK, 300_000)]
+    while found := next_cell(results[0].cell, results, 0.01, 64 * GIB):
+        results.append(of_command(found.ram_limit_bytes, Outcome.OK, 300_000, found.repeat))
+    assert results[-1].cell.ram_limit_bytes == MIB
+    assert floors(results)[0].message == "works even under 1.000 MiB"

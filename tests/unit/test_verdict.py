@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 
+from weighin.cell import Cell
 from weighin.record import Cost, Faults, Outcome, Peaks, Pressure, Result
 from weighin.records import run_folder
 from weighin.records.verdict import (
@@ -65,6 +66,26 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
         "10.0 s, 2.5x the reference of 4.00 s; 9.77 MiB read again (2.50x the model); 900 major faults;"
         " waited for memory 40% of the load (all tasks 10%)",
     )
+
+
+def test_a_command_thrashes_if_it_reads_much_of_its_limit_again() -> None:
+    cell = Cell.of_command("x", ("x",), "cgroup", ram_limit_bytes=100 * MIB)
+    pages = 100 * MIB // 4096
+    result = lived(
+        cell=cell,
+        peaks=Peaks(cgroup_bytes=100 * MIB),
+        model_bytes=None,
+        faults=Faults(100, 900, pages // 5),
+        pressure=Pressure(SECOND, SECOND),
+    )
+    assert judge_result(result, 4 * SECOND) == Judgement(
+        Verdict.THRASHES,
+        "10.0 s, 2.5x the reference of 4.00 s; 20.00 MiB read again (0.20x the limit); 900 major"
+        " faults; waited for memory 10% of the run (all tasks 10%)",
+    )
+    assert verdict(result, 9 * SECOND) is Verdict.SURVIVES
+    little = replace(result, faults=Faults(100, 900, pages // 20))
+    assert verdict(little, 4 * SECOND) is Verdict.SURVIVES
 
 
 def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:

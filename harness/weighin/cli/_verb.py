@@ -2,10 +2,11 @@
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from os.path import normpath
 from shlex import join
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -160,20 +161,44 @@ class VerbOfModelOrCommand(Verb):
         return rest
 
 
+class _Commands(Mapping[str, click.Command]):
+    """Verbs by name, each of which is imported when it is asked for."""
+
+    def __init__(self, names: Iterable[str], load: Callable[[str], click.Command]) -> None:
+        self._names = tuple(names)
+        self._load = cache(load)
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Verbs(click.Group):
-    """A group of verbs, which the help lists in the order and under the headings of ``panels``."""
+    """A group of verbs, which the help lists in the order and under the headings of ``panels``.
+
+    ``load`` returns a verb by its name: only the verb that was typed is imported.
+    """
 
     context_class = _Context
 
     def __init__(
         self,
         name: str,
-        panels: Mapping[str, Sequence[click.Command]],
+        panels: Mapping[str, Sequence[str]],
+        load: Callable[[str], click.Command],
         codes: bool = False,
         **attributes: Any,
     ) -> None:
-        verbs = [one for panel in panels.values() for one in panel]
-        super().__init__(name, verbs, **attributes)
+        super().__init__(name, **attributes)
+        names = [one for panel in panels.values() for one in panel]
+        self.commands = cast("dict[str, click.Command]", _Commands(names, load))
         self.panels = panels
         self.codes = codes
 
@@ -190,9 +215,11 @@ class Verbs(click.Group):
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the verbs of each panel, each with the first paragraph of its help."""
         longest = max(map(len, self.commands))
-        for heading, verbs in self.panels.items():
+        for heading, names in self.panels.items():
             with formatter.section(heading):
-                formatter.write_dl([(str(one.name).ljust(longest), summary(one)) for one in verbs])
+                formatter.write_dl(
+                    [(name.ljust(longest), summary(self.commands[name])) for name in names]
+                )
         if self.codes:
             _write_codes(formatter)
 

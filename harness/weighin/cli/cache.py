@@ -76,7 +76,8 @@ def cache_clear(
 cache = Verbs(
     "cache",
     help="List or delete the checkpoints that weighin generated.",
-    panels={"Commands": (cache_list, cache_clear)},
+    panels={"Commands": ("list", "clear")},
+    load={"list": cache_list, "clear": cache_clear}.__getitem__,
     no_args_is_help=True,
 )
 

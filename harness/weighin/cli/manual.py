@@ -58,10 +58,10 @@ def manual() -> str:
         _text("weighin help VERB, or weighin VERB -h, shows the help of one verb."),
     ]
     with click.Context(app, info_name="weighin") as context:
-        for heading, verbs in app.panels.items():
+        for heading, names in app.panels.items():
             lines.append(f'.SH "{heading.upper()}"')
-            for verb in verbs:
-                lines += _verb(verb, context)
+            for name in names:
+                lines += _verb(app.commands[name], context)
     return "\n".join([*lines, *_sections()]) + "\n"
 
 

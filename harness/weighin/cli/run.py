@@ -111,13 +111,13 @@ def run(context: click.Context, /, **_: Any) -> None:
 def _start(typed: dict[str, Any], engine: dict[str, Any], site: "Site") -> "tuple[Run, str]":
     """Plan the run of the command that was typed, or of a suite of commands."""
     from weighin.run import command_request
-    from weighin.suite.registry import suite_file
 
     if engine:
         _console.note("a command on a node reads nothing, and its output is dropped")
     request = asked(typed, engine=engine)
     if typed["suite"]:
         from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s
+        from weighin.suite.registry import suite_file
 
         suite = read_command_suite(suite_file(typed["suite"]))
         return command_request.start_all(command_request.of_suite(suite, request), site)
