@@ -16,13 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import known_commands
 import leftovers
 import pytest
 from commands import ROOT, CommandLine, Ended
+from known_commands import Known
 
+from weighin.cell import Cell
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.docker import keeper
 from weighin.isolation.docker.engine import connect
 from weighin.isolation.docker.image import BASE_VARIABLE
 from weighin.isolation.docker.image_build import DEFAULT_BASE
+from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
@@ -62,6 +68,32 @@ def test_output_and_exit_code_are_those_of_the_command(
     found = record(command)
     assert found["outcome"] == ("ok" if code == 0 else "command_failed")
     assert found["ran"]["signal"] == (15 if code == 143 else None)  # 137 was an exit, not a kill
+
+
+@pytest.mark.parametrize("shell", ["/bin/dash", "/bin/bash"])
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [
+        ("exit 3", Exit(3)),
+        ("exit 137", Exit(137)),
+        ("kill -KILL $$", Exit(None, signal=9)),
+        ("kill -SEGV $$", Exit(None, signal=11)),
+        ("kill -PIPE $$", Exit(None, signal=13)),
+    ],
+)
+def test_every_shell_of_this_machine_tells_an_exit_code_from_a_signal(
+    line: str, ended: Exit, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SHELL", Path(shell))
+    isolation = DockerIsolation(image=IMAGE)
+    cell = Cell.of_command("x", ("sh", "-c", line), "docker")
+    with Path(os.devnull).open("r+b") as nothing:
+        running = isolation.start_command(cell, str(tmp_path), Streams(*[nothing.fileno()] * 3))
+    try:
+        assert running.wait(_PATIENCE_S)
+        assert running.reap() == ended
+    finally:
+        running.close()
 
 
 def test_input_is_piped_through_to_its_end(command: CommandLine) -> None:
@@ -217,6 +249,38 @@ def test_an_image_without_a_shell_under_a_limit(bare_image: str, command: Comman
     ended = command.run(*words)
     assert (ended.code, ended.left) == (137, [])
     assert record(command)["outcome"] == "oom_killed"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return known_commands.build(tmp_path_factory.mktemp("programs"))
+
+
+# Docker's own limit of /dev/shm is 64 MiB, and the program takes half of its amount there.
+SHARED: Final = Known("shares", ("48",), 200, shmem_bytes=96 * MIB)
+KNOWN: Final = [*(one for one in known_commands.KNOWN if one.name != "shares"), SHARED]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
+def test_known_amounts(known: Known, programs: Path, command: CommandLine) -> None:
+    """The peak has page cache too: that of a file that was read nowhere before."""
+    (file := command.folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
+    options = ("--mount", str(programs), "--no-stacks", "--cold", str(file))
+    os.sync()
+    ended = run(command, *known.command(programs, file), options=options)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    found = record(command)
+    peak_bytes = known.needed_bytes + known.file_bytes
+    expected = {"cgroup_bytes": peak_bytes, "needed_bytes": known.needed_bytes}
+    measured = {
+        "cgroup_bytes": found["peaks"]["cgroup_bytes"],
+        "needed_bytes": found["ran"]["needed_bytes"],
+    }
+    assert measured == {
+        name: pytest.approx(bytes_, abs=bytes_ // 100 + SLACK_BYTES)
+        for name, bytes_ in expected.items()
+    }
 
 
 def test_phases_of_a_program_in_a_container(command: CommandLine) -> None:
