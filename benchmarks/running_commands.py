@@ -229,7 +229,7 @@ def _peaks(cases: Sequence[Case], tools: dict[str, Callable[[Command, int | None
             if case.cold:
                 page_cache.drop([case.cold])
             sizes.append(_mib(tool(case.command, None).peak_bytes))
-        rows.append([f"`{case.name}`", _mib(case.needed_bytes), *sizes])
+        rows.append([f"{case.name}", _mib(case.needed_bytes), *sizes])
     about = f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
     return [
         f"Peaks in MiB ({about}). *Known* is the anonymous and shared memory that the program takes.",
@@ -268,7 +268,7 @@ def _times(folder: Path, rounds: int) -> list[str]:
                 pairs.append((alone_s, _seconds((*run, *command))))
             more = median(under - alone for alone, under in pairs)
             ratio = median(under / alone for alone, under in pairs)
-            rows.append([f"`{name}`", f"`{option}`", f"{median(a for a, _ in pairs):.3f} s", f"{more:+.3f} s", f"{ratio:.2f}x"])  # fmt: skip
+            rows.append([f"{name}", f"{option}", f"{median(a for a, _ in pairs):.3f} s", f"{more:+.3f} s", f"{ratio:.2f}x"])  # fmt: skip
     return [
         f"The wall time that weighin adds, medians of {rounds} rounds, each beside the command alone:",
         "",

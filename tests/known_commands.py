@@ -64,12 +64,12 @@ KNOWN = (
     _spend(200),
     Known("forks", ("128",), 300, 320 * MIB, process_bytes=(128 * MIB,) * 4),
     Known("maps", (FILE,), 200, FILE_BYTES // 2, 0, FILE_BYTES, (FILE_BYTES // 2,)),
-    Known("shares", ("128",), 200, 0, 256 * MIB, process_bytes=(256 * MIB,) * 2),
+    Known("shares", ("48",), 200, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
     Known("reads", (FILE,), 200, MIB, 0, FILE_BYTES, (MIB,)),
     Known("child", ("256",), 200, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
     Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB,)),
 )
-"""All programs; FILE has been written before, so that its page cache is charged to its writer."""
+"""All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""
 
 
 def build(folder: Path) -> Path:

@@ -10,6 +10,7 @@ from weighin.pipes import LineReader, write
 from weighin.protocol import encode_event
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Parent(LineReader):
@@ -36,3 +37,9 @@ def end_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -96,3 +96,14 @@ def parse_seconds(text: str) -> int:
             f"{text!r} is less than one nanosecond", "write a duration such as 2.5 s or 150 ms"
         )
     return nanoseconds
+
+
+def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
+    """Return what is wrong with a RAM limit that no program survives, and the repair; None if it is right.
+
+    It is mostly a size without its unit.
+    """
+    if limit is None or limit >= MIB:
+        return None
+    repair = f"did you mean {limit}g?" if limit < 1024 else "give at least 1MiB"
+    return f"{format_exact(limit)} is less than any program needs", repair

@@ -47,7 +47,7 @@ def record(command: tuple[str, ...], isolation: str, folder: Path, *options: str
             "--",
             *command,
         ),
-        cwd=command[0].rpartition("/")[0],
+        cwd=Path(command[0]).parents[1],  # a container sees the working folder alone
         env=os.environ | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,

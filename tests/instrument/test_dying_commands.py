@@ -17,7 +17,7 @@ from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
 from weighin.records.samples import read_samples
-from weighin.units import format_bytes
+from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.slow]
 
@@ -63,7 +63,7 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
             check=False,
         )
     empty(inputs)
-    assert out.exists(), process.stderr
+    assert (out / "records.jsonl").exists(), process.stderr
     (result,) = run_folder.read(out).results
     assert process.returncode == result.exit_code
     return out, result
@@ -85,4 +85,4 @@ def test_the_record_explains_why_a_script_died_and_where(
     if case.cause is Cause.OUTER_LIMIT:
         assert result.ran and all(kill.limit_of for kill in result.ran.kills)
     elif case.dies:
-        assert f"limit of {format_bytes(case.limit_bytes)}" in text
+        assert f"limit of {case.limit_bytes // MIB} MiB" in text

@@ -131,9 +131,9 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
 ) -> None:
     with command('step("started")') as one:
         one.reach("started")
-        sleeping = subprocess.Popen(["sleep", "60"])
+        sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
         for group in groups:
-            for pid in (one.pid, sleeping.pid):
+            for pid in (one.pid, sleepers[0].pid):
                 (group / "cgroup.procs").write_text(str(pid))
         asked: list[str] = []
         real = subprocess.Popen
@@ -147,12 +147,15 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
         for number in (1, 2, 3):
             taker.look(number, number * 100 * MIB)
             time.sleep(0.5)
+            for group in groups:
+                (group / "cgroup.procs").write_text(str(sleepers[1].pid))
         monkeypatch.undo()
-        assert asked.count(str(sleeping.pid)) == 1
+        assert [asked.count(str(sleeping.pid)) for sleeping in sleepers] == [1, 0]
         assert asked.count(str(one.pid)) == 3
         assert [stack.t_ns for stack in taker.stacks] == [1, 2, 3]
-        sleeping.kill()
-        sleeping.wait()
+        for sleeping in sleepers:
+            sleeping.kill()
+            sleeping.wait()
 
 
 def test_a_process_that_ends_in_between_leaves_no_stack(groups: list[Path]) -> None:
@@ -176,6 +179,17 @@ def test_without_a_group_py_spy_stops_the_process_itself() -> None:
         assert stack.frames[0].startswith("step (<string>:")
         one.process.stdin.close()  # type: ignore[union-attr]
         wait_until(lambda: one.process.poll() == 0, "the program did not go on")
+
+
+def test_a_py_spy_that_does_not_start_is_a_reason(
+    groups: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_find_program", lambda: "/nonexistent/py-spy")
+    with command('step("started")') as one:
+        one.reach("started")
+        taker = StackTaker(groups, pids=lambda: [one.pid])
+        taker.look(1, 100 * MIB)
+    assert taker.why == "py-spy does not start: No such file or directory"
 
 
 def test_without_py_spy_the_reason_says_what_to_install(

@@ -8,7 +8,7 @@ import pytest
 from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.records import run_folder
-from weighin.run import request, runner
+from weighin.run import request, resuming, runner
 from weighin.run.task import Progress
 from weighin.suite.config import check_suite
 
@@ -59,7 +59,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
             return start(self, job)
 
         patched.setattr(ProcessIsolation, "start", start_next)
-        with pytest.raises(type(error)) as caught, request.resumable("bench", task):
+        with pytest.raises(type(error)) as caught, resuming.resumable("bench", task):
             runner.run(task, Progress())
     assert caught.value.exit_code == code
     assert caught.value.repair.endswith(f"; then resume: weighin bench --resume {tmp_path / 'run'}")

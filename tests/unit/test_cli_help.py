@@ -54,6 +54,8 @@ VERBS = {
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
             "weighin floor gpt2-small --isolation cgroup --json -",
             "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+            "weighin floor --cold weights.pt -- python load.py weights.pt",
+            "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
             "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
         ],
     ),

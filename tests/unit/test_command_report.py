@@ -97,13 +97,14 @@ def test_the_processes_at_the_peak_come_with_their_files() -> None:
          "4711", "4000", "500.0", "20.0", "0.0"],
         ["worker \\", "1", "-", "4712", "4711", "57.0", "20.0", "100.0"],
     ]  # fmt: skip
-    assert "train.py also ran, at other times: git rev-parse HEAD." in text
+    assert "train.py also ran, at other times: git." in text
 
 
 def test_a_table_of_several_commands_says_of_which() -> None:
-    heads, _, *rows = table_under(markdown(two()), "Processes at the peak")
+    other = make_ran(make_command("serve", command=("serve",)))
+    heads, _, *rows = table_under(markdown([*two(), other]), "Processes at the peak")
     assert heads[0] == "of"
-    assert [row[0] for row in rows] == ["train.py", "train.py"] + 2 * ["train.py 600 MiB"]
+    assert [row[0] for row in rows] == 2 * ["train.py"] + 2 * ["serve"]
 
 
 def test_the_kill_names_its_victim_and_its_limit() -> None:
@@ -123,6 +124,21 @@ def test_many_short_processes_are_counted() -> None:
     short = Process(9, 4711, "cat", 0, 1)
     result = make_ran(ran=replace(RAN, processes=(RAN.processes[0], *12 * [short])))
     assert "train.py also ran, at other times: cat (12 times)." in markdown([result])
+
+
+def test_a_process_of_no_weight_has_no_row() -> None:
+    shell = replace(RAN.processes[0], pid=9, command="/bin/sh -c x", anon_bytes=MIB, file_bytes=0, files=())  # fmt: skip
+    text = markdown([make_ran(ran=replace(RAN, processes=(RAN.processes[0], shell)))])
+    assert len(table_under(text, "Processes at the peak")) == 3
+    assert "train.py: smaller processes are not shown: sh." in text
+
+
+def test_a_sweep_shows_the_processes_of_the_largest_cell() -> None:
+    small = replace(RAN, needed_bytes=MIB)
+    killed = make_ran(make_command(ram_limit_bytes=8 * MIB), Outcome.OOM_KILLED, ran=small)
+    heads, *_ = table_under(markdown([killed, make_ran()]), "Processes at the peak")
+    assert heads[0] == "command"
+    assert "train.py also ran" in markdown([killed, make_ran()])
 
 
 def test_left_over_processes_are_named() -> None:
@@ -226,6 +242,8 @@ def test_the_pictures_of_commands(tmp_path: Path) -> None:
     curves = [numpy.asarray(line.get_ydata()) for line in first.lines]
     highest = max(float(curve.max()) for curve in curves if len(curve) > 2)
     assert highest == pytest.approx(957 / 1024, rel=0.01)
+    (cut,) = [line for line in figure.axes[1].lines if line.get_label() == "cut off"]
+    assert numpy.asarray(cut.get_xdata())[0] == pytest.approx(2.0)
     bars = peaks_plot.draw_peaks(results)
     assert bars.axes[-1].get_xlabel() == "memory of all processes of the command, GiB"
     labels = [text.get_text() for legend in bars.legends for text in legend.get_texts()]

@@ -30,7 +30,7 @@ from weighin.record import Outcome, Sample
 from weighin.records import run_folder
 from weighin.run.cell_runner import Setting, take
 from weighin.run.measurement import CellMeasurement
-from weighin.run.request import resumable
+from weighin.run.resuming import resumable
 from weighin.run.task import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")

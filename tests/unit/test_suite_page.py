@@ -12,6 +12,7 @@ from weighin.errors import ConfigError
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import page
 from weighin.suite.chosen_models import choose
+from weighin.suite.commands import CommandSuite, SuiteCommand, read_command_suite
 from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def test_the_committed_page_has_the_keys_of_the_code() -> None:
     assert page.fill(PAGE.read_text()) == PAGE.read_text(), "run make pages"
 
 
-@pytest.mark.parametrize("kind", [Suite, SuiteModel, SuiteStrategy])
+@pytest.mark.parametrize("kind", [Suite, SuiteModel, SuiteStrategy, CommandSuite, SuiteCommand])
 def test_every_key_is_described(kind: Any) -> None:
     rows = page.keys_of(kind).splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == list(kind.model_fields)
@@ -31,11 +32,16 @@ def test_every_key_is_described(kind: Any) -> None:
 
 def test_the_examples_are_suites(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 4
-    for text in examples:
-        path = tmp_path / "suite.yaml"
+    assert len(examples) == 5
+    path = tmp_path / "suite.yaml"
+    for text in examples[:4]:
         path.write_text(text)
         assert read_suite(path).models
+    path.write_text(examples[4])
+    train, load = read_command_suite(path).commands
+    assert train.command == ["python", "train.py", "--epochs", "1"]
+    assert train.marks == [r"epoch \d+"]
+    assert (load.cold, load.environment) == (["weights.pt"], {"OMP_NUM_THREADS": "1"})
 
 
 def suite(text: str) -> Suite:

@@ -13,7 +13,7 @@ from weighin.errors import ConfigError, Interrupted
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, request
+from weighin.run import floor_search, request, resuming
 from weighin.run.request import Request, restore, start
 from weighin.suite.config import check_suite
 from weighin.units import GIB
@@ -175,6 +175,6 @@ def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
             folder=Path("run"),
         )
     )
-    with pytest.raises(Interrupted) as caught, request.resumable("bench", task):
+    with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
         raise Interrupted("stopped")
     assert caught.value.repair == "resume it: weighin bench --resume run --trust"

@@ -1,15 +1,21 @@
 """Start and end the verbs that measure, ``bench`` and ``floor``."""
 
+import math
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighin.cli import _console
 
 if TYPE_CHECKING:
+    from weighin.engines.base import Engine
     from weighin.record import Result
+    from weighin.run.site import Site
+    from weighin.run.task import Run
 
 
 def enter_scope(isolation: str) -> None:
@@ -18,6 +24,39 @@ def enter_scope(isolation: str) -> None:
 
     if select.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
+
+
+@contextmanager
+def planned(
+    typed: dict[str, Any], start: "Callable[[dict[str, Any], Site], tuple[Run, str]]"
+) -> "Iterator[tuple[Run, Engine]]":
+    """Return the run to perform, a new one or the one to resume, and the engine that performs it.
+
+    ``start`` plans the new run; it gets the engine's settings and its machines.
+    """
+    from weighin.engines import base
+
+    patience_s = math.inf if typed.get("wait") else 0
+    if typed["resume"]:
+        from weighin.run import (
+            request,  # imports suites and strategies, which a new command does not need
+        )
+
+        task = request.resume(typed["resume"], trusted=typed["trust"])
+        settings = dict(task.settings.engine)
+        if typed["address"]:
+            settings |= base.settings(settings.get("name", "local"), typed["address"], ())
+            settings["labels"] = task.settings.engine["labels"]
+        with base.opened(settings) as engine:
+            yield replace(task, patience_s=patience_s), engine
+        return
+    jobs = typed.get("jobs", 1)
+    settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
+    with base.opened(settings) as engine:
+        task, note = start(settings, engine.site)
+        if note:
+            _console.note(note)
+        yield replace(task, patience_s=patience_s), engine
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:

@@ -10,14 +10,12 @@ that allow or confirm something are accepted only on the command line.
 import json
 import os
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from weighin.errors import ConfigError
-from weighin.formats import sniff
 
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
@@ -126,6 +124,8 @@ def _check_key(
         return
     if normal in _ONLY_TYPED:
         raise ConfigError(f"{place} cannot be set in a file", f"type it: --{normal}")
+    from difflib import get_close_matches  # imported here: most files have no error
+
     near = get_close_matches(normal, sorted(listed), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
@@ -168,6 +168,8 @@ def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     start = "from:" if key == "model" and text.startswith("from:") else ""
     if key == "model":
+        from weighin.formats import sniff  # most settings name no path
+
         is_path = bool(start) or ".py:" in text or sniff.looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())
     if not is_path or folder == Path.cwd():

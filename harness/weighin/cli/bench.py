@@ -1,9 +1,5 @@
 """``weighin bench``: measure loads or saves of a model."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +9,7 @@ from weighin.cli._verb import Verb
 from weighin.cli.report import show_run
 
 if TYPE_CHECKING:
-    from weighin.engines.base import Engine
     from weighin.run.request import Request
-    from weighin.run.task import Run
 
 _OF_SUITE = (
     "operation",
@@ -151,12 +145,16 @@ def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
     from weighin.records import run_folder
-    from weighin.run.request import resumable
+    from weighin.run.request import start
+    from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":
         _run.enter_scope(typed["isolation"])
-    with _planned(typed) as (task, engine):
+    with _run.planned(typed, lambda engine, site: start(_request(typed, engine), site)) as (
+        task,
+        engine,
+    ):
         if not task.isolation.limits or all(
             one.cell.ram_limit_bytes is None for one in task.planned
         ):
@@ -170,30 +168,6 @@ def bench(context: click.Context, /, **_: Any) -> None:
             results = engine.run(task, progress)
     show_run(task.folder, run_folder.read(task.folder), json_file=typed["json_file"])
     _run.end(context, results)
-
-
-@contextmanager
-def _planned(typed: dict[str, Any]) -> "Iterator[tuple[Run, Engine]]":
-    """Return the run to perform, a new one or the one to resume, and the engine that performs it."""
-    from weighin.engines import base
-    from weighin.run import request
-
-    patience_s = math.inf if typed["wait"] else 0
-    if typed["resume"]:
-        task = request.resume(typed["resume"], trusted=typed["trust"])
-        settings = dict(task.settings.engine)
-        if typed["address"]:
-            settings |= base.settings(settings.get("name", "local"), typed["address"], ())
-            settings["labels"] = task.settings.engine["labels"]
-        with base.opened(settings) as engine:
-            yield replace(task, patience_s=patience_s), engine
-        return
-    settings = base.settings(typed["engine"], typed["address"], typed["labels"], typed["jobs"])
-    with base.opened(settings) as engine:
-        task, note = request.start(_request(typed, settings), engine.site)
-        if note:
-            _console.note(note)
-        yield replace(task, patience_s=patience_s), engine
 
 
 def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":

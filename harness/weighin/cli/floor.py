@@ -85,7 +85,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.cli import _progress
     from weighin.report import terminal_floors, write_report
     from weighin.report.run_json import of_floors
-    from weighin.run.request import resumable
+    from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
     _refuse_mixed(context)

@@ -1,5 +1,6 @@
 """``weighin run``: run any command under limits, and say what it needed."""
 
+from functools import partial
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.record import Result
+    from weighin.run.site import Site
     from weighin.run.task import Run
 
 EXAMPLES = (
@@ -19,6 +21,7 @@ EXAMPLES = (
     "weighin run --ram 8g,4g,2g --repeats 3 --cold weights.pt -- python load.py weights.pt",
     "weighin run --ram 600m --mark 'epoch|step' -- sh -c 'cat data | python train.py'",
     "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+    "weighin run --suite commands --out results/commands",
     "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
 )
 
@@ -65,6 +68,7 @@ EXAMPLES = (
     help="Time after which the command is killed; 0 for none.",
 )
 @_options.label
+@_options.suite
 @_options.engine
 @click.option(
     "--shard",
@@ -93,28 +97,31 @@ def run(context: click.Context, /, **_: Any) -> None:
     The command keeps its standard streams, terminal, folder and environment. If one cell runs, the
     exit code is the command's own.
     """
-    from weighin.run import runner
-    from weighin.run.request import resumable
+    from weighin.run.resuming import resumable
     from weighin.run.task import Progress
 
     typed = _arguments.read(context)
-    _run.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
-    task = _task(typed)
-    with resumable("run", task):
-        results = runner.run(task, Progress())
+    if typed["engine"] == "local":
+        _run.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
+    with _run.planned(typed, partial(_start, typed)) as (task, engine), resumable("run", task):
+        results = list(engine.run(task, Progress()))
     _end(context, task, results, typed["json_file"])
 
 
-def _task(typed: dict[str, Any]) -> "Run":
-    """Return the run to perform, a new one or the one to resume."""
-    from weighin.run import command_request, request
+def _start(typed: dict[str, Any], engine: dict[str, Any], site: "Site") -> "tuple[Run, str]":
+    """Plan the run of the command that was typed, or of a suite of commands."""
+    from weighin.run import command_request
+    from weighin.suite.registry import suite_file
 
-    if typed["resume"]:
-        return request.resume(typed["resume"], trusted=typed["trust"])
-    task, note = command_request.start(asked(typed))
-    if note:
-        _console.note(note)
-    return task
+    if engine:
+        _console.note("a command on a node reads nothing, and its output is dropped")
+    request = asked(typed, engine=engine)
+    if typed["suite"]:
+        from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s
+
+        suite = read_command_suite(suite_file(typed["suite"]))
+        return command_request.start_all(command_request.of_suite(suite, request), site)
+    return command_request.start(request, site)
 
 
 def asked(typed: dict[str, Any], **settings: Any) -> Any:

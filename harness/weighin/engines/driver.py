@@ -332,11 +332,11 @@ class Driver:
 
 def _settings(task: Run) -> dict[str, Any]:
     """Return the plan's settings for the nodes, which find weighin's own strategies themselves."""
-    operation = task.planned[0].cell.operation if task.planned else "load"
-    own = {str(info.path) for info in registry.strategies(operation).values()}
-    paths = {
-        name: "" if path in own else path for name, path in task.settings.strategy_paths.items()
-    }
+    paths = task.settings.strategy_paths
+    if paths:  # commands have none
+        operation = task.planned[0].cell.operation if task.planned else "load"
+        own = {str(info.path) for info in registry.strategies(operation).values()}
+        paths = {name: "" if path in own else path for name, path in paths.items()}
     return replace(task.settings, strategy_paths=paths, shard=None, engine={}).as_json()
 
 

@@ -15,6 +15,9 @@ record      record: the line of records.jsonl, after its files; free_ram_bytes a
 examined    capabilities; answers the assignment "examine"
 error       message, repair, exit_code
 ==========  ====================================================================================
+
+A command that runs here has no terminal, reads nothing, and its output is dropped: ``Parent`` has put
+standard output and standard error of this process aside.
 """
 
 import base64
@@ -139,10 +142,12 @@ def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
     """Write the assignment's plan to a folder of this process, and restore the run from it."""
     with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
-        known = registry.strategies(assignment["operation"])
-        settings["strategy_paths"] = {
-            name: path or str(known[name].path) for name, path in settings["strategy_paths"].items()
-        }
+        if settings["strategy_paths"]:  # commands have none
+            known = registry.strategies(assignment["operation"])
+            settings["strategy_paths"] = {
+                name: path or str(known[name].path)
+                for name, path in settings["strategy_paths"].items()
+            }
         plan = {"schema": SCHEMA, "cells": assignment["cells"], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = request.restore(folder, trusted=True)  # the driver has asked for the user's trust

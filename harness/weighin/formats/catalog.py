@@ -49,7 +49,8 @@ from weighin.formats import (
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
-from weighin.formats.selection import WHOLE, Selection, below, stripped
+from weighin.formats.selecting import below, stripped
+from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.formats.state_dicts import all_empty, is_beside_weights
 from weighin.formats.training_step import newest

@@ -150,7 +150,7 @@ class RunningCommand(Protocol):
         """Send a signal to the first process; do nothing if it has ended."""
         ...
 
-    def members(self) -> Sequence[int]:
+    def members(self) -> list[int]:
         """Return the processes of the command that exist now."""
         ...
 

@@ -1,8 +1,10 @@
 """Run the worker as a plain process: measured, but without a limit."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import monotonic, sleep
 
 from weighin import child_process
 from weighin.cell import Cell, Job
@@ -10,10 +12,12 @@ from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
+from weighin.parent_process import adopt_orphans
 from weighin.probes.other_processes import limit_of
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
+_PAUSE_S = 0.005  # a killed process takes a moment to end
 WORKER = child_process.module("weighin.worker")
 
 
@@ -63,6 +67,7 @@ class ProcessCommand(LocalCommand):
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()
+        adopt_orphans()  # a daemon's parent ends, and the samples follow parents
         super().__init__(
             cell.command,
             folder=folder,
@@ -72,14 +77,25 @@ class ProcessCommand(LocalCommand):
         )
 
     def members(self) -> list[int]:
-        return process_tree.members(self._mark)
+        return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]
+
+    def _reaped(self, pid: int) -> bool:
+        """Reap an orphan that has ended; return whether it had."""
+        if pid == self.pid:
+            return False
+        with contextlib.suppress(ChildProcessError):  # its own parent lives
+            return os.waitpid(pid, os.WNOHANG)[0] == pid
+        return False
 
     def kill(self) -> None:
         process_tree.kill(self._mark)
 
     def close(self) -> None:
         super().close()
-        process_tree.end(self._mark)
+        deadline_s = monotonic() + child_process.PATIENCE_S
+        while self.members() and monotonic() < deadline_s:
+            self.kill()
+            sleep(_PAUSE_S)
 
 
 class LocalRunning:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.parent_process import Parent, end_with_parent
+from weighin.parent_process import Parent, adopt_orphans, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
@@ -40,7 +40,7 @@ _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 def main() -> None:
     parent = Parent()
     settle_math()
-    no_processes.adopt_orphans()
+    adopt_orphans()
     own_bytes = _import_simulation()
     from weighin.predict.preload import PRELOADED
 

@@ -4,7 +4,6 @@ Python reports most ways to start a process as an audit event. ``multiprocessing
 processes without an event; their processes are found afterwards.
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -23,13 +22,7 @@ _STARTS: Final = (
     "os.system",
 )
 REFUSED: Final = "it starts a process, whose memory a prediction does not follow"
-_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _refused: list[str] = []
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def refuse() -> None:

@@ -306,6 +306,29 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
+def room_in(folder: Path) -> int | None:
+    """Return the most memory that a group can have under the limits around it, in bytes.
+
+    What others have in the limited groups now, and what cannot be reclaimed of it, is not left for
+    this one. The result is None without a limit.
+    """
+    own = _unreclaimable(folder)
+    return min(
+        (
+            max(limit - max(_unreclaimable(group) - own, 0), 0)
+            for limit, group in limits_around(folder)
+        ),
+        default=None,
+    )
+
+
+def _unreclaimable(folder: Path) -> int:
+    """Return the anonymous and shared memory of a group and those below it, in bytes."""
+    text = _read((group := MemoryCgroup(folder)).stat_path) or ""
+    names = ("total_rss", "total_shmem") if group.version == 1 else ("anon", "shmem")
+    return sum(parse_field(text, name) or 0 for name in names)
+
+
 class PeakMark:
     """The kernel's high-water mark of a cgroup, and whether it can be reset.
 

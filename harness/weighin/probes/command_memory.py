@@ -13,9 +13,9 @@ from typing import Final
 from weighin.probes.cgroup import (
     MemoryCgroup,
     all_pids,
-    limits_around,
     parent_of,
     parse_numbers,
+    room_in,
 )
 from weighin.probes.process import read_shares, read_status, read_text
 from weighin.probes.process_table import Pause, Shares
@@ -105,9 +105,8 @@ class GroupMemory:
         return sum(self._kills.values()) if self._kills else None
 
     def limit(self) -> int | None:
-        """Return the smallest limit of the group and those above it, in bytes."""
-        limits = limits_around(self._cgroup.path)
-        return limits[0][0] if limits else None
+        """Return the most memory that the group can have, in bytes; None without a limit."""
+        return room_in(self._cgroup.path)
 
     def close(self) -> None:
         os.close(self._usage)
@@ -131,6 +130,7 @@ class TreeMemory:
         self._search, self._sum = Pause(), Pause()
         self._shares: dict[int, Shares] = {}
         self._status: dict[int, dict[str, int]] = {}
+        self._counted_twice = 0
 
     def pids(self) -> list[int]:
         """Return the pids of the tree, as of the last search for processes."""
@@ -158,12 +158,12 @@ class TreeMemory:
         """Return the sum over the processes; None if none of them has memory."""
         status = _read_statuses(pids)
         if self._sum.begin():
-            self._shares, self._status = _read_shares(list(status)), status
+            self._add_up(status)
             self._sum.end()
         if not self._shares or not status:
             return None
-        anon, file, shmem = map(sum, zip(*self._shares.values(), strict=True))
-        anon = max(anon + self._grown(status), 0)
+        anon = max(_anon(self._status) + self._grown(status) - self._counted_twice, 0)
+        _, file, shmem = map(sum, zip(*self._shares.values(), strict=True))
         return Sample(
             t_ns=t_ns,
             rss_bytes=anon + file + shmem,
@@ -174,6 +174,17 @@ class TreeMemory:
             minor_faults=0,
             major_faults=0,
         )
+
+    def _add_up(self, status: dict[int, dict[str, int]]) -> None:
+        """Read the shares, and by how much the sum of resident memory counts shared pages twice.
+
+        The processes may grow meanwhile. The figure is then known within bounds only, and stays as
+        it was if it lies within them.
+        """
+        self._shares, self._status = _read_shares(list(status)), status
+        shared = sum(anon for anon, _, _ in self._shares.values())
+        least, most = sorted(_anon(each) - shared for each in (status, _read_statuses([*status])))
+        self._counted_twice = min(max(self._counted_twice, least), most)
 
     def _grown(self, status: dict[int, dict[str, int]]) -> int:
         """Return by how much the tree grew since the last sum, if one process alone did; else 0."""
@@ -223,6 +234,10 @@ def _read_shares(pids: list[int]) -> dict[int, Shares]:
             if shares := read_shares(pid):
                 found[pid] = shares
     return found
+
+
+def _anon(status: dict[int, dict[str, int]]) -> int:
+    return sum(one["RssAnon"] for one in status.values())
 
 
 def _read_statuses(pids: list[int]) -> dict[int, dict[str, int]]:

@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from weighin import __version__
 from weighin.probes.cgroup import memory_hierarchy
 from weighin.record import USUAL_PAGE_BYTES
@@ -33,8 +31,8 @@ def machine() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
-        "ram_bytes": psutil.virtual_memory().total,
-        "swap_bytes": psutil.swap_memory().total,
+        "ram_bytes": total_ram_bytes(),
+        "swap_bytes": _memory("SwapTotal"),
         "kernel": platform.release(),
         "cgroup_version": hierarchy[0] if hierarchy else None,
         "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
@@ -51,22 +49,35 @@ def code() -> dict[str, Any]:
     ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
     whether tracked files differ from that commit.
     """
-    commit = _git("rev-parse", "--verify", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no") if commit else None
-    return {
-        "weighin": __version__,
-        "git_commit": commit,
-        "git_dirty": None if changed is None else bool(changed),
-    }
+    commit, is_changed = _commit()
+    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the current folder, and whether tracked files differ from it."""
+    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if status is None:  # perhaps it took too long
+        return _git("rev-parse", "--verify", "HEAD"), None
+    lines = status.splitlines()
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+    if commit is None or commit == "(initial)":
+        return None, None
+    return commit, any(not line.startswith("#") for line in lines)
 
 
 def free_ram_bytes() -> int:
     """Return the kernel's estimate of the RAM that is available without swapping."""
-    return psutil.virtual_memory().available
+    return _memory("MemAvailable")
 
 
 def total_ram_bytes() -> int:
-    return psutil.virtual_memory().total
+    return _memory("MemTotal")
+
+
+def _memory(name: str) -> int:
+    """Return an amount of /proc/meminfo, in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:"))
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:

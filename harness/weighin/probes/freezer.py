@@ -13,9 +13,7 @@ from typing import Final
 
 from weighin.probes.cgroup import read_kernel
 
-_PATIENCE_S: Final = (
-    0.1  # a process that waits for a disk freezes later, and does nothing until then
-)
+_PATIENCE_S: Final = 0.01  # a process in a long system call freezes at its end
 _LOOK_S: Final = 0.0002
 
 
@@ -48,7 +46,7 @@ class Freezer:
         try:
             yield self._stop(self._control)
         finally:
-            with contextlib.suppress(FileNotFoundError):  # the group was removed
+            with contextlib.suppress(OSError):  # the group was removed
                 self._control.write_text(self._thaw)
 
     def _stop(self, control: Path) -> bool:

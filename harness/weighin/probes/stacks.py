@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from weighin import install
 from weighin.foreign import parse_json
-from weighin.probes.cgroup import limits_around, read_kernel
+from weighin.probes.cgroup import read_kernel, room_in
 from weighin.probes.command_memory import members_of
 from weighin.probes.freezer import Freezer
 from weighin.probes.process import read_status
@@ -59,8 +59,7 @@ class StackTaker:
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
         self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
-        limits = limits_around(groups[0]) if groups else []
-        limit = limits[0][0] if limits else 0
+        limit = (room_in(groups[0]) if groups else None) or 0
         self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
         self._near_bytes = limit - self._margin_bytes if limit else None
         self._share = share
@@ -69,7 +68,7 @@ class StackTaker:
         self._taken_bytes = 0
         self._was_near = False
         self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
-        self._others: set[tuple[int, str]] = set()
+        self._others: set[str] = set()
         self._program = _find_program()
         self._error = "no Python process used more memory than before"
         if not self._program:
@@ -94,8 +93,8 @@ class StackTaker:
         self._taken_bytes = usage_bytes
         start_s = time.monotonic()
         running = {pid: _running_threads(pid) for pid in pids}
-        with self._freezer.frozen() as is_frozen:
-            found = self._dump(self._program, pids, is_frozen=is_frozen)
+        with self._freezer.frozen():
+            found = self._dump(self._program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
@@ -129,39 +128,37 @@ class StackTaker:
         sizes = {}
         for pid in self._pids():
             with contextlib.suppress(OSError):  # ended, or another user's
-                if (pid, _program_of(pid)) not in self._others:
+                if _program_of(pid) not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
 
-    def _dump(self, program: str, pids: list[int], *, is_frozen: bool) -> dict[int, list[Any]]:
+    def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
         """Return the threads of each process, as py-spy prints them."""
-        options = ["--nonblocking"] if is_frozen else []
-        dumps = {
-            pid: subprocess.Popen(
-                [program, "dump", "--json", *options, "--pid", str(pid)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the command's
-            )
-            for pid in pids
-        }
+        # A process that does not freeze in time is in a long system call, at whose end it freezes:
+        # its stack does not change meanwhile, and py-spy would wait for it until a time-out.
+        options = ["--nonblocking"] if self._freezer.works else []
+        dumps: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for pid in pids:
+                dumps[pid] = _start([program, "dump", "--json", *options, "--pid", str(pid)])
+        except OSError as error:  # such as too many processes
+            self._error = f"py-spy does not start: {error.strerror}"
         found: dict[int, list[Any]] = {}
         for pid, dump in dumps.items():
             with dump:
                 try:
-                    printed, error = dump.communicate(timeout=_PATIENCE_S)
+                    printed, complaint = dump.communicate(timeout=_PATIENCE_S)
                 except subprocess.TimeoutExpired:
                     dump.kill()
                     continue
             try:
                 found[pid] = parse_json(printed)
             except ValueError:
-                self._note_failure(pid, error.decode(errors="replace"))
+                self._note_failure(pid, complaint.decode(errors="replace"))
         return found
 
     def _note_failure(self, pid: int, error: str) -> None:
-        """Remember a process that is not Python, so that py-spy is not run on it again."""
+        """Remember a program that is not Python, so that py-spy is not run on it again."""
         with contextlib.suppress(OSError):
             name = _program_of(pid)
             if "ermission" in error:
@@ -172,7 +169,17 @@ class StackTaker:
             elif _is_python(pid, name):  # it may just have started, and is asked again
                 self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
             else:
-                self._others.add((pid, name))
+                self._others.add(name)
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the command's
+    )
 
 
 def _find_program() -> str | None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from statistics import median_low
 from typing import TypeVar
 
 from weighin.record import Outcome, Result
@@ -15,8 +14,8 @@ def middle(values: Iterable[_Number | None]) -> _Number | None:
 
     Of an even number of values it is the lower of the middle two: a figure that was measured.
     """
-    known = [value for value in values if value is not None]
-    return median_low(known) if known else None
+    known = sorted(value for value in values if value is not None)
+    return known[(len(known) - 1) // 2] if known else None
 
 
 def latest(results: Iterable[Result]) -> list[Result]:

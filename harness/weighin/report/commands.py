@@ -1,5 +1,6 @@
 """Tell who used the memory of a command: its processes, their files and stacks, and who was killed."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Kill, OpenFile, Process, Result, Stack
+from weighin.records.floor import searched
 from weighin.records.repeats import latest
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -20,8 +22,9 @@ from weighin.units import MIB, format_bytes, format_seconds
 
 _MOST_FILES: Final = 3  # of one process, in a table
 _MOST_PROCESSES: Final = 20
+_LEAST_SHARE: Final = 0.01  # of the memory of all processes
 _MOST_NAMES: Final = 8
-_COMMAND_LENGTH: Final = 100
+_COMMAND_LENGTH: Final = 80
 PROCESSES_NOTE: Final = (
     "Each process's share of the memory (PSS) when the command used most memory, sampled: a page that"
     " several processes share is divided among them."
@@ -71,15 +74,15 @@ def listings(results: Sequence[Result]) -> Iterator[tuple[str, Listing]]:
 
 def processes(results: Sequence[Result]) -> Listing | None:
     """Return the processes that ran when each command used most memory; None if none is known."""
-    chosen = _chosen(results)
+    chosen = _largest(results)
     rows, notes = [], [PROCESSES_NOTE]
     for title, result in chosen:
         assert result.ran
         at_peak = [each for each in result.ran.processes if each.anon_bytes is not None]
-        at_peak.sort(key=_held, reverse=True)
-        rows += [[title, *_process_row(each)] for each in at_peak[:_MOST_PROCESSES]]
-        if (left := len(at_peak) - _MOST_PROCESSES) > 0:
-            notes.append(f"{title}: {left} smaller processes are not shown.")
+        shown = _shown(at_peak)
+        rows += [[title, *_process_row(each)] for each in shown]
+        if smaller := [each for each in at_peak if each not in shown]:
+            notes.append(f"{title}: smaller processes are not shown: {_named(smaller)}.")
         if others := [each for each in result.ran.processes if each.anon_bytes is None]:
             notes.append(f"{title} also ran, at other times: {_named(others)}.")
         if result.ran.ended:
@@ -122,7 +125,7 @@ def stacks_at_peak(result: Result) -> list[Stack]:
 
 def marks(results: Sequence[Result]) -> Listing | None:
     """Return the marked lines of each command's output with their times; None if there is none."""
-    chosen = _chosen(results)
+    chosen = _largest(results)
     rows = []
     for title, result in chosen:
         if result.ran is None or not result.ran.marks:
@@ -147,6 +150,25 @@ def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
         if result.ran:
             first.setdefault(result.cell.series, result)
     return [(_title(each), each) for each in first.values()]
+
+
+def _largest(results: Sequence[Result]) -> list[tuple[str, Result]]:
+    """Return of each command the cell that used most memory, under whatever limit."""
+    by_command: dict[str, list[tuple[str, Result]]] = {}
+    for title, result in _chosen(results):
+        by_command.setdefault(searched(result.cell).series, []).append((title, result))
+    return [max(cells, key=lambda one: _need(one[1])) for cells in by_command.values()]
+
+
+def _need(result: Result) -> int:
+    return (result.ran.needed_bytes if result.ran else None) or 0
+
+
+def _shown(at_peak: Sequence[Process]) -> list[Process]:
+    """Return the processes that hold a share worth a row, the largest first."""
+    ordered = sorted(at_peak, key=_held, reverse=True)
+    least = _LEAST_SHARE * sum(map(_held, at_peak))
+    return [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
 
 
 def _title(result: Result) -> str:
@@ -192,10 +214,8 @@ def _read(file: OpenFile) -> str:
 
 
 def _named(others: Sequence[Process]) -> str:
-    """Return the command lines of processes with their numbers: "sh -c x (12 times), cat"."""
-    counts: dict[str, int] = {}
-    for process in others:
-        counts[_short(process.command)] = counts.get(_short(process.command), 0) + 1
+    """Return the programs of processes with their numbers: "sh (12 times), cat"."""
+    counts = Counter(_short(each.command).partition(" ")[0] or "unknown" for each in others)
     return _few([f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()])
 
 
@@ -205,7 +225,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _short(command: str) -> str:
-    text = plain(command)
+    """Return a command line without the folder of its program, and not too long."""
+    program, _, arguments = plain(command).partition(" ")
+    text = f"{PurePath(program).name} {arguments}".strip()
     return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"
 
 

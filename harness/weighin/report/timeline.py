@@ -18,6 +18,7 @@ from weighin.report.timeline_data import (
     Track,
     anonymous_by_rank,
     choose,
+    cut_at,
     highest,
     longest,
     marks,
@@ -178,7 +179,7 @@ def _marks(axes: "Axes", track: Track, span: float) -> None:
 
 def _cut(axes: "Axes", track: Track, span: float) -> None:
     """Mark the time at which the cell was cut off."""
-    table, outcome = track.table, track.result.outcome
+    outcome = track.result.outcome
     if track.end_s > span:
         axes.annotate(
             f"{outcome} at {track.end_s:.0f} s →",
@@ -188,13 +189,13 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
             fontsize=8,
         )
         return
-    height = float(table["rss_bytes"].iloc[-1]) / GIB if table is not None else 0.0
-    axes.plot(track.end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
+    end_s, height = cut_at(track)
+    axes.plot(end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
     place = track.result.last_phase or ("" if track.result.ran else "no phase")
-    side = "right" if track.end_s > span / 2 else "left"
+    side = "right" if end_s > span / 2 else "left"
     axes.annotate(
         look.verbatim(f"{outcome} in {place}" if place else str(outcome)),
-        (track.end_s, height), xytext=(-7 if side == "right" else 7, 4),
+        (end_s, height), xytext=(-7 if side == "right" else 7, 4),
         textcoords="offset points", ha=side, va="bottom", fontsize=8,
     )  # fmt: skip
 

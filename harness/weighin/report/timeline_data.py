@@ -74,6 +74,23 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
     return ended
 
 
+def cut_at(track: Track) -> tuple[float, float]:
+    """Return the time in seconds and the memory in GiB at which a cell was cut off.
+
+    The last samples of a killed command come after the kill: its place is the sample with the most memory.
+    """
+    table = track.table
+    if table is None:
+        return track.end_s, 0.0
+    ran, at = track.result.ran, table.index[-1]
+    if ran and ran.peak_ns is not None and track.result.outcome is Outcome.OOM_KILLED:
+        at = int((table["t_ns"] - ran.peak_ns).abs().to_numpy().argmin())
+        return (table["t_ns"].iloc[at] - track.zero_ns) / 1e9, float(
+            table["rss_bytes"].iloc[at]
+        ) / GIB
+    return track.end_s, float(table["rss_bytes"][at]) / GIB
+
+
 def marks(track: Track) -> list[tuple[float, str]]:
     """Return the marks of a command's output, in seconds from the start, with their lines."""
     marked = track.result.ran.marks if track.result.ran else ()

@@ -41,7 +41,7 @@ class CommandBench:
             raise Interrupted("stopped; nothing is left running")
         measured, self.stopped = command_runner.take(
             self.isolation,
-            self.how,
+            self.how.of(planned.cell.strategy),
             planned.cell,
             self.timeout_s or self._patience_s(planned.cell),
             self.environment,

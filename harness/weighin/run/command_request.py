@@ -8,23 +8,26 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from shlex import join, quote
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
-from weighin.run import readiness, trust
+from weighin.run import readiness
 from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.run.task import PlannedCommand, Run, check_folder
-from weighin.units import MIB, format_exact
+from weighin.units import complaint_of_limit, format_exact
 
-LEAST_RAM: Final = MIB
+if TYPE_CHECKING:
+    from weighin.suite.commands import CommandSuite
+
+_LABEL_LENGTH: Final = 60  # of all labels together, in the name of a run's folder
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
 
 
@@ -56,18 +59,26 @@ def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]
     Raises:
         ConfigError, IsolationUnavailable, RecordError: the run cannot start.
     """
-    _check_program(request)
-    files_in(request.how.cold)
+    return start_all([request], site)
+
+
+def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> tuple[Run, str]:
+    """Plan one run of several commands, as ``start`` does for one.
+
+    The requests differ only in the command, its label, its environment, and in the ``cold`` and
+    ``marks`` of ``how``.
+    """
+    request = requests[0]
+    for each in requests:
+        _check_program(each, site)
+        if site is THIS_MACHINE:
+            files_in(each.how.cold)
+        for pattern in each.how.marks:
+            Pattern("--mark", pattern)
     readiness.check(request.how)
-    for option, patterns in (("--mark", request.how.marks), ("--ready", (request.how.ready,))):
-        for pattern in patterns:
-            Pattern(option, pattern)
-    for limit in request.limits:
-        if limit is not None and limit < LEAST_RAM:
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is less than any program needs",
-                f"did you mean {limit}g?" if limit < 1024 else "give at least 1MiB",
-            )
+    if request.how.ready:
+        Pattern("--ready", request.how.ready)
+    _check_limits(request.limits)
     if request.how.image and request.isolation not in ("auto", "docker"):
         raise ConfigError(
             f"--image {request.how.image} needs a container, not --isolation {request.isolation}",
@@ -76,28 +87,72 @@ def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]
     site.check_ram(request.limits)
     limited = any(limit is not None for limit in request.limits)
     isolation, note = _choose(request, site, limited=limited or request.settings.within is not None)
-    label = request.label or label_of(request.command)
     cells = [
         Cell.of_command(
-            label,
-            request.command,
+            each.label or label_of(each.command),
+            each.command,
             isolation.name,
             ram_limit_bytes=limit,
             repeat=repeat,
-            environment=dict(request.environment),
-            cache="cold" if request.how.cold else "as found",
+            environment=dict(each.environment),
+            cache="cold" if each.how.cold else "as found",
         )
         for repeat in range(request.repeats)
         for limit in dict.fromkeys(request.limits)
+        for each in requests
     ]
-    settings = replace(request.settings, command=request.how)
+    settings = replace(request.settings, command=_shared(requests))
+    label = "-".join(dict.fromkeys(cell.strategy for cell in cells))[:_LABEL_LENGTH]
     folder = request.folder or Path("results") / _name(label, request)
     check_folder(folder, settings.verb)
-    run_folder.write_plan(folder, cells, settings.as_json())
     planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
-    if settings.shard:
-        planned = settings.shard.of(planned)
+    if settings.shard and not (planned := settings.shard.of(planned)):
+        raise ConfigError(
+            f"--shard {settings.shard}: the plan has only {len(cells)} cells",
+            f"divide it into {len(cells)} shards at most",
+        )
+    run_folder.write_plan(folder, cells, settings.as_json())
     return Run(folder, planned, isolation, settings, is_new=True), note
+
+
+def _check_limits(limits: Sequence[int | None]) -> None:
+    for limit in limits:
+        if complaint := complaint_of_limit(limit):
+            raise ConfigError(f"--ram {complaint[0]}", complaint[1])
+
+
+def _shared(requests: Sequence[CommandRequest]) -> CommandSettings:
+    """Return the settings of all commands, with those that differ by label."""
+    first = requests[0].how
+    if len(requests) == 1:
+        return first
+    own = {each.label: {"cold": each.how.cold, "marks": each.how.marks} for each in requests}
+    return replace(first, cold=(), marks=(), own=own)
+
+
+def of_suite(suite: "CommandSuite", request: CommandRequest) -> list[CommandRequest]:
+    """Return a request for each command of a suite, with the folder and the settings of ``request``."""
+    settings = replace(request.settings, timeout_s=suite.timeout_s)
+    return [
+        replace(
+            request,
+            command=tuple(each.command),
+            label=each.name,
+            how=replace(
+                request.how,
+                cold=tuple(str(Path(path).absolute()) for path in each.cold),
+                marks=tuple(each.marks),
+                stacks=suite.stacks,
+                image=suite.image,
+            ),
+            settings=settings,
+            limits=tuple(suite.ram),
+            repeats=suite.repeats,
+            isolation=suite.isolation,
+            environment=each.environment,
+        )
+        for each in suite.commands
+    ]
 
 
 def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trusted: bool) -> Run:
@@ -108,6 +163,8 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
     """
     assert settings.command
     if not trusted:
+        from weighin.run import trust  # imports the suites, and pydantic
+
         trust.check(
             foreign(cells, settings.command),
             place=folder / run_folder.PLAN,
@@ -140,14 +197,14 @@ def label_of(command: Sequence[str]) -> str:
     return name
 
 
-def _check_program(request: CommandRequest) -> None:
+def _check_program(request: CommandRequest, site: Site) -> None:
     if not request.command:
         raise ConfigError(
             "there is no command to run", "write it after --: weighin run --ram 4g -- python x.py"
         )
     program = request.command[0]
-    if request.isolation == "docker" or request.how.image:
-        return  # it is looked for in the image
+    if request.isolation == "docker" or request.how.image or site is not THIS_MACHINE:
+        return  # it is looked for in the image, or on the node
     path = request.environment.get("PATH", os.environ.get("PATH"))
     if shutil.which(program, path=path) is None:
         raise ConfigError(

@@ -9,34 +9,18 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation, RunningCommand
-from weighin.probes import kernel_log, page_cache
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    PeakMark,
-    limits_around,
-    pressure_file_of,
-    read_machine_oom_kills,
-)
-from weighin.probes.command_sampler import CommandSampler
-from weighin.record import SCHEMA, Cost, Faults, Peaks, Pressure, Ran, Result
+from weighin.probes import page_cache
 from weighin.records import run_folder
-from weighin.run import command_outcome, command_output, readiness
+from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
+from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement
-from weighin.run.program_phases import PhaseListener
-from weighin.run.stack_code import with_code
 from weighin.units import format_bytes
-
-if TYPE_CHECKING:
-    from weighin.probes.stacks import StackTaker
-
-_SETTLE_S: Final = 0.3  # in which helpers of the command end by themselves
-_PATIENCE_S: Final = 10.0
 
 
 def take(
@@ -59,7 +43,7 @@ def take(
         _passing_signals_on() as signals,
         ExitStack() as opened,
     ):
-        watch = _Watch(cell, how, Path(folder))
+        watch = CommandWatch(cell, how, Path(folder))
         output = opened.enter_context(command_output.relaying(how, cell, watch.readiness.now))
         start_ns = time.monotonic_ns()
         try:
@@ -146,171 +130,6 @@ def _passing_signals_on() -> Iterator[_Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _Watch:
-    """Watches one command from outside, from its start until its last counters are read."""
-
-    def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
-        self.samples: list[Any] = []
-        self.readiness = readiness.Readiness(how, self._read_figures)
-        self._listener = PhaseListener(folder)
-        self._cell, self._how = cell, how
-        self._log = kernel_log.position()
-        self._started_s = time.time()
-        self._machine_oom_kills = read_machine_oom_kills()
-        self._in_time = True
-        self._ended: tuple[str, ...] = ()
-
-    def cell_with_phases(self) -> Cell:
-        """Return the cell with the variable by which its processes report their phases."""
-        environment = self._cell.environment | self._listener.environment
-        return replace(self._cell, environment=environment)
-
-    def abandon(self) -> None:
-        """Release everything for a command that could not be started."""
-        self._listener.close()
-
-    def begin(self, running: RunningCommand) -> None:
-        self._running = running
-        self._cgroup = (
-            MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
-        )
-        self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
-        self._mark = PeakMark(self._cgroup) if self._cgroup else None
-        self._stacks = _stack_taker(running) if self._how.stacks else None
-        self._sampler = CommandSampler(
-            running.pid,
-            self._cgroup,
-            at_maximum=self._stacks.look if self._stacks else None,
-            helpers=running.helpers,
-        )
-        self._sampler.start()
-        self._listener.watch(self._cgroup)
-        self.readiness.begin()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the command ended, or was ready, within ``timeout_s``."""
-        return self.readiness.wait(self._running, timeout_s, lambda: self._sampler.oom_kills)
-
-    def _read_figures(self) -> None:
-        """Read the kernel's figures of the cell, at its end."""
-        peak_bytes = self._mark.read() if self._mark else None
-        self._peak_bytes = command_outcome.largest(peak_bytes, self._listener.peak_bytes)
-        self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
-        self._refaults = self._cgroup.read_refaults() if self._cgroup else None
-        self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
-        self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
-
-    def end(self, *, in_time: bool) -> None:
-        """Read the last figures, end what is left of the command, and reap its first process."""
-        running = self._running
-        self._in_time = in_time
-        if self.readiness.ready_ns is not None:
-            self.samples = self._sampler.stop()
-            readiness.stop(running, self._how.grace_s)
-        elif not in_time:
-            running.kill()
-            running.wait(_PATIENCE_S)
-        self.readiness.end()
-        is_ready = self.readiness.ready_ns is not None
-        if not is_ready:
-            self._read_figures()
-        if in_time:
-            self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
-        if not is_ready and self._cgroup:
-            self._oom_kills = self._cgroup.read_oom_kills()
-        self._exit = running.reap()
-        # Its last sample sees all page cache, which stays in the group after the process.
-        self.samples = self.samples or self._sampler.stop()
-        self._phases, self._tracks = self._listener.close()
-        if not is_ready:
-            self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
-        if self._mark:
-            self._mark.close()
-
-    def result(self, elapsed_ns: int, timeout_s: float) -> Result:
-        sampler, running = self._sampler, self._running
-        kills = kernel_log.kills_since(self._log, running.cgroup, running.pid)
-        facts = command_outcome.Facts(
-            cell=self._cell,
-            ended=self._exit,
-            in_time=self._in_time,
-            timeout_s=timeout_s,
-            oom_kills=self._oom_kills if self._oom_kills is not None else sampler.oom_kills,
-            machine_oom_kills=command_outcome.grown(
-                self._machine_oom_kills, read_machine_oom_kills()
-            ),
-            kills=kills,
-            peak_bytes=self._peak_bytes,
-            limits=self._limits,
-            ready=self.readiness.ready_ns is not None if self.readiness.is_expected else None,
-        )
-        outcome, message = command_outcome.judge(facts)
-        largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
-        by_peak = (
-            None
-            if self._peak_bytes is None
-            else max(
-                0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0)
-            )
-        )
-        needed = command_outcome.largest(sampled, by_peak)
-        some_ns, full_ns = self._pressure
-        why = self._stacks.why if self._stacks else ""
-        return Result(
-            schema=SCHEMA,
-            cell=self._cell,
-            outcome=outcome,
-            message=message,
-            peaks=Peaks(
-                cgroup_bytes=self._peak_bytes,
-                anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
-                file_sampled_bytes=largest_file,
-                unreclaimable_sampled_bytes=sampled,
-                shmem_sampled_bytes=max((one.shmem_bytes for one in self.samples), default=None),
-            ),
-            last_phase=self._listener.last_phase,
-            phases=self._phases,
-            load_ns=elapsed_ns,
-            ready_ns=elapsed_ns,
-            faults=self._faults(),
-            pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
-            oom_kills=facts.oom_kills,
-            limit_events=self._limit_events,
-            exit_code=command_outcome.code_of(self._exit),
-            cost=Cost(wall_ns=0, load_ns=elapsed_ns),
-            warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
-            ran=Ran(
-                pid=running.pid,
-                peak_ns=sampler.peak_ns,
-                needed_bytes=needed,
-                needed_is_sampled=needed == sampled,
-                signal=self._exit.signal,
-                survived=self._exit.signal != signal.SIGKILL,
-                processes=sampler.processes(),
-                kills=tuple(kills or ()),
-                stacks=with_code(
-                    self._stacks.stacks if self._stacks else (), self._how.folder, self._started_s
-                ),
-                ended=self._ended,
-                tracks=self._tracks,
-                cold=self._how.cold,
-                frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
-            ),
-        )
-
-    def _faults(self) -> Faults | None:
-        if not self._cgroup or not self.samples:
-            return None
-        last = self.samples[-1]
-        return Faults(last.minor_faults, last.major_faults, self._refaults)
-
-
-def _stack_taker(running: RunningCommand) -> "StackTaker":
-    from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
-
-    return StackTaker(list(running.groups))
 
 
 def _close(running: RunningCommand) -> HarnessError | None:

@@ -1,7 +1,7 @@
 """How the commands of a run are started and watched."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 GRACE_S: Final = 10.0
@@ -24,6 +24,7 @@ class CommandSettings:
             standard input, and only the output of the one without a limit is shown.
         image: the image of a container; empty for weighin's own.
         mounts: the paths that a container sees read-only, beside the working folder.
+        own: the ``cold`` and ``marks`` of single commands, by their labels, in place of the shared ones.
     """
 
     folder: str
@@ -36,6 +37,17 @@ class CommandSettings:
     in_search: bool = False
     image: str = ""
     mounts: tuple[str, ...] = ()
+    own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def of(self, label: str) -> Self:
+        """Return the settings of one command."""
+        own = self.own.get(label, {})
+        return replace(
+            self,
+            own={},
+            cold=own.get("cold", self.cold),
+            marks=own.get("marks", self.marks),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,4 +56,8 @@ class CommandSettings:
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         names = ("cold", "marks", "mounts")
         lists = {name: tuple(found[name]) for name in names if name in found}
-        return cls(**{**found, **lists})
+        own = {
+            label: {name: tuple(texts) for name, texts in lists_of_one.items()}
+            for label, lists_of_one in found.get("own", {}).items()
+        }
+        return cls(**{**found, **lists, "own": own})

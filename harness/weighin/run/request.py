@@ -1,8 +1,7 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore a ``Run`` from its folder."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +12,7 @@ from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import (
     ConfigError,
-    Interrupted,
-    IsolationUnavailable,
-    NoNodeLeft,
     RecordError,
-    StillRunning,
 )
 from weighin.formats import quantised
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
@@ -194,27 +189,6 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         _installed(infos.values(), [each.cell.model for each in cells]),
     )
     return Run(folder, cells, isolation, settings)
-
-
-@contextmanager
-def resumable(verb: str, task: Run) -> Iterator[None]:
-    """Add the command that resumes ``task`` to each error in this block that stops the run."""
-    again = f"weighin {verb} --resume {quote(str(task.folder))}"
-    cells = [each.cell for each in task.planned]
-    settings = task.settings
-    if settings.command or trust.foreign(cells, settings.strategy_paths, mounts=settings.mounts):
-        again += " --trust"
-    try:
-        yield
-    except Interrupted as stopped:
-        if not (task.folder / run_folder.PLAN).exists():  # without a record, nothing is kept
-            raise
-        message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
-        raise Interrupted(message, f"resume it: {again}") from None
-    except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
-        if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
-            error.repair += f"; then resume: {again}"
-        raise
 
 
 def _installed(

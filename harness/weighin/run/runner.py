@@ -33,7 +33,9 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
             instead, and the run continues.
     """
     with discarding(task):
-        _run(task, progress, following)
+        results = _run(task, progress, following)
+    if task.settings.command:
+        return results
     return list(run_folder.read(task.folder).results)
 
 
@@ -94,11 +96,15 @@ def _remove_leftovers(task: Run, progress: Progress) -> None:
         progress.preparing(f"removed a leftover of a dead run: {line}", None)
 
 
-def _run(task: Run, progress: Progress, following: Following | None) -> None:
+def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
     task.isolation.check()
     with interrupts.stoppable(), _alone(task, progress):  # a run that waits can be stopped
         _remove_leftovers(task, progress)
-        results = list(run_folder.read(task.folder).results)
+        results = (
+            []
+            if task.is_new and task.settings.command
+            else list(run_folder.read(task.folder).results)
+        )
         if following is None:
             todo = {cell.id for cell in coverage.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
@@ -123,6 +129,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
                     results.append(result)
                     progress.finished(result)
                     replace(measured, result=result).finish(task.folder)
+        return results
 
 
 def _chosen(following: Following, results: Sequence[Result]) -> Iterator[AnyPlanned]:

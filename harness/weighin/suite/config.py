@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -53,7 +54,8 @@ def _as_dtype(value: object) -> object:
     return DTYPES.get(value, value) if isinstance(value, str) else value
 
 
-def _as_list(value: object) -> list[object]:
+def as_list(value: object) -> list[object]:
+    """Return a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
@@ -105,8 +107,8 @@ LEAST_RAM = 64 * MIB
 """Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
-_Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
-_Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
+Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
+Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 
 
 def _check_ram(value: int | None) -> int | None:
@@ -122,7 +124,7 @@ def _check_ram(value: int | None) -> int | None:
     raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
-_Ram = Annotated[_Limit, AfterValidator(_check_ram)]
+_Ram = Annotated[Limit, AfterValidator(_check_ram)]
 
 
 class Strict(BaseModel):
@@ -180,7 +182,7 @@ class SuiteModel(Strict):
 
 def _as_models(value: object) -> object:
     return [
-        item if isinstance(item, dict | SuiteModel) else {"name": item} for item in _as_list(value)
+        item if isinstance(item, dict | SuiteModel) else {"name": item} for item in as_list(value)
     ]
 
 
@@ -211,7 +213,7 @@ def _check_models(models: list[SuiteModel]) -> list[SuiteModel]:
 
 
 def _as_strategies(value: object) -> object:
-    items = _as_list(value)
+    items = as_list(value)
     return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
@@ -259,9 +261,9 @@ class Suite(Strict):
         min_length=1,
     )
     """The strategies: names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
-    ram: Annotated[list[_Ram], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    ram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
     """RAM limits, such as `[8g, 6500m, none]`: each limit in cells of its own."""
-    vram: Annotated[list[_Ram], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    vram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
     """Limits of GPU memory, each in cells of its own."""
     ram_high: _Ram = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
@@ -275,22 +277,20 @@ class Suite(Strict):
     """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
-    format: Annotated[list[str], BeforeValidator(_as_list)] = []
+    format: Annotated[list[str], BeforeValidator(as_list)] = []
     """The formats of the checkpoint, each in cells of its own. Without it, each strategy reads its own format."""
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
     """The number of forward passes after a load."""
     ranks: Annotated[
         list[Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=MOST_RANKS)]],
-        BeforeValidator(_as_list),
+        BeforeValidator(as_list),
         AfterValidator(_check_ranks),
         Field(min_length=1),
     ] = [1]
     """The numbers of processes that load the model at once, each number in cells of its own."""
     repeats: int = Field(1, ge=1, le=10_000)
     """How many times each cell is measured."""
-    environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
-        {}
-    ]
+    environment: Annotated[list[Environment], BeforeValidator(as_list), Field(min_length=1)] = [{}]
     """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`; several mappings are compared."""
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Seconds after which a cell is stopped."""
@@ -318,8 +318,20 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def read_suite(path: Path) -> Suite:
-    """Read a suite's YAML file; raise ConfigError as ``read_model`` does."""
-    return validate(Suite, read_mapping(path), str(path))
+    """Read a suite's YAML file; raise ConfigError as ``read_model`` does, or if it has commands."""
+    content = read_mapping(path)
+    refuse_both(path, content)
+    if "commands" in content:
+        raise ConfigError(
+            f"{path} is a suite of commands", f"measure it: weighin run --suite {quote(str(path))}"
+        )
+    return validate(Suite, content, str(path))
+
+
+def refuse_both(path: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigError if a suite has models and commands."""
+    if {"models", "commands"} <= content.keys():
+        raise ConfigError(f"{path}: a suite has models or commands, not both", "write two suites")
 
 
 def check_suite(options: dict[str, Any]) -> Suite:

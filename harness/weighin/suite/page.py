@@ -17,14 +17,17 @@ from typing import Final, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from weighin.suite.commands import CommandSuite, SuiteCommand
 from weighin.suite.config import Suite, SuiteModel, SuiteStrategy
 
 _KINDS: Final[dict[str, type[BaseModel]]] = {
     "suite": Suite,
     "model": SuiteModel,
     "strategy": SuiteStrategy,
+    "suite of commands": CommandSuite,
+    "command": SuiteCommand,
 }
-_BLOCK: Final = re.compile(r"(<!-- keys of a (\w+) -->\n).*?<!-- end -->", re.DOTALL)
+_BLOCK: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.DOTALL)
 _DEFAULT_OF_A_FACTORY: Final = "six strategies"
 
 

@@ -42,12 +42,20 @@ class Fleet:
                 )
 
     def choose(
-        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+        self,
+        name: str,
+        *,
+        limited: bool,
+        base_image: str | None,
+        packages: tuple[str, ...],
+        containers: bool = True,
+        image: str = "",
     ) -> tuple[Isolation, str]:
         """Return the named isolation, or for ``auto`` the first one that works on every node."""
         refused = []
-        for candidate in select.NAMES if name == "auto" else (name,):
-            isolation = select.named(candidate, base_image, packages)
+        tried = [one for one in select.NAMES if containers or one != "docker"]
+        for candidate in tried if name == "auto" else [name]:
+            isolation = select.named(candidate, base_image, packages, image)
             if limited and not isolation.limits:
                 refused.append(f"{candidate} cannot enforce a RAM limit")
                 continue

@@ -21,6 +21,7 @@ from weighin.records.explanation.facts import (
     is_import,
     is_waiting,
     names,
+    place_at,
     program,
     size,
 )
@@ -47,6 +48,7 @@ _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
+_MOST_STACKS: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +118,31 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
 
 
 def _whole_file(facts: Facts) -> Evidence | None:
-    place = facts.place
-    process = facts.process(place.stack.pid) if place else None
-    if place is None or process is None or not _WHOLE.search(place.stack.code):
+    found = _whole_read(facts)
+    return _about([found[1]]) if found else None
+
+
+def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
+    """Return the line that reads a whole file, and the file.
+
+    A file that is not at its end is still being read, so that a stack far below the peak counts too.
+    """
+    last = facts.place or next(iter(facts.places[-1:]), None)
+    process = facts.process(last.stack.pid) if last else None
+    if last is None or process is None or not _WHOLE.search(last.stack.code):
         return None
     for file in process.files:
-        grown = facts.grown_since(file)
-        if file.is_open and not file.mapped_bytes and LEAST_BYTES < grown < 1.1 * file.size_bytes:
-            return _about([file])
+        if not file.is_open or file.mapped_bytes or file.position_bytes is None:
+            continue
+        is_reading = facts.place is not None or file.position_bytes < file.size_bytes
+        if is_reading and LEAST_BYTES < facts.grown_since(file) < 1.1 * file.size_bytes:
+            return last, file
     return None
+
+
+def _place_of_read(facts: Facts) -> Place | None:
+    found = _whole_read(facts)
+    return found[0] if found else None
 
 
 def _import(facts: Facts) -> Evidence | None:
@@ -203,17 +221,29 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the line of most of the stacks that share a line with the last one: it runs in a loop."""
+    """Return the innermost line that most of the stacks of a process have: it runs all the time."""
     last = facts.place
     if last is None:
         return None
     places = [
-        one
-        for one in facts.places
-        if one.stack.pid == last.stack.pid and _shares_line(one, last) and not is_waiting(one)
+        one for one in facts.places if one.stack.pid == last.stack.pid and not is_waiting(one)
     ]
-    lines = Counter((one.frame.path, one.frame.line) for one in places)
-    return max(places, key=lambda one: (lines[one.frame.path, one.frame.line], one.stack.t_ns))
+    counts = Counter(line for one in places for line in set(_lines(one)))
+    common = {
+        line for line, count in counts.items() if line and count >= _MOST_STACKS * len(places)
+    }
+    found = [
+        (len(one.frames) - at, place_at(one.stack, one.frames, at))
+        for one in places
+        for at, line in enumerate(_lines(one))
+        if line in common
+    ]
+    return max(found, key=lambda each: each[0], default=(0, last))[1]
+
+
+def _lines(place: Place) -> list[tuple[str, int] | None]:
+    """Return the lines of a stack, the innermost first; None for those of libraries."""
+    return [None if frame.is_library else (frame.path, frame.line) for frame in place.frames]
 
 
 def _page_cache(facts: Facts) -> Evidence | None:
@@ -257,8 +287,7 @@ def _imports(place: Place) -> bool:
 
 def _shares_line(one: Place, other: Place) -> bool:
     """Tell whether two stacks have a line of the program in common."""
-    lines = {(frame.path, frame.line) for frame in other.frames if not frame.is_library}
-    return any((frame.path, frame.line) in lines for frame in one.frames)
+    return bool({*_lines(one)} & {*_lines(other)} - {None})
 
 
 def _about(files: Sequence[OpenFile]) -> dict[str, str]:
@@ -292,6 +321,7 @@ RULES: Final = (
         _whole_file,
         "It read a whole file into memory: {files} has {read}.",
         "Read it in parts, or map it (mmap).",
+        _place_of_read,
     ),
     Rule("import", _import, "Most of it came while {module} was imported{by}."),
     Rule(

@@ -30,8 +30,8 @@ _CHECKPOINT: Final = re.compile(
 class Place:
     """A line of the program that ran when its command used most memory.
 
-    ``function`` is the function of a library that the line called, or else the line's own; it is
-    empty in the body of a module.
+    ``function`` is the function that the line called, or else the line's own; it is empty in the
+    body of a module.
     """
 
     stack: Stack
@@ -42,7 +42,8 @@ class Place:
     @property
     def title(self) -> str:
         """The line in words: "`load_state_dict` (script.py:14)"."""
-        code = self.stack.code if len(self.stack.code) <= _SHORT_CODE else ""
+        is_innermost = self.frame == (own(self.frames) or self.frames[0])
+        code = self.stack.code if is_innermost and len(self.stack.code) <= _SHORT_CODE else ""
         name = self.function or code
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
 
@@ -168,12 +169,15 @@ class Facts:
 def place_of(stack: Stack) -> Place | None:
     """Return the program's own innermost line of a stack, or else that of a library."""
     frames = read_all(stack.frames)
-    frame = own(frames)
-    if frame is None:
-        return Place(stack, frames, frames[0], _function(frames)) if frames else None
-    at = frames.index(frame)
-    called = ("import" if is_import(frames[at - 1]) else frames[at - 1].short_name) if at else ""
-    return Place(stack, frames, frame, called or _function(frames[at:]))
+    frame = own(frames) or next(iter(frames), None)
+    return place_at(stack, frames, frames.index(frame)) if frame else None
+
+
+def place_at(stack: Stack, frames: tuple[Frame, ...], at: int) -> Place:
+    """Return the line of the frame with the number ``at``."""
+    called = frames[at - 1] if at else None
+    name = "" if called is None else "import" if is_import(called) else called.short_name
+    return Place(stack, frames, frames[at], name or _function(frames[at:]))
 
 
 def _function(frames: Sequence[Frame]) -> str:

@@ -209,5 +209,5 @@ def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
     is_off = track.end_s > axes.time.top
     if track.table is None or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
-    last = float(track.table["rss_bytes"].iloc[-1]) / GIB
-    return axes.time.at(track.end_s), axes.memory.at(last)
+    end_s, height = timeline_data.cut_at(track)
+    return axes.time.at(end_s), axes.memory.at(height)

@@ -1,0 +1,68 @@
+"""Read a record or a plan from JSON, and say what is wrong with it.
+
+This module is apart from ``run_folder``, because pydantic takes 0.07 s to import, and a run of one
+command need not read.
+"""
+
+from reprlib import repr as short_repr
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from weighin import install
+from weighin.errors import DamagedRecord, SchemaTooNew
+from weighin.foreign import parse_json
+from weighin.record import SCHEMA
+from weighin.records.validate import clean, impossible
+from weighin.text import one_line
+
+_T = TypeVar("_T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}  # made when they are needed: each takes time
+
+
+def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
+    """Return the dataclass ``kind`` that a text of JSON holds; ``place`` names the text in errors.
+
+    Raises:
+        SchemaTooNew: a newer version wrote the text.
+        DamagedRecord: the text does not hold such a value, or its figures are impossible.
+    """
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise SchemaTooNew(
+            f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
+            install.upgrade(),
+        )
+    try:
+        parsed: _T = _adapter(kind).validate_json(
+            text if _is_clean(text) else to_json(clean(value)), strict=True
+        )
+    except ValidationError as error:
+        raise DamagedRecord(f"{place}: {_first_complaint(error)}", repair) from None
+    if complaint := impossible(value):
+        raise DamagedRecord(f"{place}: {complaint}", repair)
+    return parsed
+
+
+def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def _is_clean(text: bytes) -> bool:
+    """Tell whether a text of one line certainly has no control character, written or escaped."""
+    return b"\\" not in text and text.decode().strip().isprintable()
+
+
+def _first_complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the record"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    return f"{where}: {first['msg'].lower()}, got {one_line(short_repr(first['input']), 60)}"

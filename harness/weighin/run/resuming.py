@@ -1,0 +1,44 @@
+"""Say how a run that was stopped is resumed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from shlex import quote
+
+from weighin.errors import (
+    Interrupted,
+    IsolationUnavailable,
+    NoNodeLeft,
+    RecordError,
+    StillRunning,
+)
+from weighin.records import run_folder
+from weighin.run.task import Run
+
+
+@contextmanager
+def resumable(verb: str, task: Run) -> Iterator[None]:
+    """Add the command that resumes ``task`` to each error in this block that stops the run."""
+    again = f"weighin {verb} --resume {quote(str(task.folder))}"
+    if _needs_trust(task):
+        again += " --trust"
+    try:
+        yield
+    except Interrupted as stopped:
+        if not (task.folder / run_folder.PLAN).exists():  # without a record, nothing is kept
+            raise
+        message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
+        raise Interrupted(message, f"resume it: {again}") from None
+    except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
+        if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
+            error.repair += f"; then resume: {again}"
+        raise
+
+
+def _needs_trust(task: Run) -> bool:
+    if task.settings.command:
+        return True
+    from weighin.run import trust  # imports the suites, and pydantic
+
+    settings = task.settings
+    cells = [each.cell for each in task.planned]
+    return bool(trust.foreign(cells, settings.strategy_paths, mounts=settings.mounts))

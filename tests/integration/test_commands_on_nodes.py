@@ -1,0 +1,47 @@
+"""Commands on nodes: the process of a node measures a command, as the driver of a fleet asks it to."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weighin.cell import Cell
+from weighin.engines.driver import Driver
+from weighin.engines.jobs import LocalJobs
+from weighin.record import Outcome, Result
+from weighin.records import run_folder
+from weighin.run.command_request import CommandRequest, start
+from weighin.run.command_settings import CommandSettings
+from weighin.run.settings import RunSettings
+from weighin.run.task import Progress
+
+LINE = "sleep 0.3; read line || echo nothing to read; echo 'second line'; exit 3"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+
+
+def request(folder: Path, **changes: Any) -> CommandRequest:
+    how = CommandSettings(str(folder), marks=("second",), stacks=False)
+    fields: dict[str, Any] = {
+        "isolation": "process",
+        "folder": folder / "run",
+        "label": "both",
+    } | changes
+    return CommandRequest(("sh", "-c", LINE), how, RunSettings(timeout_s=60), **fields)
+
+
+def test_a_driver_measures_commands_on_its_nodes(tmp_path: Path) -> None:
+    task, _ = start(request(tmp_path, repeats=2))
+    jobs = LocalJobs(1, "process")
+    Driver(jobs, jobs.nodes, task, Progress(), lambda result, _: result).run()
+    results = run_folder.read(task.folder).results
+    assert [(each.outcome, each.exit_code) for each in results] == 2 * [(Outcome.COMMAND_FAILED, 3)]
+    first: Result = results[0]
+    assert first.cell == Cell.of_command("both", ("sh", "-c", LINE), "process")
+    assert first.ran
+    assert [mark.text for mark in first.ran.marks] == ["second line"]
+    assert first.samples_path
+    assert (task.folder / first.samples_path).read_text().startswith("t_ns,")

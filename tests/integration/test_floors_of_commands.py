@@ -1,0 +1,159 @@
+"""``weighin floor -- COMMAND``: the smallest limit of a command, against known answers."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import CommandLine
+from known_commands import PROGRAMS
+
+from weighin.units import MIB
+
+pytestmark = pytest.mark.cgroup
+
+SPENT = 320 * MIB
+"""What the C program ``spend 256 MS`` takes: a base of 64 MiB, and a spike of 256 MiB on it."""
+
+
+@pytest.fixture
+def weighin(tmp_path: Path) -> CommandLine:
+    source = PROGRAMS / "spend.c"
+    subprocess.run(
+        ["cc", "-O1", "-static", "-o", tmp_path / "spend", source], check=True, cwd=PROGRAMS
+    )
+    return CommandLine(tmp_path, tmp_path / "cache")
+
+
+def floor_of(weighin: CommandLine, *arguments: str) -> dict[str, Any]:
+    ended = weighin.run("floor", "--json", "floor.json", *arguments)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    (found,) = json.loads((weighin.folder / "floor.json").read_text())["floors"]
+    return dict(found)
+
+
+def limits(weighin: CommandLine, run: str) -> list[int | None]:
+    return [one["cell"]["ram_limit_bytes"] for one in weighin.records(run)]
+
+
+def test_the_floor_of_a_command_is_what_it_needs(weighin: CommandLine) -> None:
+    found = floor_of(weighin, "--out", "r", "--", "./spend", "256", "50")
+    assert SPENT <= found["floor_bytes"] <= SPENT + 8 * MIB
+    assert found["step_bytes"] <= 4 * MIB
+    assert len(limits(weighin, "r")) <= 12
+
+
+def test_page_cache_is_no_reason_for_a_floor(weighin: CommandLine) -> None:
+    """Its peak without a limit is the whole file; it lives in a small part of that."""
+    file = weighin.folder / "file"
+    file.write_bytes(bytes(128 * MIB))
+    found = floor_of(
+        weighin, "--cold", "file", "--out", "r", "--", "dd", "if=file", "of=/dev/null", "bs=1M"
+    )
+    unlimited = weighin.records("r")[0]
+    assert unlimited["peaks"]["cgroup_bytes"] >= 128 * MIB
+    assert (found["floor_bytes"] or 0) <= 8 * MIB
+
+
+def test_a_server_has_the_floor_of_its_start(weighin: CommandLine) -> None:
+    script = (
+        f"./spend 256 50 && echo ready && exec {sys.executable} -c 'import time; time.sleep(60)'"
+    )
+    found = floor_of(weighin, "--ready", "^ready", "--out", "r", "--", "sh", "-c", script)
+    assert SPENT <= found["floor_bytes"] <= SPENT + 8 * MIB
+    assert {one["outcome"] for one in weighin.records("r")} == {"ok", "oom_killed"}
+
+
+def test_a_command_that_fails_without_a_limit_has_no_floor(weighin: CommandLine) -> None:
+    ended = weighin.run("floor", "--out", "r", "--", "sh", "-c", "echo why >&2; exit 3")
+    assert "why" in ended.err
+    assert "command_failed without a limit: exit code 3" in " ".join(ended.out.split())
+    assert limits(weighin, "r") == [None]
+
+
+def test_output_is_shown_once_and_input_is_empty(weighin: CommandLine) -> None:
+    ended = weighin.run("floor", "--out", "r", "--", "sh", "-c", "cat; echo shown; ./spend 16 1")
+    assert ended.out.count("shown\n") == 1
+    assert len(limits(weighin, "r")) > 3
+
+
+def test_a_search_that_was_stopped_goes_on_where_it_was(weighin: CommandLine) -> None:
+    started = weighin.start("floor", "--out", "r", "--", "./spend", "256", "200")
+    while len(weighin.records("r")) < 3:
+        assert started.process.poll() is None
+        time.sleep(0.01)
+    ended = started.end(signal.SIGINT)
+    assert (ended.code, ended.left) == (130, [])
+    before = weighin.records("r")
+    again = weighin.run("floor", "--resume", "r", "--trust")
+    assert again.code == 0
+    after = weighin.records("r")
+    assert after[: len(before)] == before
+    names = [json.dumps(one["cell"], sort_keys=True) for one in after]
+    assert len(set(names)) == len(names)
+
+
+def test_limits_are_tried_near_the_need(weighin: CommandLine) -> None:
+    floor_of(weighin, "--out", "r", "--", "./spend", "256", "50")
+    _, first, *others = limits(weighin, "r")
+    assert first
+    assert SPENT <= first <= SPENT + 20 * MIB
+    assert any(one != other for one, other in pairwise([first, *others]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-s", "baseline", "--", "true"], "the floor of a command is searched: --strategies"),
+        (["gpt2-tiny", "--ready", "x"], "the floor of a model is searched: --ready"),
+        (["gpt2-tiny", "true"], "Got unexpected extra arguments (true)"),
+        (["--"], "there is no command to run"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    weighin: CommandLine, arguments: list[str], message: str
+) -> None:
+    ended = weighin.run("floor", *arguments)
+    assert ended.code == 2
+    assert message in ended.err
+
+
+@pytest.mark.slow
+def test_the_floor_of_a_load_is_that_of_a_search_by_hand(weighin: CommandLine) -> None:
+    """A shell sets each limit, in steps of 4 MiB; three starts out of three must succeed."""
+    (weighin.folder / "save.py").write_text(
+        "import torch; torch.save({str(n): torch.zeros(4 << 20) for n in range(12)}, 'w.pt')"
+    )
+    (weighin.folder / "load.py").write_text("import torch; torch.load('w.pt')")
+    subprocess.run([sys.executable, "save.py"], check=True, cwd=weighin.folder)
+    command = (sys.executable, "load.py")
+    found = floor_of(weighin, "--out", "r", "--", *command)["floor_bytes"]
+    by_hand = _search_by_hand(weighin.folder, command, around=found)
+    assert abs(found - by_hand) <= 16 * MIB
+
+
+def _search_by_hand(folder: Path, command: tuple[str, ...], around: int) -> int:
+    """Return the smallest limit that works, searched downwards from 32 MiB above ``around``."""
+    works = 0
+    for limit in range(around + 32 * MIB, around - 64 * MIB, -4 * MIB):
+        codes = [_under(limit, folder, command) for _ in range(3)]
+        if any(codes):
+            return works
+        works = limit
+    return works
+
+
+def _under(limit: int, folder: Path, command: tuple[str, ...]) -> int:
+    from weighin.isolation import cgroup
+
+    with cgroup.temporary_group() as group:
+        cgroup.limit(group, limit)
+        line = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        return subprocess.run(
+            ["sh", "-c", line, "sh", *command], cwd=folder, capture_output=True, check=False
+        ).returncode

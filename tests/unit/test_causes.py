@@ -1,0 +1,347 @@
+"""Each rule of the table of causes: a record for which it holds, and one for which it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from command_records import PID, made, process, samples_of, stack
+
+from weighin.record import Kill, OpenFile, Outcome, Peaks, Result, Sample
+from weighin.records.explanation import Cause, cause_of
+from weighin.records.explanation.causes import RULES
+from weighin.units import MIB
+
+TORCH = "/v/lib/python3.11/site-packages/torch"
+LOADS = (
+    f"_load_from_state_dict ({TORCH}/nn/modules/module.py:2430)",
+    f"Module.load_state_dict ({TORCH}/nn/modules/module.py:2600)",
+    "<module> (load.py:14)",
+)
+READS = (f"load_tensor ({TORCH}/serialization.py:1200)", "<module> (load.py:13)")
+IMPORTS = (
+    "<listcomp> (parts/tables.py:3)",
+    "<module> (parts/tables.py:3)",
+    "_call_with_frames_removed (<frozen importlib._bootstrap>:241)",
+    "exec_module (<frozen importlib._bootstrap_external>:940)",
+    "<module> (load.py:3)",
+)
+WEIGHTS = OpenFile("/data/my weights.pt", 256 * MIB, 256 * MIB, is_open=False, seen_ns=100_000_000)
+TWO_COPIES = [100 * MIB, 300 * MIB, 540 * MIB]
+"""The anonymous memory of a process that reads 256 MiB and copies most of it."""
+
+
+def killed(anon: list[int], *, shmem: int = 0, **ran: Any) -> tuple[Result, list[Sample]]:
+    """A command with this anonymous memory, until its limit of 600 MiB killed it."""
+    samples = samples_of(anon, shmem=shmem)
+    ran = {"processes": (process(anon=anon[-1], shmem=shmem),)} | ran
+    result = made(
+        Outcome.OOM_KILLED,
+        limit=600 * MIB,
+        needed=anon[-1] + shmem,
+        peak_ns=samples[-1].t_ns,
+        kills=(Kill(PID, "python", is_main=True),),
+        **ran,
+    )
+    return result, samples
+
+
+def found(result: Result, samples: list[Sample], *, without: str = "") -> Cause | None:
+    cause = cause_of(result, samples)
+    assert cause is None or cause.name != without
+    return cause
+
+
+def loading(files: tuple[OpenFile, ...] = (WEIGHTS,), anon: list[int] | None = None) -> Any:
+    anon = anon or TWO_COPIES
+    return killed(
+        anon,
+        processes=(process(anon=anon[-1], files=files),),
+        stacks=(stack(120 * MIB, *READS), stack(anon[-1] - MIB, *LOADS)),
+    )
+
+
+def test_two_copies_of_the_weights() -> None:
+    cause = found(*loading())
+    assert cause
+    assert cause.name == "two copies"
+    assert cause.words == (
+        "Two copies of the weights were alive: 256 MiB read from my weights.pt, and the model's own."
+    )
+    assert cause.hint == (
+        "Try torch.load(..., mmap=True): weighin recommend '/data/my weights.pt' --ram 600MiB"
+    )
+
+
+def test_two_copies_of_a_file_that_torch_does_not_map_are_left_to_recommend() -> None:
+    shards = tuple(
+        replace(WEIGHTS, path=f"/data/{n}.safetensors", size_bytes=128 * MIB) for n in "ab"
+    )
+    cause = found(*loading(shards))
+    assert cause
+    assert cause.hint == "Try weighin recommend /data --ram 600MiB"
+
+
+def test_a_model_that_was_built_before_the_weights_were_read_is_a_copy() -> None:
+    builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
+    anon = [100 * MIB, 400 * MIB, 500 * MIB]
+    late = replace(WEIGHTS, seen_ns=200_000_000)
+    result, samples = killed(
+        anon,
+        processes=(process(anon=anon[-1], files=(late,)),),
+        stacks=(stack(300 * MIB, *builds), stack(499 * MIB, *READS)),
+    )
+    cause = found(result, samples)
+    assert cause
+    assert cause.name == "two copies"
+    assert result.ran
+    not_built = replace(result, ran=replace(result.ran, stacks=(stack(499 * MIB, *READS),)))
+    assert found(not_built, samples) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "anon"),
+    [
+        ((), TWO_COPIES),  # no checkpoint was read
+        ((replace(WEIGHTS, mapped_bytes=256 * MIB),), TWO_COPIES),  # it is page cache
+        ((replace(WEIGHTS, path="/data/log.txt"),), TWO_COPIES),  # no checkpoint
+        ((WEIGHTS,), [300 * MIB, 400 * MIB, 550 * MIB]),  # grew by less than was read
+        ((replace(WEIGHTS, seen_ns=None),), TWO_COPIES),  # unknown by how much it grew
+    ],
+)
+def test_one_copy_of_the_weights(files: tuple[OpenFile, ...], anon: list[int]) -> None:
+    assert found(*loading(files, anon)) is None
+
+
+def converting(code: str, anon: list[int]) -> tuple[Result, list[Sample]]:
+    half = replace(WEIGHTS, size_bytes=128 * MIB)
+    place = stack(anon[-1], "<module> (load.py:10)", code=code)
+    return killed(anon, processes=(process(anon=anon[-1], files=(half,)),), stacks=(place,))
+
+
+@pytest.mark.parametrize(
+    ("code", "call"),
+    [
+        ("converted[name] = tensor.float()", ".float()"),
+        ("model.half()", ".half()"),
+        ("x = x.to(torch.float32)", ".to(torch.float)"),
+        ("x = x.to(dtype=kind)", ".to(dtype)"),
+        ("a = a.astype('f4')", ".astype()"),
+    ],
+)
+def test_a_conversion_of_the_dtype(code: str, call: str) -> None:
+    cause = found(*converting(code, [100 * MIB, 300 * MIB, 420 * MIB]))
+    assert cause
+    assert cause.name == "dtype conversion"
+    assert cause.words == (
+        f"`{call}` made new tensors beside the 128 MiB read from my weights.pt:"
+        " both together grew by 320 MiB."
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "anon"),
+    [
+        ("x = x.to(device)", [100 * MIB, 300 * MIB, 420 * MIB]),
+        ("x = x.float()", [300 * MIB, 400 * MIB, 420 * MIB]),
+        ("x = model(x)", [100 * MIB, 300 * MIB, 420 * MIB]),
+    ],
+)
+def test_no_conversion_of_the_dtype(code: str, anon: list[int]) -> None:
+    assert found(*converting(code, anon)) is None
+
+
+def reading(code: str, file: OpenFile, usage: int = 300 * MIB) -> tuple[Result, list[Sample]]:
+    anon = [10 * MIB, 150 * MIB, 300 * MIB]
+    return killed(
+        anon,
+        processes=(process(anon=anon[-1], files=(file,)),),
+        stacks=(stack(usage, "<module> (load.py:7)", code=code),),
+    )
+
+
+BIG = OpenFile("/data/big.bin", 600 * MIB, 0, seen_ns=100_000_000)
+
+
+@pytest.mark.parametrize("code", ["text = file.read()", "Path(x).read_bytes()", "np.fromfile(f)"])
+def test_a_whole_file_that_is_read(code: str) -> None:
+    cause = found(*reading(code, BIG))
+    assert cause
+    assert (cause.name, cause.words) == (
+        "a whole file",
+        "It read a whole file into memory: big.bin has 600 MiB.",
+    )
+    unfinished = found(*reading(code, replace(BIG, position_bytes=290 * MIB), usage=40 * MIB))
+    assert unfinished
+    assert unfinished.place
+    assert unfinished.place.frame.line == 7
+
+
+@pytest.mark.parametrize(
+    ("code", "file", "usage"),
+    [
+        ("piece = file.read(4096)", BIG, 300 * MIB),
+        ("text = file.read()", replace(BIG, mapped_bytes=600 * MIB), 300 * MIB),
+        ("text = file.read()", replace(BIG, size_bytes=64 * MIB), 300 * MIB),
+        ("text = file.read()", replace(BIG, is_open=False), 300 * MIB),
+        ("text = file.read()", replace(BIG, position_bytes=600 * MIB), 40 * MIB),
+    ],
+)
+def test_no_whole_file(code: str, file: OpenFile, usage: int) -> None:
+    assert found(*reading(code, file, usage)) is None
+
+
+def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
+    result, samples = killed(
+        [300 * MIB], stacks=(stack(30 * MIB, *IMPORTS), stack(299 * MIB, *IMPORTS))
+    )
+    cause = found(result, samples)
+    assert cause
+    assert (cause.name, cause.words) == (
+        "import",
+        "Most of it came while tables.py was imported by load.py:3.",
+    )
+    mostly_before = (stack(30 * MIB, "<module> (load.py:2)"), stack(299 * MIB, *IMPORTS))
+    assert result.ran
+    assert found(replace(result, ran=replace(result.ran, stacks=mostly_before)), samples) is None
+
+
+def forked(hi: int, command: str = "/usr/bin/python load.py") -> tuple[Result, list[Sample]]:
+    """A first process of 140 MiB, and three children that hold 110 MiB each."""
+    children = [
+        process(n, anon=110 * MIB, parent=PID, command=command, highest_rss_bytes=hi)
+        for n in (101, 102, 103)
+    ]
+    return killed([330 * MIB], processes=(process(anon=0, highest_rss_bytes=140 * MIB), *children))
+
+
+def test_copy_on_write_after_a_fork() -> None:
+    cause = found(*forked(hi=141 * MIB))
+    assert cause
+    assert (cause.name, cause.words) == (
+        "copy-on-write",
+        "Copy-on-write: 3 forked processes wrote to pages that they shared with their parent,"
+        " so 330 MiB were held where the parent has 140 MiB.",
+    )
+
+
+def test_children_with_memory_of_their_own_copy_nothing() -> None:
+    assert found(*forked(hi=200 * MIB)) is None
+    assert found(*forked(hi=141 * MIB, command="python worker.py")) is None
+
+
+def test_shared_memory() -> None:
+    cause = found(*killed([30 * MIB], shmem=250 * MIB))
+    assert cause
+    assert cause.name == "shared memory"
+    assert cause.words.startswith("250 MiB of it is shared memory")
+    assert found(*killed([200 * MIB], shmem=100 * MIB)) is None
+
+
+def test_the_limit_of_a_group_around() -> None:
+    result, samples = killed([270 * MIB])
+    for limit_of, name in (("/user.slice", "a limit around"), ("machine", None), ("", None)):
+        kills = (Kill(PID, "python", is_main=True, limit_of=limit_of),)
+        assert result.ran
+        cause = found(replace(result, ran=replace(result.ran, kills=kills)), samples)
+        assert (cause and cause.name) == name
+
+
+def test_a_child_that_holds_the_memory() -> None:
+    for held, name in ((270 * MIB, "a child"), (160 * MIB, None)):
+        processes = (
+            process(anon=300 * MIB - held),
+            process(101, anon=held, command="/usr/bin/python /srv/worker.py"),
+        )
+        cause = found(*killed([300 * MIB], processes=processes))
+        assert (cause and cause.name) == name
+        if cause:
+            assert cause.words == (
+                "A child of the first process holds it: python worker.py (pid 101) has 270 MiB."
+            )
+
+
+STEADY = [size * MIB for size in range(10, 301, 10)]
+
+
+def growing(anon: list[int], *lines: int) -> tuple[Result, list[Sample]]:
+    """A process that grows while each of the lines calls ``Cache.add``."""
+    usages = [anon[-1] * (number + 1) // len(lines) for number in range(len(lines))]
+    stacks = tuple(
+        stack(usage, "Cache.add (load.py:5)", f"<module> (load.py:{line})")
+        for usage, line in zip(usages, lines, strict=True)
+    )
+    return killed(anon, stacks=stacks)
+
+
+def test_a_steady_growth_in_one_line() -> None:
+    cause = found(*growing(STEADY, 9, 9, 9, 9))
+    assert cause
+    assert (cause.name, cause.words) == (
+        "growth",
+        "Anonymous memory grew steadily from 60 MiB to 300 MiB in 2.4 s.",
+    )
+    assert cause.place
+    assert cause.place.title == "`Cache.add` (load.py:5)"
+
+
+def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() -> None:
+    result, samples = killed(
+        STEADY,
+        stacks=tuple(
+            stack(usage * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:20)")
+            for usage, line in ((100, 5), (150, 6), (200, 7), (299, 5))
+        ),
+    )
+    cause = found(result, samples)
+    assert cause
+    assert cause.place
+    assert cause.place.title == "`add` (load.py:20)"
+
+
+def test_a_growth_in_one_step_is_not_steady() -> None:
+    steps = [10 * MIB] * 15 + [300 * MIB] * 15
+    assert found(*growing(steps, 9, 9, 9, 9)) is None
+    assert found(*growing(STEADY, 9)) is None
+    assert found(*growing(STEADY[::3], 9, 9, 9, 9)) is None
+
+
+def cached(held: int) -> tuple[Result, list[Sample]]:
+    """A command that lived at its limit of 300 MiB."""
+    samples = [
+        replace(samples_of([held])[0], cgroup_bytes=300 * MIB, cgroup_file_bytes=300 * MIB - held)
+    ]
+    result = made(
+        limit=300 * MIB,
+        needed=held,
+        peaks=Peaks(cgroup_bytes=300 * MIB),
+        peak_ns=samples[0].t_ns,
+    )
+    return result, samples
+
+
+def test_page_cache_alone() -> None:
+    cause = found(*cached(10 * MIB))
+    assert cause
+    assert (cause.name, cause.words) == (
+        "page cache only",
+        "290 MiB of the peak of 300 MiB is page cache, which the kernel takes back under a lower limit.",
+    )
+    assert found(*cached(200 * MIB)) is None
+    result, samples = cached(10 * MIB)
+    assert found(replace(result, outcome=Outcome.OOM_KILLED), samples) is None
+
+
+def test_the_more_specific_of_two_causes_is_said() -> None:
+    result, samples = loading()
+    kills = (Kill(PID, "python", is_main=True, limit_of="/user.slice"),)
+    cause = found(replace(result, ran=replace(result.ran, kills=kills)), samples)
+    assert cause
+    assert cause.name == "two copies"
+
+
+def test_a_small_command_and_a_record_without_evidence_have_no_cause() -> None:
+    assert cause_of(made()) is None
+    assert found(*killed([20 * MIB], stacks=(stack(20 * MIB, *LOADS),))) is None
+    assert len({rule.name for rule in RULES}) == len(RULES)

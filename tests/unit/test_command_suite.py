@@ -1,0 +1,167 @@
+"""Suites of commands: how their files are read, and the plan that is made of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weighin.errors import ConfigError
+from weighin.records import run_folder
+from weighin.records.shard import parse
+from weighin.run import command_request
+from weighin.run.command_request import CommandRequest, of_suite, start_all
+from weighin.run.command_settings import CommandSettings
+from weighin.run.request import resume
+from weighin.run.settings import RunSettings
+from weighin.suite.commands import CommandSuite, read_command_suite
+from weighin.suite.config import read_suite
+
+KEYS = "known keys: commands, ram, isolation, image, repeats, timeout_s, stacks, description"
+KEYS_OF_A_COMMAND = "known keys: name, command, cold, marks, environment"
+TWO = """
+commands:
+  - {name: first, command: "sh -c 'echo a b'", cold: cold.bin, marks: [a]}
+  - {name: second, command: [true, 1], environment: {A: 1}}
+ram: [none, 100m]
+repeats: 2
+isolation: process
+"""
+
+
+def suite(folder: Path, text: str) -> CommandSuite:
+    path = folder / "suite.yaml"
+    path.write_text(text)
+    return read_command_suite(path)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cold.bin").write_bytes(b"x")
+    return tmp_path
+
+
+def planned(folder: Path, text: str, **settings: Any) -> Any:
+    request = CommandRequest(
+        (), CommandSettings(str(folder)), RunSettings(**settings), folder=folder / "run"
+    )
+    return start_all(of_suite(suite(folder, text), request))[0]
+
+
+def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: Path) -> None:
+    first, second = suite(tmp_path, TWO.replace("[true, 1]", "['true', 1]")).commands
+    assert first.command == ["sh", "-c", "echo a b"]
+    assert second.command == ["true", "1"]
+    assert (first.cold, first.marks, second.environment) == (["cold.bin"], ["a"], {"A": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ram: 8g", f"commands: missing\n{KEYS}"),
+        ("commands: []", "commands: empty\nname at least one, or leave the key out"),
+        ("commands: {name: a}", f"commands.command: missing\n{KEYS_OF_A_COMMAND}"),
+        ("commands: {command: a}", f"commands.name: missing\n{KEYS_OF_A_COMMAND}"),
+        (
+            "commands: {name: a, command: a, mark: x}",
+            f"commands.mark: unknown key\ndid you mean 'marks'? {KEYS_OF_A_COMMAND}",
+        ),
+        (
+            'commands: {name: a, command: "echo \'x"}',
+            'commands.command: "echo \'x" cannot be split into words: no closing quotation\n'
+            "write a list of words: [python, train.py]",
+        ),
+        (
+            "commands: {name: a, command: ''}",
+            "commands.command: empty\nname at least one, or leave the key out",
+        ),
+        (
+            "commands: [{name: a, command: x}, {name: a, command: y}]",
+            "commands: two commands are called 'a'\nrecords identify commands by name: rename one",
+        ),
+        (
+            "commands: {name: a, command: x}\nram: 8",
+            "ram: 8B is less than any program needs\ndid you mean 8g?",
+        ),
+        ("commands: {name: a, command: x}\ndtype: float32", f"dtype: unknown key\n{KEYS}"),
+    ],
+)
+def test_a_wrong_suite_of_commands(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        suite(tmp_path, text)
+    assert str(caught.value).replace(f"{tmp_path}/suite.yaml: ", "") == expected
+
+
+@pytest.mark.parametrize("read", [read_suite, read_command_suite])
+def test_a_suite_has_models_or_commands(tmp_path: Path, read: Any) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text("models: gpt2-tiny\ncommands: {name: a, command: x}")
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f"{path}: a suite has models or commands, not both\nwrite two suites"
+    )
+
+
+def test_each_verb_names_the_other_one(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text("commands: {name: a, command: x}")
+    with pytest.raises(ConfigError, match=f"measure it: weighin run --suite {path}"):
+        read_suite(path)
+    path.write_text("models: gpt2-tiny")
+    with pytest.raises(ConfigError, match=f"measure it: weighin bench --suite {path}"):
+        read_command_suite(path)
+
+
+def test_the_plan_has_every_command_under_every_limit(here: Path) -> None:
+    text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
+    task = planned(here, text)
+    cells = [each.cell for each in task.planned]
+    assert [(cell.strategy, cell.command[0], cell.cache, cell.repeat) for cell in cells] == [
+        ("first", "sh", "cold", 0),
+        ("second", "true", "as found", 0),
+        ("first", "sh", "cold", 1),
+        ("second", "true", "as found", 1),
+    ]
+    assert cells[1].environment == {"A": "1"}
+    how = task.settings.command
+    assert how.of("first").cold == (str(here / "cold.bin"),)
+    assert how.of("first").marks == ("a",)
+    assert (how.of("second").cold, how.of("second").marks) == ((), ())
+
+
+def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
+    text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
+    task = planned(here, text)
+    again = resume(task.folder, trusted=True)
+    assert again.settings.command == task.settings.command
+    assert [each.cell for each in again.planned] == [each.cell for each in task.planned]
+    with pytest.raises(ConfigError, match="command sh -c 'echo a b'"):
+        resume(task.folder)
+
+
+def test_a_shard_of_commands(here: Path) -> None:
+    text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
+    task = planned(here, text, shard=parse("2/2"))
+    assert [each.cell.strategy for each in task.planned] == ["second", "second"]
+    assert len(run_folder.read_plan(task.folder).cells) == 4
+    with pytest.raises(ConfigError, match="the plan has only 4 cells"):
+        planned(here / "..", text.replace("cold.bin", str(here / "cold.bin")), shard=parse("5/5"))
+
+
+def test_a_missing_program_of_a_suite_is_named(here: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no program 'nosuchprogram'"):
+        planned(here, "commands: {name: a, command: nosuchprogram}")
+
+
+def test_the_settings_of_one_command_survive_json() -> None:
+    how = CommandSettings("/x", own={"a": {"cold": ("f",), "marks": ()}})
+    assert CommandSettings.from_json(json.loads(json.dumps(how.as_json()))) == how
+
+
+def test_a_limit_without_its_unit_is_asked_about(here: Path) -> None:
+    request = CommandRequest(("true",), CommandSettings(str(here)), limits=(8,))
+    with pytest.raises(ConfigError) as caught:
+        command_request.start(request)
+    assert str(caught.value) == "--ram 8B is less than any program needs\ndid you mean 8g?"
