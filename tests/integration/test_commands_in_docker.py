@@ -382,3 +382,29 @@ def test_the_image_of_weighin_has_torch(command: CommandLine, tmp_path: Path) ->
     code = "import torch; print(torch.ones(3).sum().item())"
     ended = command.run("run", "--isolation", "docker", "--", "python", "-c", code)
     assert (ended.code, ended.out, ended.left) == (0, "3.0\n", []), ended.err
+
+
+def test_a_container_that_another_program_kills_is_told_from_a_lack_of_memory(
+    command: CommandLine,
+) -> None:
+    line = "touch ready; sleep 1000"
+    started = command.start("run", "--image", IMAGE, "--out", "out", "--", "sh", "-c", line)
+    ready = command.folder / "ready"
+    leftovers.wait_until(ready.exists, "the command did not begin", _PATIENCE_S)
+    (container,) = _running(started.process.pid)
+    connect().kill(container["Id"])
+    ended = started.end()
+    assert (ended.code, ended.left) == (137, [])
+    found = record(command)
+    assert (found["outcome"], found["ran"]["signal"]) == ("command_failed", signal.SIGKILL)
+    lost = "the container was killed with its command, so that the last counters are lost"
+    assert lost in found["warnings"]
+
+
+def test_the_floor_of_a_command_in_a_container(command: CommandLine) -> None:
+    code = f"x = bytearray({100 * MIB})"
+    words = ("floor", "--image", IMAGE, "--out", "out", "--json", "-", "--", "python3", "-c", code)
+    ended = command.run(*words)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    (floor,) = json.loads(ended.out)["floors"]
+    assert 100 * MIB < floor["floor_bytes"] < 116 * MIB
