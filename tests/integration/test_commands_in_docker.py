@@ -209,7 +209,7 @@ def test_a_run_that_is_killed_leaves_a_container_that_the_next_run_removes(
     assert leftovers.containers(started.process.pid) == []
 
 
-def _running(owner: int) -> list[str]:
+def _running(owner: int) -> list[dict[str, Any]]:
     every = connect().containers(filters={"label": "weighin.owner"})
     return [one for one in every if one["Labels"]["weighin.owner"].startswith(f"{owner}-")]
 
