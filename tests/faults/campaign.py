@@ -23,6 +23,8 @@ from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 
 ROOT: Final = Path(__file__).parents[2]
 RUN: Final = "run"
+TORCHS_OWN: Final = "torchinductor_"
+"""The beginning of the name of a temporary folder that torch makes, and keeps."""
 HANGS: Final = 124
 """Stands for the exit code of a command that does not end."""
 
@@ -109,10 +111,20 @@ class Campaign:
                     if _is_of(one, pids, fault)
                 ),
                 *(f"mount {one}" for one in _mounts() - mounts if str(folder) in one),
-                *(f"file {one.name}" for one in (folder / "tmp").glob("*")),
+                *(
+                    f"file {one.name}"
+                    for one in (folder / "tmp").glob("*")
+                    if not one.name.startswith(TORCHS_OWN)
+                ),
             ]
-            if (now := _digests(self.cache)) != cached:
-                changed = sorted(name for name in now | cached if now.get(name) != cached.get(name))
+            now = _digests(self.cache)
+            changed = [
+                name
+                for name in sorted(now | cached)
+                if now.get(name) != cached.get(name)
+                and not (name not in cached and re.fullmatch(fault.makes, name))
+            ]
+            if changed:
                 left += [f"changed in the cache: {', '.join(changed[:3])}"]
             came = f"{code}; " + "; ".join(
                 f"{one['outcome']}: {one['message']}" if one["message"] else one["outcome"]

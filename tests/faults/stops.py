@@ -57,6 +57,7 @@ FAULTS: Final = [
         stop_s=round(_moments.uniform(0.3, 6 if verb in ("bench", "floor") else 2), 2),
         then=("bench", "gpt2-tiny", "--isolation", "process", "-s", "streaming", "--out", "again"),
         needs="cgroup" if verb == "floor" else "",
+        makes="calibration.json",
     )
     for verb, (words, prepare) in _STOPPED.items()
     for number, code in _SIGNALS.items()

@@ -257,6 +257,11 @@ class MemoryCgroup:
         """Return the current charge, in bytes."""
         return _read_int(self.usage_path)
 
+    def read_in_use(self) -> int:
+        """Return the current charge without inactive file pages, which the kernel reclaims first."""
+        inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
+        return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
+
     def read_oom_kills(self) -> int | None:
         """Return the number of processes of this group that the OOM killer ended."""
         return _read_field(self.oom_path, "oom_kill")
