@@ -209,9 +209,9 @@ def _misjudged(fault: Fault, records: list[dict[str, Any]]) -> list[str]:
             continue  # counted as lost
         if not re.fullmatch(outcome, found["outcome"]):
             wrong.append(f"{name} is {found['outcome']}: {str(found['message'])[:200]}")
-        said = "\n".join([found["message"] or "", *found.get("warnings", ())])
-        if not re.search(message, said):
-            wrong.append(f"{name} does not say {message!r}: {said[:200]}")
+        said = [found["message"] or "", *found.get("warnings", ())]
+        if not any(re.search(message, text) for text in said):
+            wrong.append(f"{name} does not say {message!r}: {str(said)[:200]}")
     return wrong
 
 

@@ -144,7 +144,8 @@ FAULTS: Final = [
     *does("freezes the clock", "model = rightly(job)\ntime.monotonic_ns = lambda: 0\nreturn model", "ok|measurement_failed", line=7, code="0|4"),
     # Phases.
     *does("nests phases", "with job.phase('a'):\n    with job.phase('b'): pass", "strategy_failed", "do not nest"),
-    *does("leaves a phase open", "job.phase('open').__enter__()\nreturn rightly(job)", "strategy_failed", "phase"),
+    *does("drops a phase that it began", "job.phase('open').__enter__()\nreturn rightly(job)", "ok"),
+    *does("leaves a phase open", "open_phase = job.phase('open')\nopen_phase.__enter__()\nmodel = job.build_model()\nmodel.load_state_dict(torch.load(job.checkpoint, weights_only=True))\nmodel.open_phase = open_phase\nreturn model", "strategy_failed", "phase 'open' was begun and never ended"),
     *does("names a phase by a number", "with job.phase(7): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase", line=7),
     *does("names a phase None", "with job.phase(None): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase", line=7),
     *does("names a phase with control characters", "with job.phase('\\x1bc\\x00read'): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase", line=7),
