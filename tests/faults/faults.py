@@ -25,7 +25,6 @@ class Fault:
         says: a regular expression that standard error contains.
         outcomes: for each strategy of the run ``run``, regular expressions of the outcome and the message
             of its record. Each must have one record.
-        line: the line of the issue that the fault belongs to.
         prepare: writes into the folder before the command. The folder ``base`` is there: a run with one
             record.
         before: the beginning of the command line, such as ``unshare``; it ends with the command.
@@ -43,7 +42,6 @@ class Fault:
     code: str = "0"
     says: str = ""
     outcomes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    line: int = 0
     prepare: Callable[[Path], object] = lambda _: None
     before: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)

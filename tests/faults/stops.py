@@ -51,7 +51,6 @@ FAULTS: Final = [
         "A signal",
         words,
         f"{code}|0",
-        line=18,
         prepare=prepare,
         stop=number,
         stop_s=round(_moments.uniform(0.3, 6 if verb in ("bench", "floor") else 2), 2),
