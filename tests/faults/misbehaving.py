@@ -154,12 +154,12 @@ FAULTS: Final = [
     ),
     *does("begins 3,000 phases", "for i in range(3000):\n    with job.phase(f'p{i}'): pass\nreturn rightly(job)", "ok"),
     # Events.
-    *does("writes an event 200,000 deep", "for fd in events(): os.write(fd, b'[' * 200000 + b'\\n')\nreturn rightly(job)", "measurement_failed|strategy_failed", code="4|5"),
-    *does("writes an event without its fields", "for fd in events(): os.write(fd, b'{\"event\":\"phase\"}\\n')\nreturn rightly(job)", "measurement_failed|strategy_failed", code="4|5"),
-    *does("writes an event with wrong types", "for fd in events(): os.write(fd, b'{\"event\":\"ready\",\"t_ns\":\"x\",\"touch_ns\":{}}\\n')\nreturn rightly(job)", "measurement_failed|strategy_failed", code="4|5"),
-    *does("writes an integer of 6,000 digits", "for fd in events(): os.write(fd, b'{\"event\":' + b'9' * 6000 + b'}\\n')\nreturn rightly(job)", "ok|measurement_failed|strategy_failed", code="0|4|5"),
-    *does("writes events of unknown kinds", "for fd in events(): os.write(fd, b'{\"event\":\"zzz\"}\\n{\"event\":5}\\n{\"event\":null}\\n[]\\n')\nreturn rightly(job)", "ok|measurement_failed|strategy_failed", code="0|4|5"),
-    *does("writes bytes that are no text", "for fd in events(): os.write(fd, bytes(range(128, 256)) + b'\\n')\nreturn rightly(job)", "ok|measurement_failed|strategy_failed", code="0|4|5"),
+    *does("writes an event 200,000 deep", "for fd in events(): os.write(fd, b'[' * 200000 + b'\\n')\nreturn rightly(job)", "ok"),
+    *does("writes an event without its fields", "for fd in events(): os.write(fd, b'{\"event\":\"phase\"}\\n')\nreturn rightly(job)", "ok"),
+    *does("writes an event with wrong types", "for fd in events(): os.write(fd, b'{\"event\":\"ready\",\"t_ns\":\"x\",\"touch_ns\":{}}\\n')\nreturn rightly(job)", "ok"),
+    *does("writes an integer of 6,000 digits", "for fd in events(): os.write(fd, b'{\"event\":' + b'9' * 6000 + b'}\\n')\nreturn rightly(job)", "ok"),
+    *does("writes events of unknown kinds", "for fd in events(): os.write(fd, b'{\"event\":\"zzz\"}\\n{\"event\":5}\\n{\"event\":null}\\n[]\\n')\nreturn rightly(job)", "ok"),
+    *does("writes bytes that are no text", "for fd in events(): os.write(fd, bytes(range(128, 256)) + b'\\n')\nreturn rightly(job)", "ok"),
     *does("closes its descriptors", "os.closerange(3, 256)\nreturn rightly(job)", "strategy_failed|measurement_failed", code="4|5", under=ISOLATIONS),
     # The checkpoint.
     *does("writes into its checkpoint", "with open(job.checkpoint, 'r+b') as file:\n    file.seek(100000)\n    file.write(b'\\1' * 4096)\nreturn rightly(job)", "strategy_failed|wrong_weights", "(?i)checkpoint|read-only|not permitted|denied", under=ISOLATIONS),

@@ -70,7 +70,7 @@ class CgroupIsolation:
                 limit(groups[0], job.cell.ram_limit_bytes)
             if job.cell.ram_high_bytes is not None:
                 (groups[0] / "memory.high").write_text(str(job.cell.ram_high_bytes))
-            command = read_only.wrapped(WORKER, job.checkpoint)
+            command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
             running = CgroupRunning(command, groups, job.cell.environment)
         except BaseException:
             _remove(groups)
