@@ -17,7 +17,7 @@ from weighin.isolation.docker.image import BASE_VARIABLE
 from weighin.isolation.docker.image_build import DEFAULT_BASE
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
 
-pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root]
+pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.mark.slow]
 
 PAUSING = '''"""Say that the load has begun, and wait for the word to go on."""
 import time
