@@ -32,18 +32,32 @@ def read_bytes(path: "Path", most_bytes: int = 16 * MIB) -> bytes:
     return content
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text.
+def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
+    """Return the value of a JSON text; only without ``finite`` may it hold NaN and infinities.
 
     Raises:
-        ValueError: not JSON, NaN or an infinity, too many digits, or too many nested values.
+        ValueError: not JSON, too many digits, or too many nested values.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse if finite else None)
     except RecursionError:
         raise ValueError(_DEEP) from None
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
     return value if raw.count(b"[") + raw.count(b"{") <= _MOST_DEPTH else bounded(value)
+
+
+def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
+    """Return the JSON value in a file, which may hold NaN and infinities; None if there is none."""
+    try:
+        return parse_json(read_bytes(path, most_bytes), finite=False)
+    except (OSError, ValueError):
+        return None
+
+
+def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
+    """Return the JSON object in a file, as ``json_in`` does; empty if there is none."""
+    content = json_in(path, most_bytes)
+    return content if isinstance(content, dict) else {}
 
 
 def bounded(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """Try the faults, and print what came of each: ``make faults``.
 
-Examples:
+Example:
   python tests/faults --only "its checkpoint"
-  python tests/faults --jobs 2
 """
 
 import argparse
@@ -61,11 +60,9 @@ def row(one: Tried) -> str:
         *(f"left: {each}" for each in one.left),
         *(["a traceback"] if one.traceback else []),
     ]
-    line = f"line {fault.line}" if fault.line else "-"
     columns = [
         fault.group,
         fault.name,
-        line,
         ", ".join(expected),
         one.came,
         "right" if one.right else "WRONG",

@@ -92,25 +92,25 @@ _PLAN: Final[dict[str, Damage]] = {
 
 FAULTS: Final = [
     *(
-        Fault(f"{verb}: records are {what}", "Damaged input", words, "2", "^error: |\nerror: ", line=14, prepare=damage)
+        Fault(f"{verb}: records are {what}", "Damaged input", words, "2", "^error: |\nerror: ", prepare=damage)
         for verb, words in _VERBS.items()
         for what, damage in _RECORDS.items()
     ),
     *(
-        Fault(f"resume: the plan is {what}", "Damaged input", ("bench", "--resume", "base", "--trust"), "2", "(?m)^error: ", line=14, prepare=damage)
+        Fault(f"resume: the plan is {what}", "Damaged input", ("bench", "--resume", "base", "--trust"), "2", "(?m)^error: ", prepare=damage)
         for what, damage in _PLAN.items()
     ),
     *(
-        Fault(f"{kind}: the YAML is {what}", "Damaged input", words, "2", "(?m)^error: ", line=14, prepare=partial(_put, "given.yaml", text), absent=("RAN",))
+        Fault(f"{kind}: the YAML is {what}", "Damaged input", words, "2", "(?m)^error: ", prepare=partial(_put, "given.yaml", text), absent=("RAN",))
         for kind, words in _READS_YAML.items()
         for what, text in _YAML.items()
     ),
-    Fault("suite: a FIFO", "Damaged input", ("bench", "--suite", "./given.yaml"), "2", "(?m)^error: ", line=14, prepare=partial(_fifo, "given.yaml")),
-    Fault("suite: 100,000,000 repeats", "Damaged input", ("bench", "gpt2-tiny", "--isolation", "process", "--repeats", "100000000", "-s", "streaming"), "2", "(?m)^error: ", line=14),
-    Fault("check: a budget 100,000 deep", "Damaged input", ("check", "base", "--budget", "(" * 90_000), "2", "(?m)^error: ", line=14),
-    Fault("bench: kwargs 100,000 deep", "Damaged input", ("bench", "gpt2-tiny", "--kwargs", _DEEP), "2", "(?m)^error: ", line=14),
-    Fault("bench: kwargs with 6,000 digits", "Damaged input", ("bench", "gpt2-tiny", "--kwargs", f'{{"n_layer": {_DIGITS}}}'), "2", "(?m)^error: ", line=14),
+    Fault("suite: a FIFO", "Damaged input", ("bench", "--suite", "./given.yaml"), "2", "(?m)^error: ", prepare=partial(_fifo, "given.yaml")),
+    Fault("suite: 100,000,000 repeats", "Damaged input", ("bench", "gpt2-tiny", "--isolation", "process", "--repeats", "100000000", "-s", "streaming"), "2", "(?m)^error: "),
+    Fault("check: a budget 100,000 deep", "Damaged input", ("check", "base", "--budget", "(" * 90_000), "2", "(?m)^error: "),
+    Fault("bench: kwargs 100,000 deep", "Damaged input", ("bench", "gpt2-tiny", "--kwargs", _DEEP), "2", "(?m)^error: "),
+    Fault("bench: kwargs with 6,000 digits", "Damaged input", ("bench", "gpt2-tiny", "--kwargs", f'{{"n_layer": {_DIGITS}}}'), "2", "(?m)^error: "),
     Fault("inspect: a FIFO as the checkpoint", "Damaged input", ("inspect", "given.pt"), "2", "(?m)^error: ", prepare=partial(_fifo, "given.pt")),
     Fault("inspect: a checkpoint of NUL bytes", "Damaged input", ("inspect", "given.pt"), "2", "(?m)^error: ", prepare=partial(_put, "given.pt", "\0" * 9999)),
-    Fault("recommend: a damaged run in results/", "Damaged input", ("recommend", "gpt2-tiny", "--ram", "8g"), "0", line=17, prepare=_run_among_results),
+    Fault("recommend: a damaged run in results/", "Damaged input", ("recommend", "gpt2-tiny", "--ram", "8g"), "0", prepare=_run_among_results, makes="calibration.json"),
 ]  # fmt: skip

@@ -25,7 +25,6 @@ class Fault:
         says: a regular expression that standard error contains.
         outcomes: for each strategy of the run ``run``, regular expressions of the outcome and the message
             of its record. Each must have one record.
-        line: the line of the issue that the fault belongs to.
         prepare: writes into the folder before the command. The folder ``base`` is there: a run with one
             record.
         before: the beginning of the command line, such as ``unshare``; it ends with the command.
@@ -34,6 +33,7 @@ class Fault:
         stop: a signal, sent to the command after ``stop_s`` seconds.
         then: the arguments of a second command, which must end with 0.
         absent: files of the folder that must not be there afterwards.
+        makes: a regular expression of the files that the command adds to the cache for good.
     """
 
     name: str
@@ -42,7 +42,6 @@ class Fault:
     code: str = "0"
     says: str = ""
     outcomes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    line: int = 0
     prepare: Callable[[Path], object] = lambda _: None
     before: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -52,6 +51,7 @@ class Fault:
     then: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     patience_s: float = 180
+    makes: str = ""
 
 
 def every() -> list[Fault]:

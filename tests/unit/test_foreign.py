@@ -9,8 +9,11 @@ from factories import make_cell, make_result
 from fakes import FakeRunning
 from scripts import DONE, watched
 
-from weighin.errors import ConfigError, RecordError
+from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.foreign import parse_json, read_bytes
+from weighin.formats import pipeline, sniff
+from weighin.formats.bounded_json import read_object
+from weighin.formats.pretrained_folder import read_folder
 from weighin.protocol import decode_event
 from weighin.record import OURS, Outcome
 from weighin.records import run_folder
@@ -120,3 +123,24 @@ def test_names_and_texts_of_records_have_no_control_characters(tmp_path: Path) -
     run_folder.append(tmp_path, result)
     (read,) = run_folder.read(tmp_path).results
     assert (read.cell.strategy, read.message) == ("a?c?", "red ?[31m ? end")
+
+
+def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: not a regular file"):
+        read_folder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"index\.json: cannot be read: not a regular file"):
+        read_object(tmp_path / "model.safetensors.index.json", "")
+    (tmp_path / "pipeline").mkdir()
+    os.mkfifo(tmp_path / "pipeline" / pipeline.INDEX)
+    assert sniff.no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
+
+
+def test_a_models_configuration_may_hold_infinities_but_no_depth(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_folder(tmp_path).config["time_step_limit"] == [0.0, float("inf")]
+    (tmp_path / "config.json").write_text(f'{{"a": {"[" * 101 + "]" * 101}}}')
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+        read_folder(tmp_path)

@@ -1,5 +1,6 @@
 """Cells that run at once: which runs may do so, and what is not judged of them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ from factories import make_cell, make_result
 from test_check import run_of
 
 from weighin.engines import base, jobs
-from weighin.engines.jobs import JobsEngine
+from weighin.engines.jobs import JobsEngine, LocalJobs
 from weighin.engines.local import LocalEngine
 from weighin.errors import ConfigError, UnknownName
 from weighin.gate import check as checks
+from weighin.isolation import delegation
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.record import Result
+from weighin.run import runner
+from weighin.run.floor_search import Search
 from weighin.run.settings import RunSettings
-from weighin.run.task import Run
+from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB
@@ -52,6 +58,53 @@ def test_limits_that_do_not_fit_together() -> None:
         "--jobs 2: the limits of 2 cells are 17.000 GiB together, and 16.000 GiB of RAM are free\n"
         "use fewer jobs, or smaller limits"
     )
+
+
+@pytest.fixture
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cgroup around the cells, with a limit of 5 GiB: 1 GiB is in use, and 2 GiB are page cache."""
+    (tmp_path / "memory.usage_in_bytes").write_text(str(3 * GIB))
+    (tmp_path / "memory.stat").write_text(f"total_inactive_file {2 * GIB}\n")
+    (tmp_path / "memory.limit_in_bytes").write_text(str(5 * GIB))
+    monkeypatch.setattr(delegation, "groups_root", lambda: tmp_path / "groups")
+
+
+@pytest.mark.usefixtures("limited")
+def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> None:
+    jobs.check(replace(run_with(2 * GIB, 2 * GIB), isolation=CgroupIsolation()), 2)
+    too_much = replace(run_with(2 * GIB, 3 * GIB), isolation=CgroupIsolation())
+    assert refused(too_much) == (
+        "--jobs 2: the limits of 2 cells are 5.000 GiB together, and 4.000 GiB of RAM are free\n"
+        "use fewer jobs, or smaller limits"
+    )
+    jobs.check(replace(too_much, isolation=DockerIsolation()), 2)  # the engine's groups are others
+
+
+@pytest.mark.usefixtures("limited")
+def test_each_job_has_the_ram_of_the_cgroup_around_the_cells() -> None:
+    node = LocalJobs(1, "cgroup").nodes[0].node
+    assert (node.ram_bytes, node.free_ram_bytes) == (5 * GIB, 4 * GIB)
+    assert LocalJobs(1, "docker").nodes[0].node.free_ram_bytes == 16 * GIB
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_floor_is_searched_below_the_limit_of_the_cgroup_around_the_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "total_ram_bytes", lambda: 16 * GIB)
+    task = replace(run_with(None), isolation=CgroupIsolation())
+    first = make_result(task.planned[0].cell)
+    large = replace(first, peaks=replace(first.peaks, anon_sampled_bytes=7 * GIB))
+    tried: list[int | None] = []
+
+    def stop(_: Run, __: object, next_of: Callable[[list[Result]], Planned | None]) -> list[Result]:
+        found = next_of([large])
+        tried.append(found.cell.ram_limit_bytes if found else None)
+        return []
+
+    monkeypatch.setattr(runner, "run", stop)
+    Search(task, within=0.05).perform(Progress())
+    assert tried == [5 * GIB]
 
 
 def test_what_cannot_run_at_once() -> None:

@@ -16,6 +16,7 @@ from weighin.errors import ConfigError, HarnessError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.status import Status
 
 STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
@@ -33,6 +34,13 @@ def err() -> "Console":
     from rich.console import Console
 
     return Console(stderr=True, emoji=False)
+
+
+def working(text: str) -> "Status":
+    """Return a context manager that shows what is done, if standard error is a terminal."""
+    from rich.markup import escape
+
+    return err().status(escape(text))
 
 
 def line(text: str) -> None:

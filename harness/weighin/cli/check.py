@@ -91,23 +91,34 @@ def check(context: click.Context, /, **typed: Any) -> None:
     from weighin.gate import check as checks
 
     _refuse(typed)
-    measured = checks.read_runs(typed["runs"])
+    with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
+        measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
     baseline = typed["baseline"]
     if typed["update"]:
-        accept = _always if typed["expect_failures"] else _ask
-        changes = checks.update(
-            measured, baseline, expected=typed["expect"], partial=typed["partial"], accept=accept
-        )
+        with _console.working("comparing the figures") as status:
+
+            def accept(lines: Sequence[str]) -> bool:
+                status.stop()
+                return typed["expect_failures"] or _ask(lines)
+
+            changes = checks.update(
+                measured,
+                baseline,
+                expected=typed["expect"],
+                partial=typed["partial"],
+                accept=accept,
+            )
         _show_changes(baseline, changes, err=typed["json_file"] == _console.STDOUT)
-    result = checks.check(
-        measured,
-        baseline,
-        extra_budgets=typed["budget"],
-        metrics=_arguments.names([typed["metrics"]]),
-        expected=typed["expect"],
-        partial=typed["partial"],
-    )
+    with _console.working("comparing the figures"):
+        result = checks.check(
+            measured,
+            baseline,
+            extra_budgets=typed["budget"],
+            metrics=_arguments.names([typed["metrics"]]),
+            expected=typed["expect"],
+            partial=typed["partial"],
+        )
     _write(result, typed)
     if result.failed:
         _console.note(*_repairs(result, measured, baseline, partial=typed["partial"]))
@@ -170,10 +181,6 @@ def _repairs(
         return [f"if that is intended: --expect {quote(words)}"] if words else []
     more = " --expect-failures" if words else ""
     return [f"if that is intended, accept it with --update{more}, and commit the baseline"]
-
-
-def _always(_: Sequence[str]) -> bool:
-    return True
 
 
 def _ask(lines: Sequence[str]) -> bool:

@@ -47,7 +47,8 @@ def compare(
     from weighin.gate import compare as comparing
 
     compare_by = comparing.compare if by == "run" else comparing.compare_machines
-    comparison = compare_by(runs, _arguments.names([metrics]))
+    with _console.working(f"comparing the figures of {len(runs)} runs"):
+        comparison = compare_by(runs, _arguments.names([metrics]))
     _console.note(*comparison.warnings)
     if json_file != _console.STDOUT:
         _console.show(comparing.terminal(comparison))

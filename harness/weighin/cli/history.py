@@ -45,10 +45,11 @@ def history(
     folder: Path, metric: str, series: str, picture: Path | None, json_file: str | None
 ) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
-    from weighin.report import history as histories  # pandas and scipy
-    from weighin.report.run_json import of_history
+    with _console.working(f"reading the runs in {folder}"):
+        from weighin.report import history as histories  # pandas and scipy
+        from weighin.report.run_json import of_history
 
-    measured = histories.read(folder, metric, series.split())
+        measured = histories.read(folder, metric, series.split())
     _console.note(*measured.warnings)
     if json_file != _console.STDOUT:
         _console.show(histories.terminal_table(measured))

@@ -122,7 +122,7 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
         choice=choice,
     )
     with (
-        _console.err().status("building the model without values"),
+        _console.working("building the model without values"),
         client.generated(chosen.specs[0], chosen.python_path) as path,
     ):
         return replace(inspect(path), path=Path(chosen.specs[0].title))

@@ -89,7 +89,7 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""
-    with _console.err().status("importing torch") as status:
+    with _console.working("importing torch") as status:
         return client.predict(
             planned,
             checkpoint=chosen.checkpoint,
@@ -145,7 +145,7 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
     checked = []
     for run in typed["check"]:
         _console.note(*run_folder.read(run).warnings)
-        with _console.err().status(f"predicting the cells of {run}"):
+        with _console.working(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
     if typed["json_file"] != _console.STDOUT:
         summary = check.summarised(checked)

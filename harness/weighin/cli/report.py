@@ -35,7 +35,8 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
     """Show a run, and write report.html, report.md, summary.csv and plots into its folder."""
     from weighin.records import run_folder
 
-    records = run_folder.read_whole(run)
+    with _console.working(f"reading {run}"):
+        records = run_folder.read_whole(run)
     if records.damage and not records.results:
         raise records.damage
     _console.note(*records.warnings)
@@ -49,12 +50,15 @@ def show_run(
     run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
 ) -> None:
     """Print the report of a run, and write it in ``formats``, or else in the default formats."""
-    from weighin.report import terminal_table, write_report
-    from weighin.report.run_json import of_run
+    with _console.working("computing the table"):
+        from weighin.report import terminal_table, write_report  # pandas
+        from weighin.report.run_json import of_run
 
+        table = terminal_table(records.results, records.warnings)
     if json_file != _console.STDOUT:
-        _console.show(terminal_table(records.results, records.warnings))
-    files = write_report(run, formats, records)
+        _console.show(table)
+    with _console.working(f"writing the report of {run}"):
+        files = write_report(run, formats, records)
     _console.files(files, json_file)
     if json_file:
         content = of_run(run, records.results, files, records.warnings, records.missing)

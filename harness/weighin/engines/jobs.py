@@ -17,8 +17,8 @@ from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
 from weighin.engines.transport import NodeFacts
 from weighin.errors import ConfigError
+from weighin.isolation import delegation
 from weighin.pipes import last_line, ready
-from weighin.probes import environment
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
 from weighin.record import Result
@@ -90,7 +90,7 @@ def check(task: Run, jobs: int) -> None:
             "--jobs needs a RAM limit for each cell, so that the cells cannot disturb each other",
             "add --ram, or leave --jobs out",
         )
-    needed, free = sum(sorted(limits)[-jobs:]), environment.free_ram_bytes()
+    needed, (_, free) = sum(sorted(limits)[-jobs:]), delegation.ram_bytes(task.isolation.name)
     if needed > free:
         raise ConfigError(
             f"--jobs {jobs}: the limits of {jobs} cells are {format_bytes(needed)} together, and"
@@ -103,8 +103,8 @@ class LocalJobs:
     """The jobs of this machine as the transport of a driver (``weighin.engines.transport``)."""
 
     def __init__(self, jobs: int, isolation: str) -> None:
-        self._isolations = {isolation: ""}
-        total = environment.total_ram_bytes()
+        self._isolation = isolation
+        total, _ = delegation.ram_bytes(isolation)
         nodes = [Node(f"job-{n}", f"job {n}", total, total) for n in range(1, jobs + 1)]
         self.nodes = self.ask_again(nodes)
 
@@ -128,8 +128,9 @@ class LocalJobs:
         return True
 
     def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
-        free = environment.free_ram_bytes()
-        return [NodeFacts(replace(node, free_ram_bytes=free), self._isolations) for node in nodes]
+        _, free = delegation.ram_bytes(self._isolation)
+        isolations = {self._isolation: ""}
+        return [NodeFacts(replace(node, free_ram_bytes=free), isolations) for node in nodes]
 
     def joined(self, _: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
         return [], []

@@ -1,11 +1,12 @@
 """Read JSON from untrusted files in bounded memory."""
 
+import errno
 import json
-import os
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
+from weighin.foreign import read_bytes
 from weighin.formats.sniff import not_json, shown, unreadable
 
 MOST_BYTES: Final = 16 * 1024**2
@@ -24,13 +25,12 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
         CheckpointError: the file is unreadable, too long, or not a JSON object, or a key occurs twice.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            text = file.read(MOST_BYTES) if size <= MOST_BYTES else b""
+        text = read_bytes(path, MOST_BYTES)
     except OSError as error:
-        raise unreadable(path, error) from error
-    if size > MOST_BYTES:
-        raise CheckpointError(f"{path}: {size:,} bytes are too many for an index", repair)
+        if error.errno != errno.EFBIG:
+            raise unreadable(path, error) from error
+        size = path.stat().st_size
+        raise CheckpointError(f"{path}: {size:,} bytes are too many for an index", repair) from None
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise CheckpointError(f"{path}: damaged index: it has too many nested values", repair)
     try:

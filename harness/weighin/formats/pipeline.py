@@ -10,18 +10,17 @@
 This module uses only the standard library.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import WholePipeline
+from weighin.foreign import MIB, object_in
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line
 
 INDEX: Final = "model_index.json"
-_MOST_JSON_BYTES: Final = 1024**2
 _PAIR: Final = 2  # [library, class]
 
 
@@ -92,7 +91,7 @@ def is_pipeline(path: Path) -> bool:
 
 def read(path: Path) -> Pipeline:
     """Return the pipeline in a folder; parts that a damaged index does not name are found by their weights."""
-    index = _object(path / INDEX)
+    index = object_in(path / INDEX, MIB)
     named = {name: value for name, value in index.items() if _is_part(name, value)}
     folders = sorted(
         inner.name
@@ -123,12 +122,3 @@ def _weights_bytes(folder: Path) -> int | None:
             if file.suffix in WEIGHTS and file.is_file():
                 sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size
     return max(sizes.values(), default=None)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_MOST_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

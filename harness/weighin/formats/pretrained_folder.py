@@ -3,13 +3,13 @@
 This module uses only the standard library, and never the network.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from weighin import foreign
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import auto_classes, gguf, hub_cache, sniff
@@ -209,11 +209,11 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     """
     repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
-        text = (path / CONFIG).read_bytes()
-        config = json.loads(text)
+        text = foreign.read_bytes(path / CONFIG)
+        config = foreign.parse_json(text, finite=False)
     except OSError as error:
         raise sniff.unreadable(path / CONFIG, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
@@ -259,23 +259,14 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
     """Yield the folder's files of weights and indexes in a variant, those of its own library first."""
-    libraries = (library_in(_config_in(path)), *LIBRARIES)
+    libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
 
 
-def _config_in(path: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``; empty if it cannot be read."""
-    try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}  # read_folder says what is wrong with it
-    return config if isinstance(config, dict) else {}
-
-
 def _explicit(path: Path) -> Path | None:
     """Return the file that ``transformers_weights`` in ``config.json`` names, if it names one."""
-    name = _config_in(path).get(_EXPLICIT)
+    name = foreign.object_in(path / CONFIG).get(_EXPLICIT)
     if name is None:
         return None
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts

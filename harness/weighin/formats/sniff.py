@@ -3,7 +3,6 @@
 The module also shortens names for messages.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.foreign import MIB, json_in, object_in
 from weighin.formats import pipeline
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.formats.recognise import Recognised, by_content
@@ -34,7 +34,6 @@ HUB_ENTRY: Final = "models--"
 
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
-_MOST_JSON_BYTES: Final = 1024**2
 _MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
 _PATH_ENDS: Final = (
@@ -204,7 +203,7 @@ def _nothing(_: Path, names: Sequence[str]) -> Recognised:
 def _adapter(folder: Path, names: Sequence[str]) -> Recognised:
     if "adapter_config.json" not in names:
         return None
-    base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+    base = object_in(folder / "adapter_config.json", MIB).get("base_model_name_or_path")
     shown_base = one_line(str(base), _MOST_SHOWN) if base else "a model that it does not name"
     repair = "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then save_pretrained(FOLDER)"
     if weights := _weights(names):
@@ -238,7 +237,7 @@ def sentence_parts(folder: Path) -> list[str]:
 
     ``modules.json`` lists all parts; the transformer often lies in the folder itself.
     """
-    content = _json_content(folder / "modules.json")
+    content = json_in(folder / "modules.json", MIB)
     listed = (
         [one.get("path") for one in content if isinstance(one, dict)]
         if isinstance(content, list)
@@ -365,21 +364,6 @@ def _listed(names: Sequence[str]) -> str:
     """Return the first names in one string, followed by the number of the others."""
     more = len(names) - _MOST_NAMES
     return one_line(", ".join(names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
-
-
-def _json(path: Path) -> dict[str, object]:
-    """Return a JSON object; empty if the file holds none, or begins with too long a text."""
-    content = _json_content(path)
-    return content if isinstance(content, dict) else {}
-
-
-def _json_content(path: Path) -> object:
-    try:
-        with path.open("rb") as file:
-            content: object = json.loads(file.read(_MOST_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content
 
 
 def shown(name: object) -> str:

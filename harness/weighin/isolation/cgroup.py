@@ -67,7 +67,7 @@ class CgroupIsolation:
     def start(self, job: Job) -> "CgroupRunning":
         """Start a worker that enters its limited group before its first instruction."""
         with _limited_groups(job.cell) as groups:
-            command = read_only.wrapped(WORKER, job.checkpoint)
+            command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
             running = CgroupRunning(command, groups, job.cell.environment)
         running.channel.send(encode_job(job))
         return running

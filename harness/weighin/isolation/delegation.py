@@ -48,15 +48,17 @@ def groups_root() -> Path | None:
     return next((folder for folder in candidates if _enables_memory(folder)), None)
 
 
-def ram_bytes() -> tuple[int, int]:
+def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
     """Return the RAM that cells can have on this machine, and the part that is free now.
 
-    A container or pod around this process limits its cells, too.
+    A container or pod around this process limits its cells, too, but not those of a Docker engine.
     """
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
+    if isolation == "docker":
+        return total, free
     for limit, group in limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
         total = min(total, limit)
-        free = min(free, limit - (MemoryCgroup(group).read_usage() or 0))
+        free = min(free, limit - MemoryCgroup(group).read_in_use())
     return total, free
 
 

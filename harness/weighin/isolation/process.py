@@ -44,7 +44,7 @@ class ProcessIsolation:
 
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
-        command = read_only.wrapped(WORKER, job.checkpoint)
+        command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
         running = LocalRunning(command, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running

@@ -26,14 +26,19 @@ def is_possible() -> bool:
         return False
 
 
-def wrapped(command: tuple[str, ...], checkpoint: str) -> tuple[str, ...]:
+def wrapped(command: tuple[str, ...], checkpoint: str, manifest: str = "") -> tuple[str, ...]:
     """Return a command that runs ``command`` with the checkpoint mounted read-only.
 
-    The mounts are in a mount namespace of the command's own, and end with it. Without the
-    permission to mount, the result is ``command``.
+    A checkpoint in the folder of its manifest is one that weighin made: the whole folder is then
+    read-only. The mounts are in a mount namespace of the command's own, and end with it. Without
+    the permission to mount, the result is ``command``.
     """
     path = Path(checkpoint)
     if not (is_possible() and checkpoint and path.exists()):
         return command
-    paths = formats.files(path) if path.suffix == ".json" else [path]
+    folder = Path(manifest).parent
+    if manifest and path.is_relative_to(folder):
+        paths = [folder]
+    else:
+        paths = formats.files(path) if path.suffix == ".json" else [path]
     return (*_MOUNTING, *(str(each.resolve()) for each in paths), "--", *command)

@@ -29,11 +29,7 @@ def start_time(pid: int) -> int | None:
 
     Pid and start time together identify a process uniquely, since pids are reused.
     """
-    try:
-        text = read_kernel(Path(f"/proc/{pid}/stat"))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(text.rpartition(")")[2].split()[19])
+    return _number(pid, 19)
 
 
 def all_pids() -> list[int]:
@@ -43,10 +39,16 @@ def all_pids() -> list[int]:
 
 def parent_of(pid: int) -> int | None:
     """Return the pid of a process's parent; None if the process has ended."""
+    return _number(pid, 1)
+
+
+def _number(pid: int, index: int) -> int | None:
+    """Return a field of /proc/PID/stat after the command's name; None if the process has ended."""
     try:
-        return int(read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
+        text = read_kernel(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return None
+    return int(text.rpartition(")")[2].split()[index])
 
 
 def this_process() -> str:
@@ -145,11 +147,8 @@ def has_left(pid: int, group: Path) -> bool:
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
-    try:  # cgroup v1 shows a process that is exiting in the root group
-        flags = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[6]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return not int(flags) & _PF_EXITING
+    flags = _number(pid, 6)  # cgroup v1 shows a process that is exiting in the root group
+    return flags is not None and not flags & _PF_EXITING
 
 
 def pressure_file_of(pid: int) -> Path | None:
@@ -256,6 +255,11 @@ class MemoryCgroup:
     def read_usage(self) -> int | None:
         """Return the current charge, in bytes."""
         return _read_int(self.usage_path)
+
+    def read_in_use(self) -> int:
+        """Return the current charge without inactive file pages, which the kernel reclaims first."""
+        inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
+        return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
     def read_oom_kills(self) -> int | None:
         """Return the number of processes of this group that the OOM killer ended."""

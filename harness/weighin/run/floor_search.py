@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from weighin.errors import ConfigError, RecordError
-from weighin.probes import environment
+from weighin.isolation import delegation
 from weighin.record import Result
 from weighin.records.bisection import next_cell
 from weighin.records.floor import COARSEST, bracket, results_of, searched, stopped_by, why_stopped
@@ -32,7 +32,7 @@ class Search:
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:
-        highest = environment.total_ram_bytes()
+        highest, _ = delegation.ram_bytes(self.run.isolation.name)
         done = {result.cell.id for result in results}
         for planned in self.run.planned:
             if planned.skip:

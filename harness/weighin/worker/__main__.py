@@ -171,6 +171,7 @@ def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> A
     marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
     try:
         returned = import_strategy(Path(job.strategy_path), job.cell.operation)(argument)
+        marks.refuse_open()
         if marks.cuda:
             marks.cuda.synchronize()
     except BaseException as error:

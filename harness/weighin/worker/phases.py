@@ -70,6 +70,11 @@ class Marks:
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self._close(UNNAMED)
 
+    def refuse_open(self) -> None:
+        """Raise RuntimeError if a phase that the strategy began has not ended."""
+        if self._current is not None:
+            raise RuntimeError(f"phase {self._current!r} was begun and never ended")
+
     def close_rest(self, name: str) -> None:
         """Report the time since the last phase's end as a phase of this name, even a short time."""
         self._close(name)
