@@ -61,13 +61,13 @@ KNOWN = (
     _spend(1),
     _spend(5),
     _spend(20),
-    _spend(200),
-    Known("forks", ("128",), 300, 320 * MIB, process_bytes=(128 * MIB,) * 4),
-    Known("maps", (FILE,), 200, FILE_BYTES // 2, 0, FILE_BYTES, (FILE_BYTES // 2,)),
-    Known("shares", ("48",), 200, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
-    Known("reads", (FILE,), 200, MIB, 0, FILE_BYTES, (MIB,)),
-    Known("child", ("256",), 200, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
-    Known("daemon", ("64",), 200, 64 * MIB, process_bytes=(64 * MIB,)),
+    _spend(800),
+    Known("forks", ("128",), 800, 320 * MIB, process_bytes=(128 * MIB,) * 4),
+    Known("maps", (FILE,), 800, FILE_BYTES // 2, 0, FILE_BYTES, (FILE_BYTES // 2,)),
+    Known("shares", ("48",), 800, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
+    Known("reads", (FILE,), 800, MIB, 0, FILE_BYTES, (MIB,)),
+    Known("child", ("256",), 800, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
+    Known("daemon", ("64",), 800, 64 * MIB, process_bytes=(64 * MIB,)),
 )
 """All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""
 

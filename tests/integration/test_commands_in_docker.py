@@ -16,13 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import known_commands
 import leftovers
 import pytest
 from commands import ROOT, CommandLine, Ended
+from known_commands import Known
 
+from weighin.cell import Cell
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.docker import keeper
 from weighin.isolation.docker.engine import connect
 from weighin.isolation.docker.image import BASE_VARIABLE
 from weighin.isolation.docker.image_build import DEFAULT_BASE
+from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
@@ -62,6 +68,32 @@ def test_output_and_exit_code_are_those_of_the_command(
     found = record(command)
     assert found["outcome"] == ("ok" if code == 0 else "command_failed")
     assert found["ran"]["signal"] == (15 if code == 143 else None)  # 137 was an exit, not a kill
+
+
+@pytest.mark.parametrize("shell", ["/bin/dash", "/bin/bash"])
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [
+        ("exit 3", Exit(3)),
+        ("exit 137", Exit(137)),
+        ("kill -KILL $$", Exit(None, signal=9)),
+        ("kill -SEGV $$", Exit(None, signal=11)),
+        ("kill -PIPE $$", Exit(None, signal=13)),
+    ],
+)
+def test_every_shell_of_this_machine_tells_an_exit_code_from_a_signal(
+    line: str, ended: Exit, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SHELL", Path(shell))
+    isolation = DockerIsolation(image=IMAGE)
+    cell = Cell.of_command("x", ("sh", "-c", line), "docker")
+    with Path(os.devnull).open("r+b") as nothing:
+        running = isolation.start_command(cell, str(tmp_path), Streams(*[nothing.fileno()] * 3))
+    try:
+        assert running.wait(_PATIENCE_S)
+        assert running.reap() == ended
+    finally:
+        running.close()
 
 
 def test_input_is_piped_through_to_its_end(command: CommandLine) -> None:
@@ -177,7 +209,7 @@ def test_a_run_that_is_killed_leaves_a_container_that_the_next_run_removes(
     assert leftovers.containers(started.process.pid) == []
 
 
-def _running(owner: int) -> list[str]:
+def _running(owner: int) -> list[dict[str, Any]]:
     every = connect().containers(filters={"label": "weighin.owner"})
     return [one for one in every if one["Labels"]["weighin.owner"].startswith(f"{owner}-")]
 
@@ -217,6 +249,38 @@ def test_an_image_without_a_shell_under_a_limit(bare_image: str, command: Comman
     ended = command.run(*words)
     assert (ended.code, ended.left) == (137, [])
     assert record(command)["outcome"] == "oom_killed"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return known_commands.build(tmp_path_factory.mktemp("programs"))
+
+
+# Docker's own limit of /dev/shm is 64 MiB, and the program takes half of its amount there.
+SHARED: Final = Known("shares", ("48",), 200, shmem_bytes=96 * MIB)
+KNOWN: Final = [*(one for one in known_commands.KNOWN if one.name != "shares"), SHARED]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
+def test_known_amounts(known: Known, programs: Path, command: CommandLine) -> None:
+    """The peak has page cache too: that of a file that was read nowhere before."""
+    (file := command.folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
+    options = ("--mount", str(programs), "--no-stacks", "--cold", str(file))
+    os.sync()
+    ended = run(command, *known.command(programs, file), options=options)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    found = record(command)
+    peak_bytes = known.needed_bytes + known.file_bytes
+    expected = {"cgroup_bytes": peak_bytes, "needed_bytes": known.needed_bytes}
+    measured = {
+        "cgroup_bytes": found["peaks"]["cgroup_bytes"],
+        "needed_bytes": found["ran"]["needed_bytes"],
+    }
+    assert measured == {
+        name: pytest.approx(bytes_, abs=bytes_ // 100 + SLACK_BYTES)
+        for name, bytes_ in expected.items()
+    }
 
 
 def test_phases_of_a_program_in_a_container(command: CommandLine) -> None:
@@ -318,3 +382,29 @@ def test_the_image_of_weighin_has_torch(command: CommandLine, tmp_path: Path) ->
     code = "import torch; print(torch.ones(3).sum().item())"
     ended = command.run("run", "--isolation", "docker", "--", "python", "-c", code)
     assert (ended.code, ended.out, ended.left) == (0, "3.0\n", []), ended.err
+
+
+def test_a_container_that_another_program_kills_is_told_from_a_lack_of_memory(
+    command: CommandLine,
+) -> None:
+    line = "touch ready; sleep 1000"
+    started = command.start("run", "--image", IMAGE, "--out", "out", "--", "sh", "-c", line)
+    ready = command.folder / "ready"
+    leftovers.wait_until(ready.exists, "the command did not begin", _PATIENCE_S)
+    (container,) = _running(started.process.pid)
+    connect().kill(container["Id"])
+    ended = started.end()
+    assert (ended.code, ended.left) == (137, [])
+    found = record(command)
+    assert (found["outcome"], found["ran"]["signal"]) == ("command_failed", signal.SIGKILL)
+    lost = "the container was killed with its command, so that the last counters are lost"
+    assert lost in found["warnings"]
+
+
+def test_the_floor_of_a_command_in_a_container(command: CommandLine) -> None:
+    code = f"x = bytearray({100 * MIB})"
+    words = ("floor", "--image", IMAGE, "--out", "out", "--json", "-", "--", "python3", "-c", code)
+    ended = command.run(*words)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    (floor,) = json.loads(ended.out)["floors"]
+    assert 100 * MIB < floor["floor_bytes"] < 116 * MIB

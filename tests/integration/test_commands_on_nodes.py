@@ -1,7 +1,6 @@
 """Commands on nodes: the process of a node measures a command, as the driver of a fleet asks it to."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,18 +22,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
 
 
-def request(folder: Path, **changes: Any) -> CommandRequest:
-    how = CommandSettings(str(folder), marks=("second",), stacks=False)
-    fields: dict[str, Any] = {
-        "isolation": "process",
-        "folder": folder / "run",
-        "label": "both",
-    } | changes
-    return CommandRequest(("sh", "-c", LINE), how, RunSettings(timeout_s=60), **fields)
-
-
 def test_a_driver_measures_commands_on_its_nodes(tmp_path: Path) -> None:
-    task, _ = start(request(tmp_path, repeats=2))
+    task, _ = start(
+        CommandRequest(
+            ("sh", "-c", LINE),
+            CommandSettings(str(tmp_path), marks=("second",), stacks=False),
+            RunSettings(timeout_s=60),
+            label="both",
+            repeats=2,
+            isolation="process",
+            folder=tmp_path / "run",
+        )
+    )
     jobs = LocalJobs(1, "process")
     Driver(jobs, jobs.nodes, task, Progress(), lambda result, _: result).run()
     results = run_folder.read(task.folder).results

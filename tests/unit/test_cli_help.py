@@ -47,6 +47,18 @@ VERBS = {
             "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
+    ("run",): (
+        "Run any command under limits: its peak, what the peak was made of, and why it was killed.",
+        [
+            "weighin run -- python train.py --epochs 1",
+            "weighin run --ram 4g -- python train.py",
+            "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
+            "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
+            "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+            "weighin run --suite commands --out results/commands",
+            "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+        ],
+    ),
     ("floor",): (
         "Find the smallest RAM limit at which each strategy loads a model, and measure that load.",
         [
@@ -149,7 +161,7 @@ VERBS = {
     ),
 }
 
-ORDER = "doctor list bench floor merge report compare check history recommend predict inspect convert cache"
+ORDER = "doctor list bench run floor merge report compare check history recommend predict inspect convert cache"
 PANELS = ["Before a run", "Measure", "Read and compare", "Choose", "Checkpoints"]
 
 

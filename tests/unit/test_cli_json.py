@@ -17,6 +17,7 @@ KEYS = {
     "doctor": {"holds_a_limit", "capabilities"},
     "list": {"strategies", "saving", "models", "suites", "isolations"},
     "bench": {"run", "series", "warnings", "files"},
+    "run": {"run", "series", "warnings", "files"},
     "floor": {"run", "floors", "files"},
     "merge": {"run", "records", "missing", "missing_shards"},
     "report": {"run", "series", "warnings", "files"},

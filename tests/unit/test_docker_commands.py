@@ -15,7 +15,7 @@ from test_docker_stream import frame
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.docker import command, isolation, keeper
+from weighin.isolation.docker import command_start, isolation, keeper
 from weighin.isolation.docker.attachment import Attachment, Standard
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.docker.stream import STDERR, STDOUT
@@ -82,7 +82,7 @@ def test_a_command_stands_after_the_entrypoint_of_its_image(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("SECRET", "of this machine")
     cell = replace(CELL, environment={"MODE": "fast"})
-    start, variables = command.settings({"Entrypoint": ["/entry", "-x"]}, cell, kept)
+    start, variables = command_start.settings({"Entrypoint": ["/entry", "-x"]}, cell, kept)
     assert start[-5:] == ["--", "/entry", "-x", "serve", "model"]
     assert variables == ["TERM=xterm", "MODE=fast"]
 
@@ -92,7 +92,7 @@ def test_a_library_that_an_image_preloads_is_for_the_command_only(
 ) -> None:
     monkeypatch.delenv("TERM", raising=False)
     image = {"Entrypoint": None, "Env": ["PATH=/bin", "LD_PRELOAD=/usr/lib/libtcmalloc.so"]}
-    start, variables = command.settings(image, CELL, kept)
+    start, variables = command_start.settings(image, CELL, kept)
     assert start[-4:] == ["LD_PRELOAD=/usr/lib/libtcmalloc.so", "--", "serve", "model"]
     assert variables == ["LD_PRELOAD"]  # without a value: removes it from those of the image
 
@@ -104,7 +104,7 @@ def test_a_container_sees_the_folder_and_further_paths_read_only(
     (tmp_path / "data").write_text("")
     (tmp_path / "link").symlink_to("data")
     data = str(tmp_path / "data")
-    found = command.binds(str(folder), [data, f"{tmp_path}/link", data], kept)
+    found = command_start.binds(str(folder), [data, f"{tmp_path}/link", data], kept)
     assert [(str(each.source), each.target, each.writable) for each in found[:3]] == [
         (data, data, False),
         (data, f"{tmp_path}/link", False),
@@ -116,9 +116,9 @@ def test_a_container_sees_the_folder_and_further_paths_read_only(
 
 def test_paths_that_cannot_be_mounted(kept: keeper.Keeper, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
-        command.binds("/", [], kept)
+        command_start.binds("/", [], kept)
     with pytest.raises(ConfigError, match=f"--mount {tmp_path}/no: there is no such file"):
-        command.binds(str(tmp_path), [f"{tmp_path}/no"], kept)
+        command_start.binds(str(tmp_path), [f"{tmp_path}/no"], kept)
 
 
 class Wires:

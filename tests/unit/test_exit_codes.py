@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
         ([Outcome.OK, Outcome.MEASUREMENT_FAILED], 4),
         ([Outcome.OK, Outcome.WRONG_WEIGHTS], 5),
         ([Outcome.OOM_KILLED, Outcome.STRATEGY_FAILED], 5),
+        ([Outcome.OK, Outcome.COMMAND_FAILED], 5),
         ([Outcome.WRONG_WEIGHTS, Outcome.MEASUREMENT_FAILED], 5),
     ],
 )

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from command_records import PID, made, process, samples_of, stack
+from factories import make_result
 
 from weighin.probes.sampler import write_samples
 from weighin.record import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.records.explanation import answer, explain
+from weighin.report.run_json import of_run
 from weighin.units import GIB, MIB
 
 
@@ -133,8 +135,20 @@ def test_a_command_that_lived_says_its_need_apart_from_its_page_cache() -> None:
     assert result.ran
     warm = replace(result, ran=replace(result.ran, cold=()))
     assert explain(warm)[1].endswith(
-        " Page cache: at most 383 MiB of weights.pt; without --cold, pages that were cached before"
-        " are not counted."
+        " Page cache: at most 383 MiB of weights.pt; pages that others had cached before are not charged"
+        " (--cold PATH drops them)."
+    )
+
+
+def test_a_file_whose_page_cache_others_have_is_charged_to_nobody() -> None:
+    weights = OpenFile("/data/weights.pt", 300 * MIB, 300 * MIB)
+    result = made(
+        needed=531 * MIB,
+        peaks=Peaks(cgroup_bytes=531 * MIB, file_sampled_bytes=0),
+        processes=(process(anon=531 * MIB, files=(weights,)),),
+    )
+    assert explain(result)[1].endswith(
+        " Page cache: none; pages that others had cached before are not charged (--cold PATH drops them)."
     )
 
 
@@ -229,6 +243,13 @@ def test_the_samples_of_a_run_split_the_peak(tmp_path: Path) -> None:
     (tmp_path / "samples" / "x.csv").write_text("t_ns,rss_bytes\n1,2\nx,y\n")
     assert "(" not in answer(tmp_path, result)[1]
     assert "(" not in answer(tmp_path, replace(result, samples_path="../x.csv"))[1]
+
+
+def test_the_json_of_a_run_of_one_command_has_the_words() -> None:
+    result = made(Outcome.COMMAND_FAILED, message="exit code 3")
+    assert of_run(Path("run"), [result], [])["answer"] == ["Exit code 3."]
+    assert "answer" not in of_run(Path("run"), [result, result], [])
+    assert "answer" not in of_run(Path("run"), [make_result()], [])
 
 
 def test_the_explanation_imports_no_table_library() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from factories import make_cell, make_result
+from ran_commands import make_command, make_ran
 
 from weighin.cell import Cell
 from weighin.cli import app
@@ -15,7 +16,9 @@ from weighin.errors import RecordError
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
-from weighin.run.merge import merge
+from weighin.run.command_settings import CommandSettings
+from weighin.run.merge import merge, resume_command
+from weighin.run.settings import RunSettings
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
 
@@ -138,3 +141,18 @@ def test_a_run_is_not_overwritten() -> None:
     folder = shard("1/2")
     with pytest.raises(RecordError, match="already contains a run"):
         merge([folder], folder)
+
+
+def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> None:
+    cells = [make_command(repeat=repeat) for repeat in (0, 1)]
+    first, second = Path("first"), Path("second")
+    for folder, part in ((first, "1/2"), (second, "2/2")):
+        how = RunSettings(shard=parse(part), command=CommandSettings("/work"))
+        run_folder.write_plan(folder, cells, how.as_json())
+    run_folder.append(first, make_ran(cells[0]))
+    merged = merge([first], Path("part"))
+    assert resume_command(merged.folder) == "weighin run --resume part"
+    run_folder.append(second, make_ran(cells[1]))
+    whole = merge([first, second], Path("whole"))
+    assert [result.cell for result in whole.results] == cells
+    assert run_folder.read(Path("whole")).missing == 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from factories import make_cell, make_result
 from pytest import MonkeyPatch
+from ran_commands import make_command, make_ran
 
 from weighin.errors import DamagedRecord
 from weighin.probes import environment
@@ -46,6 +47,16 @@ def test_records_are_sorted_by_strategy_and_layout(tmp_path: Path) -> None:
         ("baseline", "pt"): 1,
     }
     assert find([tmp_path / "a"], WANTED).keys() == {("streaming", "pt"), ("baseline", "pt")}
+
+
+def test_commands_do_not_count(tmp_path: Path) -> None:
+    same = replace(
+        make_command(), model=WANTED.model, dtype=WANTED.dtype, format=WANTED.format, cache="cold"
+    )
+    result = make_ran(same, environment=measured().environment)
+    assert find([run(tmp_path, result)], WANTED) == {}
+    load = replace(same, operation="load", command=())
+    assert len(find([run(tmp_path / "load", replace(result, cell=load))], WANTED)) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from factories import ENVIRONMENT, make_cell, make_result, notebook_run
+from ran_commands import make_ran
 from torch import save, zeros
 
+from weighin.cell import Cell
 from weighin.doctor import doctor
 from weighin.doctor.capabilities import Capability
 from weighin.predict import client
@@ -15,6 +17,8 @@ from weighin.recommend import answer, calibration
 from weighin.recommend.calibration import Calibration
 from weighin.records import run_folder
 from weighin.run import floor_search, runner
+from weighin.run.command_settings import CommandSettings
+from weighin.run.settings import RunSettings
 from weighin.run.task import Run
 from weighin.units import GIB, MIB
 
@@ -25,6 +29,7 @@ VERBS = {
     "doctor": ("doctor",),
     "list": ("list",),
     "bench": BENCH,
+    "run": ("run", "--resume", "commands", "--trust"),
     "floor": ("floor", "gpt2-tiny", "--isolation", "cgroup", "--out", "floors"),
     "merge": ("merge", "parts/1", "--out", "parts/whole"),
     "report": ("report", "runs/a", "--format", "csv"),
@@ -54,6 +59,9 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             run_folder.append(folder / "runs" / name, again)
     run_folder.write_plan(Path("parts/1"), [make_cell("streaming"), make_cell("baseline")])
     run_folder.append(Path("parts/1"), make_result(make_cell("streaming")))
+    settings = RunSettings(command=CommandSettings(str(folder)))
+    cells = [Cell.of_command("true", ("true",), "process", repeat=repeat) for repeat in (0, 1)]
+    run_folder.write_plan(Path("commands"), cells, settings.as_json())
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
     monkeypatch.setattr(doctor, "examine", lambda _, **__: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)
@@ -74,6 +82,8 @@ EXAMINATION = doctor.Examination((
 
 def _run(task: Any, _: Any) -> Any:
     results = [make_result(make_cell("streaming")), make_result(make_cell("safetensors_copy"))]
+    if task.settings.command:
+        results = [make_ran(planned.cell) for planned in task.planned]
     for result in results:
         run_folder.append(task.folder, result)
     return results

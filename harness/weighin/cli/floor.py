@@ -25,7 +25,7 @@ _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
     *("model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code"),
     *("checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "ranks", "seed"),
-    *("base_image", "mounts", "wait"),
+    *("base_image", "wait"),
 }
 
 

@@ -34,7 +34,7 @@ EXAMPLES = (
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     """Join the records of several runs of one plan, such as its shards, into a new run.
 
-    The new run has the whole plan, so that `weighin bench --resume` measures the cells that are
+    The new run has the whole plan, so that `weighin bench --resume` or `weighin run --resume` measures the cells that are
     missing. Runs of different plans, and two records of one cell, are errors.
     """
     from weighin.run import merge as merging

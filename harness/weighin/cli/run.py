@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "weighin run -- python train.py --epochs 1",
     "weighin run --ram 4g -- python train.py",
-    "weighin run --ram 8g,4g,2g --repeats 3 --cold weights.pt -- python load.py weights.pt",
-    "weighin run --ram 600m --mark 'epoch|step' -- sh -c 'cat data | python train.py'",
+    "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
+    "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
     "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
     "weighin run --suite commands --out results/commands",
     "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
@@ -183,4 +183,8 @@ def _end(
     for line in explanation.answer(task.folder, result):
         click.echo(f"weighin: {line}", err=True)
     click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
+    if json_file:
+        from weighin.report.run_json import of_run
+
+        _console.write_json(json_file, of_run(task.folder, results, ()))
     context.exit(0 if result.outcome == "ok" else result.exit_code or 1)

@@ -49,6 +49,8 @@ class GroupMemory:
     not map it.
     """
 
+    is_fresh = True
+
     def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
         """``helpers`` are members that are not the command's."""
         self._cgroup = cgroup
@@ -122,6 +124,8 @@ class TreeMemory:
     """
 
     kernel_bytes = None
+    is_fresh = False
+    """Whether the last sample is a sum, and not the one before with what has grown since."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -157,7 +161,8 @@ class TreeMemory:
     def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return the sum over the processes; None if none of them has memory."""
         status = _read_statuses(pids)
-        if self._sum.begin():
+        self.is_fresh = self._sum.begin()
+        if self.is_fresh:
             self._add_up(status)
             self._sum.end()
         if not self._shares or not status:

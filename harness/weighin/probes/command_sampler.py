@@ -20,6 +20,7 @@ from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02
 _FAST_INTERVAL_S: Final = 0.001
+_MUCH_MORE: Final = 1.2  # than at the last table: a table of this size is worth the time
 _PRIORITY: Final = 1  # the lowest of those that come before every other thread
 _NEAR: Final = 4  # the limit is near if it is met after so many intervals
 
@@ -137,7 +138,9 @@ class CommandSampler:
         if _is_more(sample, self._peak, most, step_bytes=1):
             self._peak, self.peak_ns = sample, sample.t_ns
         step_bytes = max(MIB, _usage(sample) // 100)
-        if _is_more(sample, self._kept, most, step_bytes) and self._keeping.begin():
+        is_new = self._memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
+        is_due = self._keeping.begin()
+        if is_new and (is_due or _usage(sample) > _MUCH_MORE * _usage(self._kept or sample)):
             self._table.keep(self._memory.shares(self._memory.pids()))
             self._kept = sample
             self._keeping.end()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 from dataclasses import replace
 from itertools import islice
@@ -18,6 +19,7 @@ SMALLEST_BYTES: Final = MIB
 _MOST_FILES: Final = 16
 _MOST_DESCRIPTORS: Final = 512  # a server may have ten thousand connections
 _ACCESS_MODE: Final = 0o3
+_LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
 _MAPS_FIELDS: Final = 6
 
 
@@ -62,6 +64,8 @@ def _read(pid: int) -> dict[str, OpenFile]:
             if (size := _regular_size(str(link))) < SMALLEST_BYTES:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
+            if _LIBRARY.fullmatch(path):  # the loader reads its header
+                continue
             position = _read_position(f"/proc/{pid}/fdinfo/{link.name}")
             if position is None:
                 continue

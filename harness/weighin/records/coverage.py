@@ -53,8 +53,7 @@ def coverage(
 ) -> Coverage:
     """Compare the cells and the settings of the plan of ``run`` with the run's results."""
     is_search = "within" in settings
-    verb = "floor" if is_search else "run" if settings.get("command") else "bench"
-    again = f"weighin {verb} --resume {quote(str(run))}"
+    again = f"weighin {verb_of(settings)} --resume {quote(str(run))}"
     shard = str(settings.get("shard", ""))
     if is_search:
         left = _unfinished(cells, results, settings["within"])
@@ -64,6 +63,13 @@ def coverage(
     except ConfigError:  # a plan that somebody edited
         ours, shard = cells, ""
     return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
+
+
+def verb_of(settings: Mapping[str, Any]) -> str:
+    """Return the verb that makes and resumes a run with the settings of this plan."""
+    if "within" in settings:
+        return "floor"
+    return "run" if settings.get("command") else "bench"
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:

@@ -26,7 +26,7 @@ from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.record import SCHEMA, Outcome, Result
-from weighin.records.coverage import Coverage, coverage
+from weighin.records.coverage import Coverage, coverage, verb_of
 from weighin.records.validate import impossible
 
 RECORDS: Final = "records.jsonl"
@@ -193,7 +193,7 @@ def read_whole(run: Path) -> Records:
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
             f"{path}, line {len(lines)} is incomplete (the run was cut off while writing it): its"
-            f" cell counts as not measured; weighin bench --resume {quote(str(run))} measures it again"
+            f" cell counts as not measured; {_resume(run)} measures it again"
         )
         lines.pop()
     results: list[Result] = []
@@ -351,10 +351,19 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
+def _resume(run: Path) -> str:
+    """Return the command that resumes a run."""
+    try:
+        verb = verb_of(read_plan(run).settings)
+    except RecordError:  # there is no plan, or it is damaged
+        verb = "bench"
+    return f"weighin {verb} --resume {quote(str(run))}"
+
+
 def _parse_record(path: Path, number: int, line: bytes) -> Result:
     repair = (
         f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
-        f"&& weighin bench --resume {quote(str(path.parent))}"
+        f"&& {_resume(path.parent)}"
     )
     return decode(line, f"{path}, line {number}", repair)
 

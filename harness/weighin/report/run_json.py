@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.record import Result
+from weighin.records.explanation import answer
 from weighin.records.floor import floors
 from weighin.report import dataframe, operations
 from weighin.report.dataframe import known
@@ -27,8 +28,10 @@ def of_run(
 ) -> dict[str, Any]:
     """Return a run: the rows of its summary.csv as ``series``, and the paths of written files.
 
-    ``missing`` is the number of planned cells without a record.
+    ``missing`` is the number of planned cells without a record. For a run of one command, ``answer``
+    is the explanation in words, a list of lines.
     """
+    is_one_command = len(results) == 1 and bool(results[0].cell.command)
     frame = dataframe.series(results).drop(columns="group")
     rows = operations.concerning(frame).to_dict("records")
     return {
@@ -38,6 +41,7 @@ def of_run(
         "missing_cells": missing,
         "warnings": list(warnings),
         "files": [str(path) for path in files],
+        **({"answer": answer(run, results[0])} if is_one_command else {}),
     }
 
 

@@ -57,7 +57,7 @@ class _Part:
 def merge(folders: Sequence[Path], out: Path) -> Merged:
     """Write the records, samples and traces of all runs to the new run ``out``.
 
-    The new run has the whole plan: ``weighin bench --resume`` measures the cells that are missing.
+    The new run has the whole plan: ``--resume`` measures the cells that are missing.
 
     Raises:
         RecordError: the runs have different plans, two runs measured the same cell, ``out`` is a run
@@ -162,4 +162,5 @@ def _copy_files(source: Path, result: Result, target: Path) -> None:
 
 def resume_command(folder: Path) -> str:
     """Return the command that measures the missing cells of a merged run."""
-    return f"weighin bench --resume {quote(str(folder))}"
+    verb = coverage.verb_of(run_folder.read_plan(folder).settings)
+    return f"weighin {verb} --resume {quote(str(folder))}"

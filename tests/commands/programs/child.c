@@ -8,7 +8,7 @@
 int main(int count, char **arguments) {
     if (count > 3 && !strcmp(arguments[1], "of")) {
         take((size_t)argument(count, arguments, 2, 256) * MIB);
-        hold(argument(count, arguments, 3, 200));
+        hold(argument(count, arguments, 3, 800));
         return 0;
     }
     take(8 * MIB);

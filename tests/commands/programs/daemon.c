@@ -24,7 +24,7 @@ int main(int count, char **arguments) {
         close(ready[0]);
         become_daemon();
         take((size_t)argument(count, arguments, 1, 64) * MIB);
-        hold(200);
+        hold(800);
         tell(ready[1]);
         close(ready[1]);
         hold(argument(count, arguments, 2, 60) * 1000);

@@ -22,7 +22,7 @@ int main(int count, char **arguments) {
         }
     for (int child = 0; child < children; child++)
         wait_for(ready[0]);
-    hold(argument(count, arguments, 3, 300));
+    hold(argument(count, arguments, 3, 800));
     for (int child = 0; child < children; child++)
         tell(end[1]);
     while (wait(NULL) > 0)

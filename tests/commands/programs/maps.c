@@ -19,6 +19,6 @@ int main(int count, char **arguments) {
     read_pages(shared, bytes);
     read_pages(own, bytes);
     write_pages(own, bytes / 2);
-    hold(argument(count, arguments, 2, 200));
+    hold(argument(count, arguments, 2, 800));
     return 0;
 }

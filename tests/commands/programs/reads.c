@@ -13,6 +13,6 @@ int main(int count, char **arguments) {
     char *buffer = take(MIB);
     while (read(file, buffer, MIB) > 0)
         ;
-    hold(argument(count, arguments, 2, 200));
+    hold(argument(count, arguments, 2, 800));
     return 0;
 }

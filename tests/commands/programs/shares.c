@@ -35,7 +35,7 @@ int main(int count, char **arguments) {
         return 0;
     }
     wait_for(ready[0]);
-    hold(argument(count, arguments, 2, 200));
+    hold(argument(count, arguments, 2, 800));
     tell(end[1]);
     wait(NULL);
     return 0;

@@ -38,8 +38,8 @@ class Standard:
         self.stdin = _copied(0, streams.stdin)
         self.outputs = {STDOUT: _copied(1, streams.stdout), STDERR: _copied(2, streams.stderr)}
         every = (self.stdin, *self.outputs.values())
-        self.reads_later = self.stdin is not None and _in_background(self.stdin)
-        self.is_terminal = not self.reads_later and all(map(_is_terminal, every))
+        self.is_in_background = self.stdin is not None and _in_background(self.stdin)
+        self.is_terminal = not self.is_in_background and all(map(_is_terminal, every))
 
     def close(self) -> None:
         for descriptor in (self.stdin, *self.outputs.values()):
@@ -203,7 +203,7 @@ class Attachment:
         self._writing = False
 
     def _pass_input(self) -> None:
-        if self._standard.reads_later:
+        if self._standard.is_in_background:
             return
         stdin, is_terminal = self._standard.stdin, self._standard.is_terminal
         while stdin is not None:

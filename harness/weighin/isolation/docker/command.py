@@ -4,22 +4,20 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import docker
 from docker.errors import APIError
 
-from weighin.cell import Cell
 from weighin.child_process import open_process
-from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
-from weighin.isolation.docker.engine import ENGINE_ERRORS, explained
-from weighin.isolation.docker.keeper import NOT_FOR_KEEPER, Keeper
-from weighin.isolation.docker.mounts import Bind
+from weighin.isolation.docker.engine import explained
+from weighin.isolation.docker.keeper import Keeper
 from weighin.pipes import ready
 from weighin.probes.cgroup import (
     MemoryCgroup,
@@ -28,7 +26,6 @@ from weighin.probes.cgroup import (
 )
 from weighin.probes.freezer import groups_of
 
-STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
 
 _BIRTH_TIMEOUT_S: Final = 30.0
@@ -36,41 +33,6 @@ _PROGRAM_TIMEOUT_S: Final = 0.1
 _LOOK_S: Final = 0.0005
 _EXIT_TIMEOUT_S: Final = 2.0
 _PAUSE_S: Final = 0.02  # between two looks at a process, before Linux 5.3
-
-
-def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list[str], list[str]]:
-    """Return the command of a cell's container, and its variables; a bare name removes the image's.
-
-    As with ``docker run IMAGE COMMAND``, the command stands after the image's entrypoint. Of this
-    process's variables, a container gets only TERM.
-    """
-    of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
-    asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
-    apart = {n: v for n, v in (of_image | asked).items() if n in NOT_FOR_KEEPER}
-    command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], apart)
-    return command, [*(f"{n}={v}" for n, v in asked.items() if n not in apart), *apart]
-
-
-def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
-    """Return what a command's container mounts: its folder writable, and ``mounts`` read-only.
-
-    Raises:
-        ConfigError: the folder is the root, or a path to mount does not exist.
-    """
-    if Path(folder) == Path("/"):
-        raise ConfigError(
-            "the current folder / cannot be mounted into a container",
-            "cd to the folder of the program",
-        )
-    wanted = dict.fromkeys(os.path.abspath(path) for path in mounts)  # noqa: PTH100 (links stay)
-    for path in wanted:
-        if not Path(path).exists():
-            raise ConfigError(f"--mount {path}: there is no such file or folder")
-    return [
-        *(Bind(Path(path).resolve(), path) for path in wanted if path != folder),
-        Bind(Path(folder), folder, writable=True),
-        *keeper.binds(),
-    ]
 
 
 class DockerCommand:
@@ -262,13 +224,3 @@ def _elsewhere() -> IsolationUnavailable:
         " not visible here",
         "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
     )
-
-
-def resize(client: docker.APIClient, container: str) -> Callable[[int, int], None]:
-    """Return a function that sets the (rows, columns) of a container's terminal."""
-
-    def set_size(rows: int, columns: int) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # it has ended
-            client.resize(container, rows, columns)
-
-    return set_size

@@ -1,6 +1,6 @@
-"""Run the worker in a Docker container, under the limits that a deployment would have.
+"""Run the worker, or any command, in a Docker container, under the limits of a deployment.
 
-Containers have no network, no capabilities, no swap and a read-only root. The worker is a child of
+A worker's containers have no network, no capabilities, no swap and a read-only root. The worker is a child of
 a small shell (``stream.KEEPER``), so that the cgroup exists until its counters have been read.
 ``/tmp`` (which is also HOME) and ``/dev/shm`` are small tmpfs mounts; their files are charged to
 the cell.
@@ -21,10 +21,9 @@ from docker.errors import APIError
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import RunningCommand, Streams
-from weighin.isolation.docker import command as in_container
-from weighin.isolation.docker import host_config, packages
-from weighin.isolation.docker.attachment import Attachment, Standard
-from weighin.isolation.docker.command import KILLED_AT_BIRTH, STREAMS, DockerCommand
+from weighin.isolation.docker import command_start, host_config, packages
+from weighin.isolation.docker.command import KILLED_AT_BIRTH
+from weighin.isolation.docker.command_start import STREAMS, Asked
 from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -45,7 +44,6 @@ from weighin.isolation.docker.image import (
     find_image,
 )
 from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
-from weighin.isolation.docker.keeper import Keeper
 from weighin.isolation.docker.mounts import Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
@@ -142,43 +140,15 @@ class DockerIsolation:
         if self._image is None:
             self.prepare()
         assert self._image is not None
-        client, info = self._client, self._engine_info()
-        with contextlib.ExitStack() as opened, self._new_container() as name:
-            keeper, standard = Keeper(), Standard(streams)
-            opened.callback(keeper.close)
-            opened.callback(standard.close)
-            binds = in_container.binds(folder, mounts, keeper)
-            about = client.inspect_image(self._image)["Config"]  # type: ignore[no-untyped-call]
-            start, variables = in_container.settings(about, cell, keeper)
-            container = client.create_container(
-                self._image,
-                start[1:],
-                entrypoint=start[:1],
+        asked = Asked(self._image, cell, folder, streams, mounts)
+        with self._new_container() as name:
+            return command_start.start(
+                self._client,
+                self._engine_info(),
+                asked,
                 name=name,
-                host_config=host_config.of_command(client, info, binds, cell.ram_limit_bytes),
-                stdin_open=True,
-                tty=standard.is_terminal,
-                user=host_config.user(info),
-                working_dir=folder,
-                environment=variables,
-                labels=owner_labels() | {"weighin.cell": cell.id},
-            )["Id"]
-            stream = client.attach_socket(container, params=STREAMS)
-            resize = in_container.resize(client, container)
-            attachment = Attachment(stream, standard, resize=resize)
-            opened.callback(attachment.close)
-            running = DockerCommand(
-                client, container, keeper, attachment, on_close=lambda: self._remove(name)
+                on_close=lambda: self._remove(name),
             )
-            limited = cell.ram_limit_bytes is not None
-            try:
-                running.begin(limited=limited)
-            except APIError as error:
-                if not (limited and killed_at_birth(error)):
-                    raise
-                running.end_at_birth()
-            opened.pop_all()
-            return running
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Remove the containers whose owner, a process of this machine, is dead."""

@@ -24,6 +24,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker.mounts import Bind
 from weighin.pipes import ready
 
+SHELL: Final = Path("/bin/sh")
 _PIPES: Final = "/weighin/keeper"
 _SHELL: Final = "/weighin/shell"
 
@@ -80,6 +81,8 @@ class Keeper:
         self._open: set[int] = set()
         self._said = b""
         try:
+            # In a file, because bash does not name the signal that ended a child of "bash -c".
+            Path(self._folder, "start").write_text(_SCRIPT)
             for path in (hold, life, told):
                 os.mkfifo(path, 0o600)
             # A pipe can be opened for writing only while somebody can read it.
@@ -96,14 +99,14 @@ class Keeper:
     def binds(self) -> list[Bind]:
         """Return what the container must mount for its keeper."""
         pipes = Bind(Path(self._folder), _PIPES, writable=True)
-        return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _shell().items())]
+        return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _files(SHELL).items())]
 
     def command(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """Return the container's command; ``variables`` are set for ``command`` only."""
-        loader, *others = (f"{_SHELL}/{name}" for name in _shell())
+        loader, *others = (f"{_SHELL}/{name}" for name in _files(SHELL))
         start = [loader, "--library-path", _SHELL, others[0]] if others else [loader]
         settings = [f"{name}={value}" for name, value in variables.items()]
-        return [*start, "-c", _SCRIPT, "weighin", *settings, "--", *command]
+        return [*start, f"{_PIPES}/start", *settings, "--", *command]
 
     def wait_for_child(self, keeper: int, timeout_s: float) -> int | None:
         """Return the child's pid in the container when it waits for ``go``; None if it will not.
@@ -176,12 +179,12 @@ def parse(said: bytes) -> Exit | None:
 
 
 @cache
-def _shell() -> dict[str, Path]:
-    """Return the files of this machine's shell by their names: its loader, itself, its libraries.
+def _files(shell: Path) -> dict[str, Path]:
+    """Return the files of a shell by their names: its loader, itself, its libraries.
 
     A shell without libraries is one file. Raises IsolationUnavailable without ``ldd``.
     """
-    shell = Path("/bin/sh").resolve()
+    shell = shell.resolve()
     try:
         listed = subprocess.run(["ldd", shell], capture_output=True, text=True, check=False).stdout
     except OSError as error:

@@ -138,18 +138,15 @@ def _where(facts: Facts, place: Place | None) -> str:
 def _cache(facts: Facts) -> str:
     """Return the largest page cache, of which files, and whether they were cold."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
-    files = [file for process in facts.present for file in process.files]
-    if (
-        facts.result.peaks.cgroup_bytes is None
-        or most is None
-        or (most < MIB and not files and not cold)
-    ):
+    found = {file.path: file for process in facts.present for file in process.files}
+    files = sorted(found.values(), key=lambda file: -file.size_bytes)
+    is_charged = most is not None and most >= MIB
+    if facts.result.peaks.cgroup_bytes is None or most is None or not (is_charged or files or cold):
         return ""
-    large = sorted({file.path: file for file in files}.values(), key=lambda file: -file.size_bytes)
-    of = f" of {names(large)}" if large and most >= MIB else ""
+    of = f" of {names(files)}" if files and is_charged else ""
     start = (
         f"{', '.join(cold[:2])} cold at the start"
         if cold
-        else "without --cold, pages that were cached before are not counted"
+        else "pages that others had cached before are not charged (--cold PATH drops them)"
     )
-    return f"Page cache: at most {size(most)}{of}; {start}."
+    return f"Page cache: {f'at most {size(most)}{of}' if is_charged else 'none'}; {start}."

@@ -1,0 +1,39 @@
+"""The end of ``weighin run``: the words on standard error, and the same in the JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from commands import CommandLine
+
+TAKES = "taken = bytes(10) * 40 * 1024**2; print(len(taken))"
+"""Takes 400 MiB at once."""
+
+
+@pytest.mark.cgroup
+def test_a_kill_is_said_in_words_on_standard_error(command: CommandLine) -> None:
+    limited = ("--isolation", "cgroup", "--ram", "200m", "--no-stacks", "--out", "kill")
+    ended = command.run("run", *limited, "--json", "kill.json", "--", sys.executable, "-c", TAKES)
+    assert (ended.code, ended.out) == (137, "")
+    killed, held, path = ended.err.splitlines()
+    assert killed.startswith("weighin: Killed by the limit of 200 MiB: the kernel killed python")
+    assert killed.endswith(", the first process.")
+    assert re.fullmatch(
+        r"weighin: It held (19\d|200) MiB of anonymous memory and asked for more;"
+        r" page cache is no need\.",
+        held,
+    )
+    assert path == "weighin: weighin report kill"
+    answer = json.loads((command.folder / "kill.json").read_text())["answer"]
+    assert [f"weighin: {line}" for line in answer] == [killed, held]
+
+
+@pytest.mark.cgroup
+def test_the_output_of_a_command_that_lives_is_its_own(command: CommandLine) -> None:
+    ended = command.run("run", "--isolation", "cgroup", "--out", "lives", "--", "echo", "hello")
+    assert (ended.code, ended.out) == (0, "hello\n")
+    first, *_, last = ended.err.splitlines()
+    assert (first, last) == ("weighin: It ended well.", "weighin: weighin report lives")
