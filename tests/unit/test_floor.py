@@ -243,8 +243,14 @@ def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
     }  # fmt: skip
 
 
-def of_command(limit: int | None, outcome: Outcome, needed_bytes: int, repeat: int = 0) -> Result:
-    cell = Cell.of_command("x", ("./x",), "cgroup", ram_limit_bytes=limit, repeat=repeat)
+def of_command(
+    limit: int | None,
+    outcome: Outcome,
+    needed_bytes: int,
+    repeat: int = 0,
+    isolation: str = "cgroup",
+) -> Result:
+    cell = Cell.of_command("x", ("./x",), isolation, ram_limit_bytes=limit, repeat=repeat)
     return Result(
         SCHEMA,
         cell,
@@ -280,9 +286,13 @@ def test_the_first_limit_for_a_command_is_just_above_its_need(need: int) -> None
     assert need < second.ram_limit_bytes <= need * 1.03 + 2 * MIB
 
 
-def test_a_command_that_needs_next_to_nothing_works_under_1_mib() -> None:
-    results = [of_command(None, Outcome.OK, 300_000)]
+@pytest.mark.parametrize(("isolation", "least"), [("cgroup", MIB), ("docker", 6 * MIB)])
+def test_a_command_that_needs_next_to_nothing_works_under_the_least_limit(
+    isolation: str, least: int
+) -> None:
+    results = [of_command(None, Outcome.OK, 300_000, isolation=isolation)]
     while found := next_cell(results[0].cell, results, 0.01, 64 * GIB):
-        results.append(of_command(found.ram_limit_bytes, Outcome.OK, 300_000, found.repeat))
-    assert results[-1].cell.ram_limit_bytes == MIB
-    assert floors(results)[0].message == "works even under 1.000 MiB"
+        limit = found.ram_limit_bytes
+        results.append(of_command(limit, Outcome.OK, 300_000, found.repeat, isolation))
+    assert results[-1].cell.ram_limit_bytes == least
+    assert floors(results)[0].message == f"works even under {least // MIB}.000 MiB"

@@ -25,6 +25,7 @@ from weighin.records.floor import (
 )
 from weighin.units import MIB
 
+_LEAST_OF_DOCKER: Final = 6 * MIB  # the engine refuses a smaller limit
 # A limit must also cover page tables, the kernel's per-CPU page stock and the file pages in use,
 # which were measured as 8 to 24 MiB above the sampled maximum of anonymous memory.
 _BESIDE_BYTES: Final = 16 * MIB
@@ -58,13 +59,14 @@ def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: i
     step = _step(min(estimate, working or estimate), within, finest)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
     jump = step << max(0, len(tried) - 1)  # doubles until one limit works and one fails
+    least = max(step, _LEAST_OF_DOCKER) if first.cell.isolation == "docker" else step
     if failing is None and working is None:
-        return min(-(-estimate // step) * step, highest)
+        return min(max(-(-estimate // step) * step, least), highest)
     if working is None:
         assert failing is not None
         return min(failing + jump, highest) if failing < highest else None
     if failing is None:
-        return max(working - jump, step) if working > step else None
+        return max(working - jump, least) if working > least else None
     if working - failing > step:
         return failing + max(1, (working - failing) // step // 2) * step
     if bounds.passed < PASSES:

@@ -7,7 +7,6 @@ to a pipe. Its bytes are passed on before they are searched.
 import contextlib
 import fcntl
 import os
-import re
 import select
 import signal
 import struct
@@ -17,51 +16,27 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError
 from weighin.isolation.base import Streams
 from weighin.pipes import ready
 from weighin.record import Mark
 from weighin.run.command_settings import CommandSettings
+from weighin.run.output_lines import Ended, Lines, Pattern
 from weighin.text import one_line
 
 MOST_MARKS: Final = 1000
 """Of more marks, the newest are kept."""
 
 _AT_ONCE: Final = 64 * 1024  # what a pipe holds
-_LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is searched
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
 _PROMPT_S: Final = 0.05  # a line that has not ended by then is a prompt
-_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
-"""What may match at the end of a text, and not at the end of a line: it looks around, or is possessive."""
 _STANDARD: Final = (1, 2)
 _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
-
-
-class Pattern:
-    """A regular expression that is looked for in each line of a text."""
-
-    def __init__(self, option: str, text: str) -> None:
-        """Raise ConfigError, which names the option, if the text is not a regular expression."""
-        try:
-            self.search = re.compile(text).search
-            self._anywhere = re.compile(text, re.MULTILINE).search
-        except re.error as error:
-            raise ConfigError(
-                f"{option} {text!r} is not a regular expression: {error}",
-                "write a backslash before a character that is meant literally: 'loss \\(train\\)'",
-            ) from None
-        self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
-
-    def may_be_in(self, lines: str) -> bool:
-        """Tell whether a line may contain it: one search of many lines is quicker than many."""
-        return self._sees_line_ends or self._anywhere(lines) is not None
 
 
 class Relay:
@@ -138,7 +113,7 @@ class Relay:
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
     def _pass_on(self, channel: "_Channel") -> None:
-        lines = _Lines()
+        lines = Lines()
         while True:
             if not ready([channel.source], _PROMPT_S if lines.begun else _SILENCE_S):
                 self._look_if_ready(lines.begun)
@@ -151,7 +126,7 @@ class Relay:
         self._note(lines.rest())
         channel.close()
 
-    def _note(self, ended: "_Ended | None") -> None:
+    def _note(self, ended: Ended | None) -> None:
         if not ended or not any(each.may_be_in(ended.text) for each in self._patterns):
             return
         for number, line in enumerate(ended.text.split("\n")):
@@ -228,50 +203,6 @@ class _Channel:
         if descriptor in self._open:
             self._open.discard(descriptor)
             os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """Lines that ended, and the times of the last character of the first one and of all others."""
-
-    text: str
-    first_ns: int
-    t_ns: int
-
-
-class _Lines:
-    """Splits output into lines; a carriage return ends a line too, as in a progress bar."""
-
-    def __init__(self) -> None:
-        self._begun = b""
-        self._begun_ns = 0
-
-    @property
-    def begun(self) -> str:
-        """The beginning of the line that has not ended."""
-        return _plain(self._begun)
-
-    def feed(self, data: bytes, t_ns: int) -> _Ended | None:
-        """Return the lines that end in ``data``; None if none does."""
-        end = max(data.rfind(b"\n"), data.rfind(b"\r"))
-        if end < 0:
-            self._begun = (self._begun + data)[:_LONGEST_LINE]
-            self._begun_ns = t_ns
-            return None
-        first_ns = self._begun_ns if data[:1] in (b"\n", b"\r") else t_ns
-        ended = _Ended(_plain(self._begun + data[:end]), first_ns, t_ns)
-        self._begun, self._begun_ns = data[end + 1 :], t_ns
-        return ended
-
-    def rest(self) -> _Ended | None:
-        """Return the last line if it did not end."""
-        return _Ended(self.begun, self._begun_ns, self._begun_ns) if self._begun else None
-
-
-def _plain(output: bytes) -> str:
-    """Return output as text without the sequences that set colours and titles in a terminal."""
-    text = output.decode(errors="replace").replace("\r", "\n")
-    return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 @contextlib.contextmanager

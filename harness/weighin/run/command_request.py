@@ -16,9 +16,9 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
 from weighin.run import readiness
-from weighin.run.command_output import Pattern
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
+from weighin.run.output_lines import Pattern
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.run.task import PlannedCommand, Run, check_folder
