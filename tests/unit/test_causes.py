@@ -231,6 +231,14 @@ def test_children_with_memory_of_their_own_copy_nothing() -> None:
     assert found(*forked(hi=141 * MIB, command="python worker.py")) is None
 
 
+def test_workers_of_a_small_parent_have_memory_of_their_own() -> None:
+    children = [
+        process(n, anon=123 * MIB, parent=PID, highest_rss_bytes=130 * MIB) for n in (101, 102, 103)
+    ]
+    processes = (process(anon=3 * MIB, highest_rss_bytes=12 * MIB), *children)
+    assert found(*killed([372 * MIB], processes=processes)) is None
+
+
 def test_shared_memory() -> None:
     cause = found(*killed([30 * MIB], shmem=250 * MIB))
     assert cause

@@ -218,6 +218,20 @@ def test_a_thread_that_waits_is_not_where_the_memory_went() -> None:
     assert "`work` (s.py:4)" in explain(replace(result, ran=ran))[1]
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "Connection._recv (/usr/lib/python3.11/multiprocessing/connection.py:378)",
+        "Thread.join (/usr/lib/python3.11/threading.py:1112)",
+        "sleep (load.py:3)",
+    ],
+)
+def test_if_all_threads_wait_no_line_is_named(frame: str) -> None:
+    result = killed()
+    ran = replace(result.ran, stacks=(stack(590 * MIB, frame),))
+    assert "Most of it" not in "".join(explain(replace(result, ran=ran)))
+
+
 def test_without_a_stack_the_last_mark_before_the_peak_tells_where_it_was() -> None:
     result = killed()
     marks = (Mark(1, "epoch 1"), Mark(2, "epoch 2"), Mark(9_000_000_000, "done"))

@@ -171,7 +171,8 @@ def _copy_on_write(facts: Facts) -> Evidence | None:
         together = held_by(parent) + sum(map(held_by, children))
         # A child begins with the pages of its parent. What it has above them is its own.
         added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
-        if children and together > LEAST_BYTES and together - added > 1.25 * alone:
+        copied = together - added - alone
+        if children and together > LEAST_BYTES and copied > together // 4:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
             return {"count": count, "together": size(together), "alone": size(alone)}
     return None

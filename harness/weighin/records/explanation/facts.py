@@ -17,8 +17,9 @@ _NEAR: Final = 0.75
 """A stack that was read at less of the memory that the command needed does not tell where it was."""
 _SHORT_CODE: Final = 48
 _COMMAND_LENGTH: Final = 72
-_WAITING: Final = re.compile(
-    r"_?wait|waitpid|wait4|poll|select|join|_wait_for_tstate_lock|acquire|sleep|_try_wait|_communicate"
+_WAITING: Final = re.compile(r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept")
+_WAITING_FILE: Final = re.compile(
+    r"(?:.*/)?(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py"
 )
 _WAITING_CODE: Final = re.compile(r"\b(?:os\.wait\w*|\w+\.(?:wait|join|sleep|communicate))\(")
 _CHECKPOINT: Final = re.compile(
@@ -110,7 +111,8 @@ class Facts:
             return None
         last_ns = places[-1].stack.t_ns
         now = [place for place in places if place.stack.t_ns == last_ns]
-        return max(now, key=self._weight)
+        best = max(now, key=self._weight)
+        return None if is_waiting(best) else best
 
     @cached_property
     def places(self) -> list[Place]:
@@ -199,6 +201,7 @@ def is_waiting(place: Place) -> bool:
     """Tell whether a thread only waits, for a child or for another thread."""
     return bool(
         _WAITING.fullmatch(place.frames[0].short_name)
+        or (place.frames[0].is_library and _WAITING_FILE.fullmatch(place.frames[0].path))
         or (place.frames[0] == place.frame and _WAITING_CODE.search(place.stack.code))
     )
 
