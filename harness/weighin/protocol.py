@@ -61,6 +61,7 @@ def decode_job(line: bytes) -> Job:
     """Return the job from a line that ``encode_job`` wrote."""
     fields: dict[str, Any] = json.loads(line)
     cell = fields.pop("cell")
+    cell["command"] = tuple(cell["command"])
     model = ModelSpec(**cell.pop("model"))
     for name in ("python_path", "mounts"):
         fields[name] = tuple(fields[name])

@@ -111,7 +111,6 @@ def _lines(
         yield from (f"    {_text(name)}: {accepted[name]}" for name in sorted(accepted))
     yield "  series:"
     judged = [METRICS[name] for name in METRICS if name in rules.tolerances]
-    explaining = {metric.in_phase for metric in judged}
     for name, entry in sorted(series.items()):
         yield f"    {_text(name)}:"
         yield f"      outcome: {_text(entry.outcome)}"
@@ -130,6 +129,7 @@ def _lines(
                     else f"[{figure.low}, {figure.median}, {figure.high}]"
                 )
                 yield f"        {metric.name}: {value}  # {metric.text(figure.median)}"
+        explaining = {metric.in_phase for metric in judged if metric.name in entry.figures}
         yield "      phases:"
         for phase, figures in entry.phases.items():
             pairs = ", ".join(
