@@ -129,7 +129,11 @@ def _lines(
                     else f"[{figure.low}, {figure.median}, {figure.high}]"
                 )
                 yield f"        {metric.name}: {value}  # {metric.text(figure.median)}"
-        explaining = {metric.in_phase for metric in judged if metric.name in entry.figures}
+        explaining = {
+            metric.in_phase
+            for metric in judged
+            if "load" in metric.operations or metric.name in entry.figures
+        }
         yield "      phases:"
         for phase, figures in entry.phases.items():
             pairs = ", ".join(
