@@ -99,7 +99,12 @@ class GroupMemory:
         return _read_shares(pids)
 
     def oom_kills(self) -> int | None:
-        """Return the number of processes that the kernel killed in the group and those below it."""
+        """Return the number of processes that the kernel killed in the group and those below it.
+
+        On v2, groups that were removed in the meantime count as well.
+        """
+        if self._cgroup.version == 2:
+            return self._cgroup.read_oom_kills_below()
         for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
             if kills is not None:
