@@ -48,9 +48,7 @@ def floor_bytes(disk: Path, checkpoints: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def machine(
-    disk: Path, checkpoints: Path, programs: Path, floor_bytes: int
-) -> machines.Ended:
+def machine(disk: Path, checkpoints: Path, programs: Path, floor_bytes: int) -> machines.Ended:
     """What the virtual machine left, after a bench 2 % and 16 MiB below the floor, and as far above it."""
     distance = 0.02 * floor_bytes + 16 * MIB
     below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
