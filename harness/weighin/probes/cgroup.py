@@ -266,7 +266,7 @@ class MemoryCgroup:
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the number of kills in this v2 group and in all that were ever below it."""
+        """Return the number of kills in this group and in all that were ever below it; None on v1."""
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:

@@ -103,13 +103,13 @@ class GroupMemory:
 
         On v2, groups that were removed in the meantime count as well.
         """
-        if self._cgroup.version == 2:
-            return self._cgroup.read_oom_kills_below()
         for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
             if kills is not None:
                 self._kills[folder] = kills
-        return sum(self._kills.values()) if self._kills else None
+        seen = sum(self._kills.values()) if self._kills else None
+        ever = self._cgroup.read_oom_kills_below()
+        return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
         """Return the most memory that the group can have, in bytes; None without a limit."""
