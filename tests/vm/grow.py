@@ -4,8 +4,8 @@ import weighin
 
 
 def grow() -> int:
-    held = []
-    for _ in range(200):
+    held: list[bytes] = []
+    while len(held) < 200:
         held.append(b"".join([b"1" * 1024] * 1024))  # TAKEN
     return len(held)
 
