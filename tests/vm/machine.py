@@ -27,17 +27,7 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = (
-    "kernel",
-    "ordinary-user",
-    "instrument",
-    "commands",
-    "killed",
-    "floor",
-    "command-of-user",
-    "outer-limit",
-    "doctor",
-)
+STEPS = ("kernel", "ordinary-user", "instrument", "killed", "floor", "outer-limit", "doctor")
 """What the script ``inside`` does, in its order."""
 
 SEARCHED = {
