@@ -6,6 +6,7 @@ them, statically: so their libraries add no page cache.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from weighin.units import MIB
 
 PROGRAMS = Path(__file__).parent / "commands" / "programs"
+BUILT = os.environ.get("WEIGHIN_TEST_PROGRAMS", "")
+"""A folder of these programs, built elsewhere for a machine without a compiler; else empty."""
 FILE = "FILE"
 """The argument that stands for a file of ``FILE_BYTES``."""
 FILE_BYTES = 128 * MIB

@@ -232,6 +232,8 @@ class Kill:
 
     ``limit_of`` is the cgroup whose limit was met: empty for the command's own, "machine" if the
     whole machine was full, "unknown" if the log does not tell, else the path of another cgroup.
+    ``limit_bytes`` is the size of the limit; None if it is not that of the command or of a cgroup
+    around it.
     """
 
     pid: int
@@ -241,6 +243,7 @@ class Kill:
     anon_bytes: int | None = None
     file_bytes: int | None = None
     shmem_bytes: int | None = None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,23 @@ step("survived")
     assert sampler.largest_anon_and_shmem_bytes > 0.5 * 64 * MIB
 
 
+def test_a_kill_in_a_group_below_is_counted_also_after_its_removal(group: Path) -> None:
+    if (control := group / "cgroup.subtree_control").exists():
+        control.write_text("+memory")
+    below = group / "below"
+    below.mkdir()
+    limit(below, 64 * MIB)
+    with command('step("started"); hold(200)', below) as one:
+        one.reach("started")
+        sampler = sampled(one, group)
+        one.go()
+        assert one.process.wait(20) == -9
+        wait_until(lambda: sampler.oom_kills == 1, "the kill is not counted")
+        below.rmdir()
+        sampler.stop()
+    assert sampler.oom_kills == 1
+
+
 def test_sampling_takes_little_time(group: Path) -> None:
     with command('step("started"); held = hold(100); step("held")', group) as one:
         one.reach("started")

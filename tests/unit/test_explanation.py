@@ -54,6 +54,20 @@ def test_a_kill_by_a_limit_around_says_that_it_is_not_the_own_one() -> None:
     )
 
 
+def test_a_kill_by_a_limit_around_names_its_size() -> None:
+    kill = Kill(PID, "python", is_main=True, limit_of="/user.slice", limit_bytes=800 * MIB)
+    result = killed()
+    lines = explain(replace(result, ran=replace(result.ran, kills=(kill,))))
+    assert lines[0] == (
+        "Killed by the limit of 800 MiB of the cgroup /user.slice around it, not by its own of"
+        " 600 MiB: the kernel killed python load.py (pid 100), the first process."
+    )
+    assert lines[2] == (
+        "The limit that it met is the 800 MiB of the cgroup /user.slice around it, not its own."
+        " Raise that limit."
+    )
+
+
 @pytest.mark.parametrize(
     ("limit_of", "words"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from weighin.phase_reporter import Reporter
+from weighin.probes.cgroup import MemoryCgroup
 from weighin.program_phases import VARIABLE
 from weighin.record import OURS, Phase, Track
 from weighin.run.program_phases import PhaseListener
@@ -75,6 +76,19 @@ with weighin.phase("kept"):
     assert kept.peak_cgroup_bytes is kept.end.cgroup_bytes is kept.workingset_refault_file is None
     assert max(listener.highest_rss_bytes.values()) == spike.peak_rss_bytes
     assert (listener.peak_bytes, listener.last_phase, listener.warnings) == (None, None, ())
+
+
+def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path: Path) -> None:
+    """cgroup v2 before Linux 6.12: the mark is that since the group was made."""
+    (group := tmp_path / "group").mkdir()
+    (group / "memory.current").write_text("4096")
+    listener = PhaseListener(tmp_path)
+    listener.watch(MemoryCgroup(group))
+    (phase,), _ = phases_of(listener, 'import weighin\nwith weighin.phase("one"):\n    pass\n')
+    assert phase.peak_cgroup_bytes is None
+    assert listener.warnings == (
+        "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases have none",
+    )
 
 
 def test_an_outer_phase_has_the_peak_of_an_inner_one(listener: PhaseListener) -> None:

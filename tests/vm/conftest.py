@@ -48,13 +48,13 @@ def floor_bytes(disk: Path, checkpoints: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def machine(disk: Path, checkpoints: Path, floor_bytes: int) -> machines.Ended:
+def machine(disk: Path, checkpoints: Path, programs: Path, floor_bytes: int) -> machines.Ended:
     """What the virtual machine left, after a bench 2 % and 16 MiB below the floor, and as far above it."""
     distance = 0.02 * floor_bytes + 16 * MIB
     below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
     folder = disk / "machine"
     folder.mkdir()
     try:
-        return machines.run(folder, checkpoints, f"{below}m,{above}m")
+        return machines.run(folder, checkpoints, programs, f"{below}m,{above}m")
     except machines.MachineError as error:
         pytest.fail(str(error), pytrace=False)

@@ -13,7 +13,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -27,7 +27,7 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = ("kernel", "ordinary-user", "instrument", "doctor")
+STEPS = ("kernel", "ordinary-user", "instrument", "killed", "floor", "outer-limit", "doctor")
 """What the script ``inside`` does, in its order."""
 
 SEARCHED = {
@@ -64,18 +64,19 @@ class Ended:
         return (self.folder / f"{step}.out").read_text()
 
 
-def run(folder: Path, checkpoints: Path, ram: str) -> Ended:
+def run(folder: Path, checkpoints: Path, programs: Path, ram: str) -> Ended:
     """Boot the machine, have it do its steps, and return what it left.
 
     ``folder`` is empty, and on a disk; ``checkpoints`` is a cache that the machine begins with;
-    ``ram`` are the limits of its bench.
+    ``programs`` are those of ``known_commands``, since the machine has no compiler; ``ram`` are the
+    limits of its bench.
 
     Raises:
         MachineError: it could not be made, or did not power off by itself in time.
     """
     boot_from = _disk()
     work = folder / "work.ext4"
-    _make_work_disk(work, folder / "work", checkpoints, ram)
+    _make_work_disk(work, folder / "work", {"cache": checkpoints, "programs": programs}, ram)
     console = folder / "console.txt"
     start = time.monotonic()
     try:
@@ -125,7 +126,7 @@ def _digest() -> str:
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _make_work_disk(image: Path, content: Path, checkpoints: Path, ram: str) -> None:
+def _make_work_disk(image: Path, content: Path, given: Mapping[str, Path], ram: str) -> None:
     (content / "out").mkdir(parents=True)
     for name, value in {**SEARCHED, "ram": ram}.items():
         (content / "out" / name).write_text(value)
@@ -135,7 +136,10 @@ def _make_work_disk(image: Path, content: Path, checkpoints: Path, ram: str) -> 
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(source, target)
-    shutil.copytree(checkpoints, content / "cache", copy_function=os.link)
+    for name, source in given.items():
+        shutil.copytree(source, content / name, copy_function=os.link)
+    (content / "bin").mkdir()
+    shutil.copy2(Path(sysconfig.get_path("scripts")) / "py-spy", content / "bin")
     room = "assume_storage_prezeroed=1"
     _run("mkfs.ext4", "-q", "-L", "work", "-E", room, "-d", str(content), str(image), "4G")
     shutil.rmtree(content)

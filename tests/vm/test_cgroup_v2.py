@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import json
 import re
+from math import inf
 from typing import Any
 
 import pytest
-from machine import STEPS, Ended
+from machine import ROOT, STEPS, Ended
 
 from weighin.units import MIB
 
 pytestmark = pytest.mark.vm
 
+GROW = ROOT / "tests" / "vm" / "grow.py"
+TAKEN = '        held.append(b"".join([b"1" * 1024] * 1024))  # TAKEN'
+SPENT = 64 * MIB
+"""The memory that the C program ``spend 48 20 16`` takes."""
 
-def records(machine: Ended) -> list[dict[str, Any]]:
-    """Return the records of the bench: of the limit below the floor, and of the one above it."""
-    text = (machine.folder / "run" / "records.jsonl").read_text()
+
+def records(machine: Ended, run: str = "run") -> list[dict[str, Any]]:
+    """Return the records of a run, those with the smallest limit first.
+
+    The run of a bench has two: of the limit below the floor, and of the one above it.
+    """
+    text = (machine.folder / run / "records.jsonl").read_text()
     found = [json.loads(line) for line in text.splitlines()]
-    return sorted(found, key=lambda record: record["cell"]["ram_limit_bytes"])
+    return sorted(found, key=lambda record: record["cell"]["ram_limit_bytes"] or inf)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -82,3 +91,48 @@ def test_the_floor_there_is_that_of_this_machine_within_2_percent_and_16_mib(
     print(f"killed at {limits[0] / MIB:g} MiB, not at {limits[1] / MIB:g} MiB")
     assert limits[0] < floor_bytes < limits[1]
     assert (below["outcome"], above["outcome"]) == ("oom_killed", "ok")
+
+
+def test_a_killed_child_is_named_with_its_limit_its_line_and_its_phase(machine: Ended) -> None:
+    (record,) = records(machine, "killed")
+    (kill,) = record["ran"]["kills"]
+    assert (record["outcome"], record["oom_kills"]) == ("oom_killed", 1)
+    assert record["ran"]["survived"]
+    assert (kill["limit_of"], kill["limit_bytes"], kill["is_main"]) == ("", 96 * MIB, False)
+    assert kill["anon_bytes"] > 80 * MIB
+    said = (machine.folder / "killed.err").read_text()
+    print(said)
+    assert "Killed by the limit of 96 MiB: the kernel killed python3 tests/vm/grow.py" in said
+    line = 1 + GROW.read_text().splitlines().index(TAKEN)
+    assert f"`grow` (grow.py:{line}) ran" in said
+    # Linux 6.1 cannot reset the mark of a group, so that a phase has none.
+    (phase,) = record["phases"]
+    assert phase["name"] == record["last_phase"] == "grow"
+    assert phase["peak_cgroup_bytes"] is None
+    assert any("cgroup v2 can since Linux 6.12" in warning for warning in record["warnings"])
+    assert phase["peak_rss_bytes"] > 80 * MIB
+
+
+def test_the_floor_of_a_command_in_an_ordinary_users_scope_is_what_it_needs(
+    machine: Ended,
+) -> None:
+    (found,) = json.loads((machine.folder / "floor.json").read_text())["floors"]
+    print(f"spend 48 20 16 lives under {found['floor_bytes'] / MIB:g} MiB")
+    assert SPENT <= found["floor_bytes"] <= SPENT + 4 * MIB
+    tried = records(machine, "floor")
+    assert {record["outcome"] for record in tried} == {"ok", "oom_killed"}
+    for record in tried:
+        groups = record["environment"]["isolation"]["groups"]
+        assert re.search(r"/user@1000\.service/.+\.scope$", groups), groups
+        needed = record["ran"]["needed_bytes"]
+        if record["outcome"] == "ok":
+            assert needed == pytest.approx(SPENT, abs=0.01 * SPENT + MIB)
+
+
+def test_the_limit_of_the_scope_around_is_named_with_its_size(machine: Ended) -> None:
+    (record,) = records(machine, "outer")
+    print(record["message"], record["ran"]["kills"])
+    assert record["outcome"] == "oom_killed"
+    assert re.search(
+        r"the limit of 200\.000 MiB of the cgroup \S+\.scope around it", record["message"]
+    )

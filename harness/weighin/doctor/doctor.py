@@ -24,6 +24,7 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 from weighin.record import Outcome
+from weighin.run import command_runner
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
@@ -63,12 +64,13 @@ class Examination:
 def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` gets a line before each step that takes long.
 
-    The function removes the containers and cgroups that killed runs left behind, and reports them;
+    The function removes the containers, cgroups and folders that killed runs left behind, and reports them;
     with ``clean`` also those of runs with another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
-    return Examination((*limits, *figures(), *_machine()))
+    folders = map(_removed, command_runner.remove_leftovers())
+    return Examination((*folders, *limits, *figures(), *_machine()))
 
 
 def table(examination: Examination) -> Table:
@@ -89,8 +91,7 @@ def _isolation(
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
-    for line in isolation.remove_stale(any_lock=any_lock):
-        yield Capability("left behind by a killed run", "good", f"removed: {line}")
+    yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
         return
@@ -99,6 +100,10 @@ def _isolation(
         yield _prove(isolation, say)
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
+
+
+def _removed(line: str) -> Capability:
+    return Capability("left behind by a killed run", "good", f"removed: {line}")
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:

@@ -265,6 +265,10 @@ class MemoryCgroup:
         """Return the number of processes of this group that the OOM killer ended."""
         return _read_field(self.oom_path, "oom_kill")
 
+    def read_oom_kills_below(self) -> int | None:
+        """Return the number of kills in this group and in all that were ever below it; None on v1."""
+        return _read_field(self.path / "memory.events", "oom_kill")
+
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local: how often this group met its limits.
 

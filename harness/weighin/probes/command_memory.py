@@ -99,12 +99,17 @@ class GroupMemory:
         return _read_shares(pids)
 
     def oom_kills(self) -> int | None:
-        """Return the number of processes that the kernel killed in the group and those below it."""
+        """Return the number of processes that the kernel killed in the group and those below it.
+
+        On v2, groups that were removed in the meantime count as well.
+        """
         for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
             if kills is not None:
                 self._kills[folder] = kills
-        return sum(self._kills.values()) if self._kills else None
+        seen = sum(self._kills.values()) if self._kills else None
+        ever = self._cgroup.read_oom_kills_below()
+        return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
         """Return the most memory that the group can have, in bytes; None without a limit."""

@@ -4,12 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.isolation.base import Exit, RunningCommand
+from weighin.probes import kernel_log
 from weighin.probes.cgroup import read_kernel
 from weighin.record import Kill, Outcome
 from weighin.text import one_line
@@ -72,7 +73,7 @@ def _failure(facts: Facts) -> str:
 
 def _killed(facts: Facts) -> str:
     kills = facts.kills or ()
-    number = max(facts.oom_kills or 0, len(kills))
+    number = max(facts.oom_kills or 0, len(kills), 1)
     if not kills:
         who = "a process" if number == 1 else f"{number} processes"
     else:
@@ -85,22 +86,36 @@ def _killed(facts: Facts) -> str:
 def _limit(facts: Facts) -> str:
     """Return whose limit was met, as the kernel's log tells it, or else as the charge shows it."""
     own = facts.cell.ram_limit_bytes
-    of = {kill.limit_of for kill in facts.kills or ()}
+    of = {kill.limit_of for kill in facts.kills or ()} - {kernel_log.UNKNOWN}
     if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
         of = {""}
     if of == {""} and own:
         return f"its limit of {format_bytes(own)} was met"
-    if "machine" in of:
+    if kernel_log.MACHINE in of:
         return "the machine had no memory left"
-    groups = {str(group): limit for limit, group in facts.limits}
-    for name in of - {""}:
-        limit = next((size for group, size in groups.items() if group.endswith(name)), None)
-        size = f" of {format_bytes(limit)}" if limit else ""
-        return f"the limit{size} of the cgroup {name} around it was met"
+    for kill in facts.kills or ():
+        if kill.limit_of in of - {""}:
+            size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
+            return f"the limit{size} of the cgroup {kill.limit_of} around it was met"
     if facts.limits and (own is None or facts.limits[0][0] < own):
         limit, group = facts.limits[0]
         return f"the limit of {format_bytes(limit)} of the cgroup {group} around it was met"
     return "a limit around it, or the machine's memory, was met"
+
+
+def with_limits(
+    kills: Sequence[Kill], own_bytes: int | None, around: Sequence[tuple[int, Path]]
+) -> tuple[Kill, ...]:
+    """Return kills with the sizes of their limits: the command's own, or one of those ``around``."""
+    return tuple(
+        replace(kill, limit_bytes=_size(kill.limit_of, own_bytes, around)) for kill in kills
+    )
+
+
+def _size(of: str, own_bytes: int | None, around: Sequence[tuple[int, Path]]) -> int | None:
+    if not of:
+        return own_bytes
+    return next((limit for limit, group in around if f"{group}".endswith(of)), None)
 
 
 def _room(facts: Facts) -> str:

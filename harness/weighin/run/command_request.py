@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _LABEL_LENGTH: Final = 60  # of all labels together, in the name of a run's folder
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
+_CODE: Final = {"perl": "eE", "ruby": "e", "node": "ep"}  # options whose value is code; else -c
+_VALUES: Final = {"python": "WX", "pypy": "WX", "bash": "oO", "sh": "o", "ruby": "rI", "node": "r"}
+_LONG_CODE: Final = ("--eval", "--print")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +190,26 @@ def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
 def label_of(command: Sequence[str]) -> str:
     """Return a short name of a command: "train.py" for ("python", "train.py", "--epochs", "3")."""
     name = Path(command[0]).name
-    if _INTERPRETERS.fullmatch(name):
-        for word in command[1:]:
-            if word in ("-c", "-m"):
-                follows = command[list(command).index(word) + 1 :]
-                return follows[0] if word == "-m" and follows else name
-            if not word.startswith("-"):
-                return Path(word).name
+    interpreter = _INTERPRETERS.fullmatch(name)
+    if not interpreter:
+        return name
+    code, values = _CODE.get(interpreter[1], "c"), _VALUES.get(interpreter[1], "")
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-"):
+            return Path(word).name
+        if word == "-" or word in _LONG_CODE:  # the code is standard input, or follows
+            return name
+        # Options of one letter may be joined, and the rest of the word may be the last one's value.
+        for place, letter in enumerate(word[1:] if word[:2] != "--" else "", 2):
+            if letter in code:
+                return name
+            if letter == "m" and interpreter[1] in ("python", "pypy"):
+                return word[place:] or next(words, name)
+            if letter in values:
+                if not word[place:]:
+                    next(words, "")
+                break
     return name
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.checkpoint import staging
 from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation, RunningCommand
 from weighin.probes import page_cache
@@ -21,6 +22,8 @@ from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement
 from weighin.units import format_bytes
+
+_PREFIX: Final = "weighin-run-"
 
 
 def take(
@@ -39,16 +42,16 @@ def take(
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
     with (
-        tempfile.TemporaryDirectory(prefix="weighin-") as folder,
+        staging.own_folder(_temporary(), _PREFIX) as folder,
         _passing_signals_on() as signals,
         ExitStack() as opened,
     ):
-        watch = CommandWatch(cell, how, Path(folder))
+        watch = CommandWatch(cell, how, folder)
         output = opened.enter_context(command_output.relaying(how, cell, watch.readiness.now))
         start_ns = time.monotonic_ns()
         try:
             running = isolation.start_command(
-                watch.cell_with_phases(), how.folder, output.streams, (*how.mounts, folder)
+                watch.cell_with_phases(), how.folder, output.streams, (*how.mounts, str(folder))
             )
         except BaseException:
             watch.abandon()
@@ -85,6 +88,15 @@ def take(
         warnings=warnings,
     )
     return CellMeasurement(result, watch.samples, trouble=trouble), signals.asked_to_end
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the folders of killed runs; return one line for each."""
+    return [f"folder {folder}" for folder in staging.remove_orphans(_temporary(), _PREFIX)]
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,7 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.record import SCHEMA, Cost, Faults, Peaks, Pressure, Process, Ran, Result, Stack
+from weighin.record import SCHEMA, Cost, Faults, Kill, Peaks, Pressure, Process, Ran, Result, Stack
 from weighin.run import command_outcome, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener
@@ -114,19 +115,13 @@ class CommandWatch:
         sampler, running = self._sampler, self._running
         machine_oom_kills = command_outcome.grown(self._machine_oom_kills, read_machine_oom_kills())
         processes = sampler.processes()
-        kills = (  # the log is long, and seldom needed
-            kernel_log.kills_since(
-                self._log, running.cgroup, running.pid, [each.pid for each in processes]
-            )
-            if machine_oom_kills != 0
-            else ()
-        )
+        kills = self._kills(processes) if machine_oom_kills != 0 else ()
         facts = command_outcome.Facts(
             cell=self._cell,
             ended=self._exit,
             in_time=self._in_time,
             timeout_s=timeout_s,
-            oom_kills=self._oom_kills if self._oom_kills is not None else sampler.oom_kills,
+            oom_kills=command_outcome.largest(self._oom_kills, sampler.oom_kills),
             machine_oom_kills=machine_oom_kills,
             kills=kills,
             peak_bytes=self._peak_bytes,
@@ -184,6 +179,13 @@ class CommandWatch:
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
         )
+
+    def _kills(self, processes: Sequence[Process]) -> tuple[Kill, ...] | None:
+        """Return the kills in the kernel's log, which is long, and seldom needed."""
+        running, pids = self._running, [each.pid for each in processes]
+        found = kernel_log.kills_since(self._log, running.cgroup, running.pid, pids)
+        own_bytes = self._cell.ram_limit_bytes
+        return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
         """Return a process with its highest RSS: each of its phases resets the kernel's mark."""

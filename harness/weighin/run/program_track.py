@@ -24,6 +24,11 @@ class GroupMark:
         self._mark = PeakMark(cgroup) if cgroup else None
         self.highest_bytes: int | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Tell whether the command has a cgroup."""
+        return self._cgroup is not None
+
     def read(self) -> int | None:
         """Return the peak since the last reset; None if it cannot be read."""
         peak = self._mark.read() if self._mark else None
@@ -103,6 +108,11 @@ class ProcessTrack:
             found.append(
                 f"the kernel's mark of process {self._pid} could not be reset: the peak RSS of its"
                 " phases is its peak since its start"
+            )
+        if self._group and self._group.is_known and not self._resets_group:
+            found.append(
+                "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases"
+                " have none"
             )
         if self.died_in is not None:
             found.append(

@@ -84,10 +84,11 @@ def _limit(result: Result, kills: Sequence[Kill]) -> str:
     own = result.cell.ram_limit_bytes
     if any(kill.limit_of == "machine" for kill in kills):
         return "when the whole machine had no memory left"
-    group = next((kill.limit_of for kill in kills if kill.limit_of.startswith("/")), "")
-    if group:
+    around = next((kill for kill in kills if kill.limit_of.startswith("/")), None)
+    if around:
+        of = f" of {size(around.limit_bytes)}" if around.limit_bytes else ""
         others = f", not by its own of {size(own)}" if own else ""
-        return f"by the limit of the cgroup {group} around it{others}"
+        return f"by the limit{of} of the cgroup {around.limit_of} around it{others}"
     if own and all(not kill.limit_of for kill in kills):
         return f"by the limit of {size(own)}"
     return "for lack of memory"

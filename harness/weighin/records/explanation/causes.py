@@ -185,8 +185,11 @@ def _shared_memory(facts: Facts) -> Evidence | None:
 
 
 def _outer_limit(facts: Facts) -> Evidence | None:
-    group = next((kill.limit_of for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
-    return None if group is None else {"group": group}
+    kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
+    if kill is None:
+        return None
+    what = f"the {size(kill.limit_bytes)}" if kill.limit_bytes else "that"
+    return {"group": kill.limit_of, "what": what}
 
 
 def _child(facts: Facts) -> Evidence | None:
@@ -342,7 +345,7 @@ RULES: Final = (
     Rule(
         "a limit around",
         _outer_limit,
-        "The limit that it met is that of the cgroup {group} around it, not its own.",
+        "The limit that it met is {what} of the cgroup {group} around it, not its own.",
         "Raise that limit.",
     ),
     Rule("a child", _child, "A child of the first process holds it: {child} has {held}."),

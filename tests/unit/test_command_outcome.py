@@ -1,0 +1,74 @@
+"""How a command ended, judged from what the kernel tells of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ran_commands import make_command
+
+from weighin.isolation.base import Exit
+from weighin.record import Kill, Outcome
+from weighin.run.command_outcome import Facts, judge, with_limits
+from weighin.units import MIB
+
+OUTER = (800 * MIB, Path("/sys/fs/cgroup/user.slice/run.scope"))
+AROUND = "/user.slice/run.scope"
+
+
+def facts(**changes: Any) -> Facts:
+    """A command under 600 MiB in a scope of 800 MiB, whose first process was killed."""
+    known: dict[str, Any] = {
+        "cell": make_command(ram_limit_bytes=600 * MIB),
+        "ended": Exit(None, signal=9),
+        "in_time": True,
+        "timeout_s": 0.0,
+        "oom_kills": 1,
+        "machine_oom_kills": 1,
+        "kills": None,
+        "peak_bytes": 600 * MIB,
+        "limits": [OUTER],
+    }
+    return Facts(**(known | changes))
+
+
+def test_a_container_that_was_killed_at_birth_had_one_process() -> None:
+    """The engine tells of the kill; the counters are gone with the container."""
+    born_dead = Exit(None, signal=9, oom_killed=True)
+    outcome, message = judge(facts(ended=born_dead, oom_kills=0, kills=()))
+    assert outcome is Outcome.OOM_KILLED
+    assert message.startswith("the kernel killed a process for lack of memory: ")
+
+
+@pytest.mark.parametrize(
+    ("limit_of", "limit_bytes"),
+    [
+        ("", 600 * MIB),
+        (AROUND, 800 * MIB),
+        ("/user.slice", None),
+        ("machine", None),
+        ("unknown", None),
+    ],
+)
+def test_a_kill_has_the_size_of_its_limit_where_it_is_known(
+    limit_of: str, limit_bytes: int | None
+) -> None:
+    kill = Kill(1, "python", is_main=True, limit_of=limit_of)
+    (found,) = with_limits([kill], 600 * MIB, [OUTER])
+    assert found.limit_bytes == limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit_of", "limit_bytes", "words"),
+    [
+        (AROUND, 800 * MIB, f"the limit of 800.000 MiB of the cgroup {AROUND} around it was met"),
+        ("/user.slice", None, "the limit of the cgroup /user.slice around it was met"),
+        ("unknown", None, "its limit of 600.000 MiB was met"),  # by the peak
+        ("machine", None, "the machine had no memory left"),
+    ],
+)
+def test_the_message_names_the_limit_that_was_met(
+    limit_of: str, limit_bytes: int | None, words: str
+) -> None:
+    kill = Kill(1, "python", is_main=True, limit_of=limit_of, limit_bytes=limit_bytes)
+    _, message = judge(facts(kills=[kill]))
+    assert message == f"the kernel killed python (pid 1) for lack of memory: {words}"
