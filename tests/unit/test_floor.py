@@ -15,7 +15,7 @@ from weighin.cell import Cell
 from weighin.record import SCHEMA, Memory, Outcome, Peaks, Ran, Result
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
-from weighin.records.floor import Bracket, bracket, floors
+from weighin.records.floor import Aim, Bracket, bracket, floors
 from weighin.records.verdict import Verdict
 from weighin.report.floors import as_dict
 from weighin.units import GIB, MIB
@@ -210,7 +210,7 @@ def test_a_bracket_does_not_believe_what_works_below_a_failure() -> None:
         lived(limit * MIB, outcome, GIB)
         for limit, outcome in ((8, Outcome.OK), (16, Outcome.OOM_KILLED), (32, Outcome.OK))
     ]
-    assert bracket(results) == Bracket(16 * MIB, 32 * MIB, 1)
+    assert bracket(results, Aim.ENDS) == Bracket(16 * MIB, 32 * MIB, 1)
 
 
 @pytest.mark.parametrize("anon_bytes", [0, 5 * MIB])

@@ -8,11 +8,15 @@
   the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
   - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
+  - More than ``MOST_REREAD`` times the size of what a load reads was read again: the model's, or
+    that of the import's file-backed memory if that is larger.
   - At least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) was read again after
     its eviction by the kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a
     reference, or timed out.
     The reference is the same load without a limit, or if that load did not end ok, the cell of the
     same series under the highest limit above. Without any reference, refaults are not used.
+
+  A cell that was ended because it was proven to thrash (``weighin.records.thrashing``) thrashes.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
@@ -32,6 +36,7 @@ from weighin.records.repeats import middle
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10
+MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 
@@ -61,10 +66,13 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         return None
     if killed := _killed(result):
         return Judgement(Verdict.KILLED, killed)
+    if result.outcome is Outcome.THRASHING:
+        return Judgement(Verdict.THRASHES, result.message)
     reread, pages = _reread(result)
     slow, times = _slow(result, reference_ns)
     stalled, waits = _stalled(result)
-    lost_time, below = stalled or (reread and slow), _below(result)
+    lost_time = stalled or (reread and slow) or _reread_often(result)
+    below = _below(result)
     reason = "; ".join([*(below if lost_time else []), *times, *pages, *waits])
     if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and lost_time and not below:
         return Judgement(Verdict.THRASHES, reason)
@@ -146,6 +154,19 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
     if result.faults:
         figures.append(f"{result.faults.major} major faults")
     return is_much, figures
+
+
+def size_read(result: Result) -> int:
+    """Return the size of what a load reads, in bytes: the model, or the import's files if larger."""
+    return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
+
+
+def _reread_often(result: Result) -> bool:
+    """Return whether a load read the same pages so often that its time does not matter."""
+    pages, size = refaults(result), size_read(result)
+    if pages is None or not size or result.cell.operation == "command":
+        return False
+    return pages * result.page_bytes > MOST_REREAD * size
 
 
 def _stalled(result: Result) -> tuple[bool, list[str]]:

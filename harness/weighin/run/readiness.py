@@ -68,21 +68,25 @@ class Readiness:
             self._asking.start()
 
     def wait(
-        self, running: RunningCommand, timeout_s: float, oom_kills: Callable[[], int | None]
+        self,
+        running: RunningCommand,
+        timeout_s: float,
+        oom_kills: Callable[[], int | None],
+        is_over: Callable[[], bool] | None = None,
     ) -> bool:
         """Return whether the command was ready or ended within ``timeout_s``.
 
-        A command of which the kernel killed a process gets a second: it may start the process again
+        It is not waited for any longer when ``is_over`` returns True. A command of which the kernel killed a process gets a second: it may start the process again
         and again, and its outcome is certain.
         """
-        if not self.is_expected:
+        if not self.is_expected and not is_over:
             return running.wait(timeout_s)
         deadline = time.monotonic() + timeout_s
         is_doomed = False
         while self.ready_ns is None and not running.wait(_PAUSE_S):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or (is_over and is_over()):
                 break
-            if not is_doomed and oom_kills():
+            if self.is_expected and not is_doomed and oom_kills():
                 is_doomed = True
                 deadline = min(deadline, time.monotonic() + _AFTER_KILL_S)
         self._given_up.set()
