@@ -10,7 +10,17 @@ from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
 from weighin import report
-from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
+from weighin.record import (
+    SCHEMA,
+    Cost,
+    Faults,
+    Memory,
+    Outcome,
+    Peaks,
+    Pressure,
+    Result,
+    Stopped,
+)
 from weighin.report import html_page
 from weighin.report.floors import has_data, markdown_agreement, markdown_floors
 from weighin.units import GIB, MIB
@@ -39,7 +49,8 @@ def lived(strategy: str, mib: int | None, seconds: float | None, repeat: int = 0
 
 def late(result: Result) -> Result:
     message = "still running after 300 s, in phase 'touch'"
-    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0)
+    stopped = Stopped(300 * SECOND, timeout_s=300.0)
+    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0, stopped=stopped)
 
 
 def a_search() -> list[Result]:
@@ -118,8 +129,8 @@ def test_the_floors_as_markdown() -> None:
     assert markdown_floors(a_search()).splitlines() == [
         "| strategy | RAM floor GiB | floor x model | above import x model | one step below | at the floor ready | at 1.1x ready | no limit ready |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s survives | 2.00 s survives | 2.00 s |",
-        "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
+        "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s 1.2x survives | 2.00 s 1.0x survives | 2.00 s |",
+        "| mmap_assign | 0.250 (ends) | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s 9.0x thrashes | 3.00 s 1.5x survives | 2.00 s |",
         "| broken | - | - | - | - | - | - | - |",
         "",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
@@ -134,7 +145,7 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         "| floor, MiB | docker | cgroup | difference, MiB |",
         "| --- | ---: | ---: | ---: |",
         "| streaming | 4300 | 4328 | 28 (0.7%) |",
-        "| mmap_assign | 256 (timed out after 300 s) | - | - |",
+        "| mmap_assign | 256 (ends) (timed out after 300 s) | - | - |",
         "| broken | - | - | - |",
         "",
         "One step below its floor, a load was killed for lack of memory, unless the table names another outcome.",
