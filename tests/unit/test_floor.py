@@ -193,7 +193,6 @@ def test_the_published_floors_of_mapped_loads_are_those_under_which_a_load_ends(
     root = Path(__file__).parents[2] / "results" / "published"
     for run in ("gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-xl-floors"):
         found = run_folder.read(root / run)
-        assert found.coverage and not found.coverage.pending
         aims = {one.cell.strategy: one.aim for one in floors(found.results)}
         assert aims.pop("mmap_assign") is Aim.ENDS
         assert {*aims.values()} == {Aim.SURVIVES}
@@ -205,7 +204,7 @@ def mapped(limit: int | None, repeat: int = 0, aim: Aim = Aim.SURVIVES) -> Resul
     tried = {0: (2.45, 0.0), 288: (3.64, 2.02), 280: (5.86, 2.78), 272: (7.79, 3.88),
              264: (9.92, 4.7), 256: (13.11, 7.69), 248: (31.05, 17.49)}  # fmt: skip
     size = 670 * MIB
-    if 0 < mib < 240:
+    if 0 < mib < 248:
         return replace(lived(limit, Outcome.OOM_KILLED, 200 * MIB, repeat), model_bytes=size)
     seconds, again = tried[max(each for each in tried if each <= mib)]
     result = replace(
@@ -243,7 +242,7 @@ def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() 
     results = search_mapped(Aim.ENDS)
     assert Outcome.THRASHING not in {one.outcome for one in results}
     (floor,) = floors(results)
-    assert (floor.bytes, floor.aim, floor.below) == (240 * MIB, Aim.ENDS, KILLED)
+    assert (floor.bytes, floor.aim, floor.below) == (248 * MIB, Aim.ENDS, KILLED)
     assert floor.at_floor and floor.at_floor.judgement
     assert floor.at_floor.judgement.verdict is Verdict.THRASHES
 
@@ -260,7 +259,7 @@ def test_a_cell_that_was_ended_shows_nothing_about_the_limit_under_which_a_load_
 def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
     whole = search_mapped(Aim.SURVIVES)
     cell = whole[0].cell
-    other = replace(cell, strategy="streaming")
+    other = replace(cell, strategy="mmap_assign")
     ask = lambda results, cells: remaining_ns(cells, results, 0.01, 4 * GIB, Aim.SURVIVES)  # noqa: E731
     assert ask([], [cell]) is None
     assert ask(whole, [cell]) == 0
@@ -316,7 +315,7 @@ def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
         "floor_per_model": 1016 * MIB / model, "above_import_per_model": 872 * MIB / model,
         "cells": 6,
         "unlimited": {
-            "limit_bytes": None, "ready_ns": 10**9, "times": 1.0, "verdict": None, "reason": "",
+            "limit_bytes": None, "ready_ns": 10**9, "times": None, "verdict": None, "reason": "",
         },
         "at_floor": {
             "limit_bytes": 1016 * MIB, "ready_ns": 10**9, "times": 1.0,

@@ -87,13 +87,17 @@ def test_a_command_is_compared_with_what_it_needed_and_cached() -> None:
 
 
 class Rereading(Silent):
-    """An observer of a cell that reads 100 MiB again between two looks."""
+    """An observer of a cell that reads 100 MiB again between two looks, once it ``begins``."""
 
     def __init__(self, peak_bytes: int | None = 256 * MIB) -> None:
         self.pages, self.peak_bytes = 0, peak_bytes
+        self.has_begun = False
+
+    def begins(self) -> None:
+        self.has_begun = True
 
     def look(self) -> Observation:
-        self.pages += 100 * MIB // 4096
+        self.pages += 100 * MIB // 4096 * self.has_begun
         return Observation(refaults=self.pages, peak_bytes=self.peak_bytes)
 
 
@@ -113,8 +117,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures() -> None:
-    script = [*BASELINE, begin("read"), *[TimeoutError] * 20]
-    running = FakeRunning(script, KILLED, inside=Rereading())
+    observer = Rereading()
+    script = [*BASELINE, begin("read"), observer.begins, *[TimeoutError] * 20]
+    running = FakeRunning(script, KILLED, inside=observer)
     result = watched(running)
     assert (result.outcome, running.kills, result.last_phase) == (Outcome.THRASHING, 1, "read")
     assert (result.load_ns, result.ready_ns) == (None, None)
@@ -130,13 +135,16 @@ def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures(
 
 
 def test_a_worker_that_sends_events_all_the_time_is_looked_at_too() -> None:
-    script = [*BASELINE, *[begin(f"part {n}") for n in range(40)]]
-    running = FakeRunning(script, KILLED, inside=Rereading())
+    observer = Rereading()
+    script = [*BASELINE, observer.begins, *[begin(f"part {n}") for n in range(40)]]
+    running = FakeRunning(script, KILLED, inside=observer)
     assert watched(running).outcome is Outcome.THRASHING
 
 
 def test_a_worker_below_its_limit_goes_on() -> None:
-    running = FakeRunning([*BASELINE, *[TimeoutError] * 20], KILLED, inside=Rereading(255 * MIB))
+    observer = Rereading(255 * MIB)
+    script = [*BASELINE, observer.begins, *[TimeoutError] * 20]
+    running = FakeRunning(script, KILLED, inside=observer)
     result = watched(running)
     assert result.outcome is not Outcome.THRASHING
     assert (running.kills, result.stopped) == (0, None)
