@@ -7,12 +7,13 @@
   that the kernel reclaimed because the whole machine was short are not an effect of this limit. If
   the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
-  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
+  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some), and
+    at least ``LEAST_LOST_NS``.
   - More than ``MOST_REREAD`` times the size of what a load reads was read again: the model's, or
     that of the import's file-backed memory if that is larger.
   - At least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) was read again after
     its eviction by the kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a
-    reference, or timed out.
+    reference, and at least ``LEAST_LOST_NS`` longer, or timed out.
     The reference is the same load without a limit, or if that load did not end ok, the cell of the
     same series under the highest limit above. Without any reference, refaults are not used.
 
@@ -39,6 +40,8 @@ REFAULTS_PER_MODEL: Final = 0.10
 MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
+LEAST_LOST_NS: Final = 500_000_000
+"""Less lost time is no thrashing: short cells differ by that much on a busy machine."""
 
 
 class Verdict(StrEnum):
@@ -177,7 +180,7 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
     some = result.pressure.some_ns / spent_ns
     full = (result.pressure.full_ns or 0) / spent_ns
     of = "run" if result.cell.operation == "command" else "load"
-    return some >= STALLED_SHARE, [
+    return some >= STALLED_SHARE and result.pressure.some_ns >= LEAST_LOST_NS, [
         f"waited for memory {some:.0%} of the {of} (all tasks {full:.0%})"
     ]
 
@@ -191,7 +194,7 @@ def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
         return False, [] if spent_ns is None else [format_seconds(spent_ns)]
     ratio = spent_ns / reference_ns
     reference = format_seconds(reference_ns)
-    return ratio >= SLOWDOWN, [
+    return ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS, [
         f"{format_seconds(spent_ns)}, {ratio:.1f}x the reference of {reference}"
     ]
 
