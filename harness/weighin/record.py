@@ -45,6 +45,7 @@ class Outcome(StrEnum):
     CHILD_KILLED = "child_killed"
     CUDA_OOM = "cuda_oom"
     TIMEOUT = "timeout"
+    THRASHING = "thrashing"
     STRATEGY_FAILED = "strategy_failed"
     WRONG_WEIGHTS = "wrong_weights"
     SKIPPED = "skipped"
@@ -316,6 +317,28 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why weighin ended a cell that still ran: its time-out, or the proof that it thrashed.
+
+    Attributes:
+        after_ns: the time from the cell's start to its end.
+        timeout_s: the time-out, in seconds; None for a cell that was proven to thrash.
+        reference_ns: the time of the same cell without a limit.
+        size_bytes: the size with which ``reread_bytes`` is compared: the model's, or the import's
+            if that is larger; of a command, what it needed and cached without a limit.
+        reread_bytes: read again after the kernel had reclaimed it, in the load (of a command: in all).
+        waited_ns: the time in which some task waited for memory, in the load.
+    """
+
+    after_ns: int
+    timeout_s: float | None = None
+    reference_ns: int | None = None
+    size_bytes: int | None = None
+    reread_bytes: int | None = None
+    waited_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The complete record of one cell: one line of ``records.jsonl``."""
 
@@ -349,6 +372,7 @@ class Result:
     warnings: tuple[str, ...] = ()
     ranks: tuple[Rank, ...] = ()
     ran: Ran | None = None
+    stopped: Stopped | None = None
 
     @property
     def above_import_bytes(self) -> int | None:

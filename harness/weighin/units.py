@@ -78,6 +78,14 @@ def format_seconds(nanoseconds: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a long duration without more digits than anybody needs: "40 s", "3 min", "2 h 5 min"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def parse_seconds(text: str) -> int:
     """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min".
 

@@ -21,6 +21,7 @@ from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.record import Phase, Result
+from weighin.records.thrashing import Reference
 from weighin.run import save_target
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import data_folder, model, read_strategy
@@ -97,6 +98,7 @@ class Bench:
         ranks: int = 1,
         dtype: str = "float32",
         fmt: str = "",
+        reference: Reference | None = None,
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
@@ -134,7 +136,7 @@ class Bench:
         model_bytes = checkpoint.manifest().model_bytes(dtype)
         with save_target.target(model_bytes) if operation == "save" else nullcontext("") as target:
             job = replace(job, target=str(target))
-            result = measure(setting, job, [*paths, *files], model_bytes)
+            result = measure(setting, job, [*paths, *files], model_bytes, reference)
         assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []
         return result
 

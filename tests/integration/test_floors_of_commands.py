@@ -1,6 +1,7 @@
 """``weighin floor -- COMMAND``: the smallest limit of a command, against known answers."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -58,6 +59,35 @@ def test_page_cache_is_no_reason_for_a_floor(weighin: CommandLine) -> None:
     unlimited = weighin.records("r")[0]
     assert unlimited["peaks"]["cgroup_bytes"] >= 128 * MIB
     assert (found["floor_bytes"] or 0) <= 8 * MIB
+
+
+REREADING = """
+import mmap, sys
+with open("file", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    for _ in range(int(sys.argv[1])):
+        for offset in range(0, len(mapped), mmap.PAGESIZE):
+            mapped[offset]
+"""
+
+
+def test_a_command_that_reads_a_mapped_file_again_and_again_is_ended_and_survives_with_it_cached(
+    weighin: CommandLine,
+) -> None:
+    """Its file has 96 MiB. It would read it 200 times under a smaller limit, to its end."""
+    (weighin.folder / "file").write_bytes(os.urandom(96 * MIB))
+    (weighin.folder / "reread.py").write_text(REREADING)
+    command = (sys.executable, "reread.py", "200")
+    found = floor_of(weighin, "--cold", "file", "--out", "r", "--", *command)
+    assert found["aim"] == "survives"
+    assert found["floor_bytes"] >= 80 * MIB
+    assert found["below"] == "thrashes"
+    records = weighin.records("r")
+    ended = [one for one in records if one["outcome"] == "thrashing"]
+    assert ended
+    for one in ended:
+        assert one["stopped"]["timeout_s"] is None
+        assert one["stopped"]["reread_bytes"] > 3 * 96 * MIB
+        assert (one["load_ns"], one["ready_ns"]) == (None, None)
 
 
 def test_a_server_has_the_floor_of_its_start(weighin: CommandLine) -> None:

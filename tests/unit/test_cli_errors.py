@@ -179,7 +179,7 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
     said = (
         "outcome: input should be 'ok', 'oom_killed', 'child_killed', 'cuda_oom', 'timeout',"
-        " 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed' or"
+        " 'thrashing', 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed' or"
         " 'command_failed', got 'okay'"
     )
     torn, wrong, newer, *error = text.splitlines()

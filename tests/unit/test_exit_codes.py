@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
                 Outcome.OOM_KILLED,
                 Outcome.CHILD_KILLED,
                 Outcome.TIMEOUT,
+                Outcome.THRASHING,
                 Outcome.CUDA_OOM,
                 Outcome.SKIPPED,
             ],

@@ -229,7 +229,8 @@ def test_what_cannot_be_expected(text: str, message: str) -> None:
         parse(text)
     assert str(caught.value) == (
         f"{message}\nwrite it as in baseline=oom_killed;"
-        " outcomes that can be expected: oom_killed, child_killed, cuda_oom, timeout, skipped"
+        " outcomes that can be expected: oom_killed, child_killed, cuda_oom, timeout, thrashing,"
+        " skipped"
     )
 
 

@@ -10,7 +10,17 @@ from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
 from weighin import report
-from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
+from weighin.record import (
+    SCHEMA,
+    Cost,
+    Faults,
+    Memory,
+    Outcome,
+    Peaks,
+    Pressure,
+    Result,
+    Stopped,
+)
 from weighin.report import html_page
 from weighin.report.floors import has_data, markdown_agreement, markdown_floors
 from weighin.units import GIB, MIB
@@ -39,7 +49,8 @@ def lived(strategy: str, mib: int | None, seconds: float | None, repeat: int = 0
 
 def late(result: Result) -> Result:
     message = "still running after 300 s, in phase 'touch'"
-    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0)
+    stopped = Stopped(300 * SECOND, timeout_s=300.0)
+    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0, stopped=stopped)
 
 
 def a_search() -> list[Result]:
@@ -62,18 +73,19 @@ def terminal(results: list[Result]) -> list[str]:
 def test_the_floors_in_a_terminal_of_80_columns() -> None:
     assert terminal(a_search()) == [
         "",
-        "                                                        at",
-        "                RAM             above        one       the        at      no",
-        "              floor    floor   import       step     floor      1.1x   limit",
-        " strategy       GiB  x model  x model      below     ready     ready   ready",
-        " ───────────────────────────────────────────────────────────────────────────",
-        " streaming    4.199     1.05     1.01    28 MiB:    2.50 s    2.00 s  2.00 s",
-        "                                          killed  survives  survives",
-        " mmap_assign  0.250     0.06     0.03     8 MiB:    18.0 s    3.00 s  2.00 s",
-        "                                       timed out  thrashes  survives",
-        "                                           after",
-        "                                           300 s",
-        " broken           -        -        -          -         -         -       -",
+        "                                                         at",
+        "                 RAM             above        one       the        at      no",
+        "               floor    floor   import       step     floor      1.1x   limit",
+        " strategy        GiB  x model  x model      below     ready     ready   ready",
+        " ────────────────────────────────────────────────────────────────────────────",
+        " streaming     4.199     1.05     1.01    28 MiB:    2.50 s    2.00 s  2.00 s",
+        "                                           killed      1.2x      1.0x",
+        "                                                   survives  survives",
+        " mmap_assign   0.250     0.06     0.03     8 MiB:    18.0 s    3.00 s  2.00 s",
+        "              (ends)                    timed out      9.0x      1.5x",
+        "                                            after  thrashes  survives",
+        "                                            300 s",
+        " broken            -        -        -          -         -         -       -",
         "",
         "streaming at the floor survives: 2.50 s, 1.2x the reference of 2.00 s; 0 B read",
         "again (0.00x the model); 9 major faults; waited for memory 0% of the load (all",
@@ -92,8 +104,12 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
         "2.13.0 · commit unknown, date unknown",
         "RAM floor: the smallest limit, swap off, under which three of three loads",
-        "succeeded and every byte was read and compared. One step below, the load was",
-        "killed for lack of memory or timed out.",
+        "survived, and every byte was read and compared. One step below, the load was",
+        "killed for lack of memory, thrashed or timed out. x: its time as a multiple of",
+        "the time without a limit.",
+        "(ends): the smallest limit under which three of three loads ended at all. They",
+        "thrash there, and the limit that they survive is larger: weighin floor finds it",
+        "without --thrashing.",
         "above import: (floor - anonymous memory after `import torch`) / the model's",
         "size.",
         "ready: time until every byte was read once, in the median cell. The search ran",
@@ -118,8 +134,8 @@ def test_the_floors_as_markdown() -> None:
     assert markdown_floors(a_search()).splitlines() == [
         "| strategy | RAM floor GiB | floor x model | above import x model | one step below | at the floor ready | at 1.1x ready | no limit ready |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s survives | 2.00 s survives | 2.00 s |",
-        "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
+        "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s 1.2x survives | 2.00 s 1.0x survives | 2.00 s |",
+        "| mmap_assign | 0.250 (ends) | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s 9.0x thrashes | 3.00 s 1.5x survives | 2.00 s |",
         "| broken | - | - | - | - | - | - | - |",
         "",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
@@ -134,7 +150,7 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         "| floor, MiB | docker | cgroup | difference, MiB |",
         "| --- | ---: | ---: | ---: |",
         "| streaming | 4300 | 4328 | 28 (0.7%) |",
-        "| mmap_assign | 256 (timed out after 300 s) | - | - |",
+        "| mmap_assign | 256 (ends) (timed out after 300 s) | - | - |",
         "| broken | - | - | - |",
         "",
         "One step below its floor, a load was killed for lack of memory, unless the table names another outcome.",

@@ -43,6 +43,12 @@ _OF_MODELS = {
     help="Precision: the largest difference between a limit that works and one that does not, in %"
     " of the floor, or 8 MiB if that is more (for a command, 1 MiB).",
 )
+@click.option(
+    "--thrashing",
+    is_flag=True,
+    help="Find the smallest limit at which a load ends at all, although it thrashes. No cell is ended"
+    " before --timeout, which takes long.",
+)
 @_options.cold
 @_options.server
 @_options.label
@@ -75,7 +81,10 @@ _OF_MODELS = {
 @_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
-    """Find the smallest RAM limit at which each strategy loads a model, and measure that load.
+    """Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.
+
+    A cell that is proven to thrash is ended: it has read more than 3 times the model again, or has
+    taken 10 times as long as without a limit.
 
     With a command after --, find the smallest limit at which the command ends with exit code 0, or is
     ready. The command runs about ten times; its standard input is empty, and its output is shown only
@@ -94,6 +103,8 @@ def floor(context: click.Context, /, **_: Any) -> None:
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
         typed["timeout_s"] = 0.0  # one that follows from the time without a limit
     search = _search(typed)
+    if search.warning:
+        _console.note(search.warning)
     folder, json_file = search.run.folder, typed["json_file"]
     with (
         _progress.progress(_console.err(), None) as progress,
@@ -129,15 +140,17 @@ def _refuse_mixed(context: click.Context) -> None:
 
 def _search(typed: dict[str, Any]) -> "Search":
     """Return the search to perform, which is a new search or the search to resume."""
+    from weighin.records.floor import Aim
     from weighin.run import floor_search
 
+    aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
     if typed["resume"]:
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
     elif typed["command"] is not None:
         from weighin.cli.run import asked as asked_command
 
         within = _arguments.share(typed["within"])
-        search, note = floor_search.start(asked_command(typed, within=within))
+        search, note = floor_search.start(asked_command(typed, within=within, aim=aim))
         if note:
             _console.note(note)
     else:
@@ -153,7 +166,8 @@ def _search(typed: dict[str, Any]) -> "Search":
         if typed["fmt"]:
             asked["format"] = _arguments.names([typed["fmt"]])
         suite = _arguments.read_suite(None, asked)
-        request = _arguments.request(typed, suite, within=_arguments.share(typed["within"]))
+        within = _arguments.share(typed["within"])
+        request = _arguments.request(typed, suite, within=within, aim=aim)
         search, note = floor_search.start(request)
         if note:
             _console.note(note)

@@ -19,6 +19,7 @@ EXPECTABLE: Final = (
     Outcome.CHILD_KILLED,
     Outcome.CUDA_OOM,
     Outcome.TIMEOUT,
+    Outcome.THRASHING,
     Outcome.SKIPPED,
 )
 _ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")

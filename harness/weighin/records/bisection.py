@@ -15,6 +15,7 @@ from weighin.cell import Cell
 from weighin.record import Result
 from weighin.records.floor import (
     PASSES,
+    Aim,
     bracket,
     finest_step,
     results_of,
@@ -31,7 +32,13 @@ _LEAST_OF_DOCKER: Final = 6 * MIB  # the engine refuses a smaller limit
 _BESIDE_BYTES: Final = 16 * MIB
 
 
-def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int) -> Cell | None:
+def next_cell(
+    cell: Cell,
+    results: Iterable[Result],
+    within: float,
+    highest: int,
+    aim: Aim = Aim.SURVIVES,
+) -> Cell | None:
     """Return the next cell of the search for the floor of ``cell``; None when the search has ended.
 
     ``within`` is the step as a share of the floor; ``highest`` is the largest limit to try, in
@@ -44,17 +51,19 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
     first = unlimited_of(ours)
     if first is None:
         return cell
-    limit = _next_limit(first, ours, within, highest)
+    limit = _next_limit(first, ours, within, highest, aim)
     if limit is None:
         return None
     repeat = sum(result.cell.ram_limit_bytes == limit for result in ours)
     return replace(cell, ram_limit_bytes=limit, repeat=repeat)
 
 
-def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: int) -> int | None:
+def _next_limit(
+    first: Result, ours: Sequence[Result], within: float, highest: int, aim: Aim
+) -> int | None:
     finest = finest_step(first.cell)
     estimate = _estimate(first) or finest
-    bounds = bracket(ours)
+    bounds = bracket(ours, aim)
     failing, working = bounds.failing_bytes, bounds.working_bytes
     step = _step(min(estimate, working or estimate), within, finest)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}

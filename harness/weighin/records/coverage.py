@@ -16,6 +16,7 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError
 from weighin.record import Result
 from weighin.records.bisection import next_cell
+from weighin.records.floor import Aim
 from weighin.records.shard import parse
 
 _ANY_RAM_BYTES: Final = 1 << 62  # for records that do not tell the RAM of their machine
@@ -56,7 +57,7 @@ def coverage(
     again = f"weighin {verb_of(settings)} --resume {quote(str(run))}"
     shard = str(settings.get("shard", ""))
     if is_search:
-        left = _unfinished(cells, results, settings["within"])
+        left = _unfinished(cells, results, settings["within"], Aim(settings.get("aim", Aim.ENDS)))
         return Coverage(len(cells), tuple(left), again, is_search)
     try:
         ours = parse(shard).of(cells) if shard else cells
@@ -93,8 +94,10 @@ def _fields(value: Any) -> Any:
     )
 
 
-def _unfinished(cells: Sequence[Cell], results: Sequence[Result], within: float) -> list[Cell]:
+def _unfinished(
+    cells: Sequence[Cell], results: Sequence[Result], within: float, aim: Aim
+) -> list[Cell]:
     """Return the cells whose search would measure another cell, if it were resumed."""
     rams = [ram for result in results if (ram := result.environment.get("ram_bytes"))]
     highest = max(rams, default=_ANY_RAM_BYTES)
-    return [cell for cell in cells if next_cell(cell, results, within, highest) is not None]
+    return [cell for cell in cells if next_cell(cell, results, within, highest, aim) is not None]

@@ -1,22 +1,25 @@
-"""Compute the RAM floor of a series: the smallest limit under which it ends ok.
+"""Compute the RAM floor of a series: the smallest limit under which it survives, or ends at all.
 
 The only input is results; ``weighin.records.bisection`` chooses the cells to measure. A limit *works*
 if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
 the kernel killed the cell, or the cell timed out although the load ends in time without a limit.
+There are two kinds of floors (``Aim``): for a floor that a load *survives*, a limit under which a
+cell thrashes (``weighin.records.verdict``) fails too; for a floor under which a load *ends*, it
+works if the cell ended ok.
 The floor is the smallest working limit above all failing limits. The floor is confirmed by
 ``PASSES`` cells that end ok under it and by a cell that fails one step below it. A cell that fails
 for another reason than memory ends the search without a floor.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.records.repeats import middle
-from weighin.records.verdict import Judgement, judge_result, used_ns
+from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
@@ -26,9 +29,16 @@ COARSEST: Final = 0.10
 """The largest allowed step, as a share of the floor; with a larger step, no floor is reported."""
 ROOM: Final = 1.1
 """The floor times this factor is the limit of one more cell, which shows a tight limit's cost."""
-_BOUNDING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
+_FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
+_BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
-_TIME_ALLOWED: Final = re.compile(r"after (\d[\d.]* s)\b")
+
+
+class Aim(StrEnum):
+    """The two kinds of floors: what a load does under the smallest limit."""
+
+    SURVIVES = "survives"
+    ENDS = "ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Life:
     limit_bytes: int | None
     ready_ns: int | None
     judgement: Judgement | None
+    times: float | None = None
+    """``ready_ns`` as a multiple of the time without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +74,10 @@ class Floor:
 
     Attributes:
         cell: the cell whose floor was searched, without a limit.
+        aim: whether the load survives at the floor, or ends at all, but thrashes.
         step_bytes: the distance from the floor to the failing limit below it.
-        below: how the cell failed one step below the floor: "killed", "timed out after 300 s".
+        below: how the cell failed one step below the floor: "killed", "thrashes", "timed out after
+            300 s".
         import_bytes: anonymous and shared memory after ``import torch``, which cannot be evicted.
         cells: the number of measured cells, including the cell at ``ROOM`` times the floor.
     """
@@ -81,6 +95,7 @@ class Floor:
     at_floor: Life | None = None
     with_room: Life | None = None
     cells: int = 0
+    aim: Aim = Aim.SURVIVES
 
     @property
     def per_model(self) -> float | None:
@@ -105,30 +120,52 @@ def searched(cell: Cell) -> Cell:
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
-def bracket(results: Iterable[Result]) -> Bracket:
-    """Return the bounds of the floor according to the results of one series."""
-    by_limit: dict[int, list[Outcome]] = {}
+def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
+    """Return the bounds of the floor of this kind according to the results of one series."""
+    by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
-            by_limit.setdefault(limit, []).append(result.outcome)
-    failing = max(
-        (limit for limit, outcomes in by_limit.items() if {*outcomes} & {*_BOUNDING}), default=None
-    )
+            by_limit.setdefault(limit, []).append(_works(result, results, aim))
+    failing = max((limit for limit, works in by_limit.items() if False in works), default=None)
     above = [
         limit
-        for limit, outcomes in by_limit.items()
-        if {*outcomes} == {Outcome.OK} and (failing is None or limit > failing)
+        for limit, works in by_limit.items()
+        if {*works} == {True} and (failing is None or limit > failing)
     ]
     working = min(above, default=None)
     return Bracket(failing, working, 0 if working is None else len(by_limit[working]))
+
+
+def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
+    """Return whether a cell shows that its limit works or fails; None if it shows neither.
+
+    A cell that was ended because it thrashed may have ended by itself, later.
+    """
+    if result.outcome in _FAILING:
+        return False
+    if result.outcome is Outcome.THRASHING:
+        return False if aim is Aim.SURVIVES else None
+    if result.outcome is not Outcome.OK:
+        return None
+    return aim is Aim.ENDS or not _thrashes(result, ours)
+
+
+def _thrashes(result: Result, ours: Sequence[Result]) -> bool:
+    judgement = judge_result(result, _unlimited_ns(ours))
+    return judgement is not None and judgement.verdict is Verdict.THRASHES
+
+
+def _unlimited_ns(ours: Sequence[Result]) -> int | None:
+    first = unlimited_of(ours)
+    return used_ns(first) if first else None
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
     """Return the first result that ends a series' search because memory is not the cause.
 
     Without a limit, any result that is not ok ends the search. Under a limit, a failed cell ends
-    the search if it was neither killed for lack of memory nor timed out, for example with wrong
-    weights.
+    the search if it was neither killed for lack of memory nor timed out nor thrashed, for example
+    with wrong weights.
     """
     for result in ours:
         bounding = () if result.cell.ram_limit_bytes is None else _BOUNDING
@@ -156,20 +193,31 @@ def floors(results: Iterable[Result]) -> list[Floor]:
 
     A working limit far above the highest failing limit, as in a sweep, is not a floor. The distance
     of the two limits must be at most ``COARSEST`` of the working limit, or ``FINEST_STEP_BYTES``.
+    A series has a floor under which it only ends if no floor is known that it survives, as in a
+    search with ``--thrashing`` and in searches before 0.3.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(searched(result.cell).series, []).append(result)
-    return [_floor(searched(ours[0].cell), ours) for ours in groups.values() if unlimited_of(ours)]
+    return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
 
 
-def _floor(cell: Cell, ours: list[Result]) -> Floor:
-    bounds, first = bracket(ours), unlimited_of(ours)
+def _either(ours: list[Result]) -> Floor:
+    cell = searched(ours[0].cell)
+    survived = _floor(cell, ours, Aim.SURVIVES)
+    if survived.bytes is not None:
+        return survived
+    ended = _floor(cell, ours, Aim.ENDS)
+    return survived if ended.bytes is None else ended
+
+
+def _floor(cell: Cell, ours: list[Result], aim: Aim) -> Floor:
+    bounds = bracket(ours, aim)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
     failed = [
         result
         for result in ours
-        if result.cell.ram_limit_bytes == failing and result.outcome in _BOUNDING
+        if result.cell.ram_limit_bytes == failing and _works(result, ours, aim) is False
     ]
     message = _trouble(ours, bounds)
     baselines = [
@@ -185,10 +233,11 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
         import_bytes=middle(baselines),
         unlimited=_life(None, ours, None),
         cells=len(ours),
+        aim=aim,
     )
     if message or limit is None:
         return floor
-    unlimited_ns = used_ns(first) if first else None
+    unlimited_ns = _unlimited_ns(ours)
     return replace(
         floor,
         bytes=limit,
@@ -221,8 +270,10 @@ def _how(result: Result) -> str:
     """Return how a cell ran out of memory."""
     if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
-    allowed = _TIME_ALLOWED.search(result.message)
-    return f"timed out after {allowed[1]}" if allowed else "timed out"
+    if result.outcome is not Outcome.TIMEOUT:
+        return Verdict.THRASHES.value
+    allowed_s = result.stopped.timeout_s if result.stopped else None
+    return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
 
 
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
@@ -233,7 +284,13 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
     ok = [result for result in cells if result.outcome is Outcome.OK]
     typical_ns = middle(map(used_ns, ok))
     chosen = next((result for result in ok if used_ns(result) == typical_ns), cells[0])
-    return Life(limit, chosen.ready_ns, judge_result(chosen, unlimited_ns))
+    spent_ns = used_ns(chosen) if chosen.outcome is Outcome.OK else None
+    return Life(
+        limit,
+        chosen.ready_ns,
+        judge_result(chosen, unlimited_ns),
+        spent_ns / unlimited_ns if spent_ns and unlimited_ns else None,
+    )
 
 
 def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:

@@ -7,12 +7,17 @@
   that the kernel reclaimed because the whole machine was short are not an effect of this limit. If
   the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
-  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
+  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some), and
+    at least ``LEAST_LOST_NS``.
+  - More than ``MOST_REREAD`` times the size of what a load reads was read again: the model's, or
+    that of the import's file-backed memory if that is larger.
   - At least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) was read again after
     its eviction by the kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a
-    reference, or timed out.
+    reference, and at least ``LEAST_LOST_NS`` longer, or timed out.
     The reference is the same load without a limit, or if that load did not end ok, the cell of the
     same series under the highest limit above. Without any reference, refaults are not used.
+
+  A cell that was ended because it was proven to thrash (``weighin.records.thrashing``) thrashes.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
@@ -32,8 +37,11 @@ from weighin.records.repeats import middle
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10
+MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
+LEAST_LOST_NS: Final = 500_000_000
+"""Less lost time is no thrashing: short cells differ by that much on a busy machine."""
 
 
 class Verdict(StrEnum):
@@ -61,10 +69,13 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         return None
     if killed := _killed(result):
         return Judgement(Verdict.KILLED, killed)
+    if result.outcome is Outcome.THRASHING:
+        return Judgement(Verdict.THRASHES, result.message)
     reread, pages = _reread(result)
     slow, times = _slow(result, reference_ns)
     stalled, waits = _stalled(result)
-    lost_time, below = stalled or (reread and slow), _below(result)
+    lost_time = stalled or (reread and slow) or _reread_often(result)
+    below = _below(result)
     reason = "; ".join([*(below if lost_time else []), *times, *pages, *waits])
     if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and lost_time and not below:
         return Judgement(Verdict.THRASHES, reason)
@@ -148,6 +159,19 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
     return is_much, figures
 
 
+def size_read(result: Result) -> int:
+    """Return the size of what a load reads, in bytes: the model, or the import's files if larger."""
+    return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
+
+
+def _reread_often(result: Result) -> bool:
+    """Return whether a load read the same pages so often that its time does not matter."""
+    pages, size = refaults(result), size_read(result)
+    if pages is None or not size or result.cell.operation == "command":
+        return False
+    return pages * result.page_bytes > MOST_REREAD * size
+
+
 def _stalled(result: Result) -> tuple[bool, list[str]]:
     """Return whether the cell waited long for memory, and the figures that show it."""
     spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
@@ -156,7 +180,7 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
     some = result.pressure.some_ns / spent_ns
     full = (result.pressure.full_ns or 0) / spent_ns
     of = "run" if result.cell.operation == "command" else "load"
-    return some >= STALLED_SHARE, [
+    return some >= STALLED_SHARE and result.pressure.some_ns >= LEAST_LOST_NS, [
         f"waited for memory {some:.0%} of the {of} (all tasks {full:.0%})"
     ]
 
@@ -170,7 +194,7 @@ def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
         return False, [] if spent_ns is None else [format_seconds(spent_ns)]
     ratio = spent_ns / reference_ns
     reference = format_seconds(reference_ns)
-    return ratio >= SLOWDOWN, [
+    return ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS, [
         f"{format_seconds(spent_ns)}, {ratio:.1f}x the reference of {reference}"
     ]
 

@@ -12,6 +12,7 @@ from weighin.errors import RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.record import Result
 from weighin.records.floor import floors
+from weighin.records.verdict import Verdict
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.units import MIB
@@ -53,13 +54,17 @@ def _row(run: Path, results: Sequence[Result]) -> list[str]:
 def _floor_differences(
     checked: Sequence[Mapping[str, Any]], results: Sequence[Result]
 ) -> Iterator[tuple[int, str]]:
-    """Yield each difference in bytes between a measured and a predicted floor, and the strategy."""
+    """Yield each difference in bytes between a measured and a predicted floor, and the strategy.
+
+    A prediction is of the memory that a load must have, not of its time: a floor below which the
+    load thrashes is left out.
+    """
     predicted = {
         (series["strategy"], series["format"]): series["floor_bytes"] for series in checked
     }
     for floor in floors(results):
         size = predicted.get((floor.cell.strategy, floor.cell.format))
-        if floor.bytes is not None and size is not None:
+        if floor.bytes is not None and size is not None and Verdict.THRASHES not in floor.below:
             yield abs(size - floor.bytes), floor.cell.strategy
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Result
-from weighin.records.floor import KILLED, Floor, Life, floors
+from weighin.records.floor import KILLED, Aim, Floor, Life, floors
 from weighin.records.verdict import Verdict
 from weighin.report import captions, operations
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -35,6 +35,8 @@ HEADINGS: Final = (
     ("no limit", "ready"),
 )
 NAMES: Final = 1
+ENDS: Final = " (ends)"
+"""Marks a floor under which a load thrashes, but ends."""
 
 
 def has_data(results: Sequence[Result]) -> bool:
@@ -113,7 +115,9 @@ def _floor_text(floor: Floor | None) -> str:
     """Return a floor in MiB, with the outcome one step below the floor unless that is "killed"."""
     if floor is None or floor.bytes is None:
         return "-"
-    return _scaled(floor.bytes, MIB, 0) + (f" ({floor.below})" if floor.below != KILLED else "")
+    mark = ENDS if floor.aim is Aim.ENDS else ""
+    below = f" ({floor.below})" if floor.below != KILLED else ""
+    return _scaled(floor.bytes, MIB, 0) + mark + below
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
@@ -133,6 +137,7 @@ def as_dict(floor: Floor) -> dict[str, Any]:
         "message": floor.message,
         "step_bytes": floor.step_bytes,
         "below": floor.below,
+        "aim": floor.aim.value,
         "passed": floor.passed,
         "failed": floor.failed,
         "model_bytes": floor.model_bytes,
@@ -150,6 +155,7 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
     return {
         "limit_bytes": life.limit_bytes,
         "ready_ns": life.ready_ns,
+        "times": life.times,
         "verdict": judgement.verdict.value if judgement else None,
         "reason": judgement.reason if judgement else "",
     }
@@ -174,8 +180,10 @@ def notes(searched: Sequence[Floor]) -> list[str]:
     is_shown = _ABOVE_IMPORT in _headings(searched)
     kind = _kind(searched)
     above = "above import: (floor - anonymous memory after `import torch`) / the model's size."
+    found = {floor.aim for floor in searched if floor.bytes is not None}
     return [
         kind.floor,
+        *([kind.floor_ends] if Aim.ENDS in found else []),
         *([above if is_shown else captions.BELOW_IMPORT] if kind.computed else []),
         f"{kind.floor_ready} The search ran {cells} cells in all.",
     ]
@@ -189,7 +197,7 @@ def caption(results: Sequence[Result]) -> str:
 def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
     texts = [
         label(floor, searched),
-        _scaled(floor.bytes, GIB, 3),
+        _scaled(floor.bytes, GIB, 3) + (ENDS if floor.bytes and floor.aim is Aim.ENDS else ""),
         _scaled(floor.per_model, 1, 2),
         _scaled(floor.above_import_per_model, 1, 2),
         _below(floor),
@@ -253,8 +261,11 @@ def _scaled(value: float | None, scale: int, digits: int) -> str:
 def _lived(life: Life | None) -> str:
     if life is None:
         return "-"
-    words = [life.judgement.verdict.value] if life.judgement else []
-    return " ".join(["-" if life.ready_ns is None else format_seconds(life.ready_ns), *words])
+    words = ["-" if life.ready_ns is None else format_seconds(life.ready_ns)]
+    if life.judgement:
+        words += [f"{life.times:.1f}x"] if life.times else []
+        words.append(life.judgement.verdict.value)
+    return " ".join(words)
 
 
 def _entry(text: str) -> ListEntry:
@@ -266,5 +277,7 @@ def _styled(text: str) -> Text:
     """Return a text broken into short lines, so that nine columns fit into 80 characters."""
     before, _, last = text.rpartition(" ")
     if last in STYLES:
-        return Text(f"{before}\n{last}", style=STYLES[Verdict(last)])
-    return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text))
+        time, _, times = before.rpartition(" ")
+        lines = [time, times, last] if times.endswith("x") else [before, last]
+        return Text("\n".join(lines), style=STYLES[Verdict(last)])
+    return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text).replace(ENDS, "\n(ends)"))

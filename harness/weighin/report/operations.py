@@ -9,7 +9,7 @@ from typing import Final
 
 import pandas as pd
 
-from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
+from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 
 Meaning = tuple[str, str, str, str]
 """The name, unit, meaning and accuracy of a figure."""
@@ -18,12 +18,16 @@ Meaning = tuple[str, str, str, str]
 _LOST: Final = (
     f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
     f" {REFAULTS_PER_MODEL:.0%} of the model again and took at least {SLOWDOWN:g}x the time without a"
-    " limit"
+    f" limit, or read more than {MOST_REREAD:g}x the model again"
 )
 _FLOOR: Final = (
-    "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
-    " byte was read and compared. One step below, the load was killed for lack of memory or timed"
-    " out."
+    "RAM floor: the smallest limit, swap off, under which three of three loads survived, and every"
+    " byte was read and compared. One step below, the load was killed for lack of memory, thrashed or"
+    " timed out. x: its time as a multiple of the time without a limit."
+)
+_FLOOR_ENDS: Final = (
+    "(ends): the smallest limit under which three of three loads ended at all. They thrash there, and"
+    " the limit that they survive is larger: weighin floor finds it without --thrashing."
 )
 _FLOOR_READY: Final = "ready: time until every byte was read once, in the median cell."
 
@@ -52,7 +56,8 @@ class Kind:
         outside: what the sampler observes.
         life: the meaning of the times in a survival matrix.
         lost: when a cell thrashes.
-        floor, floor_ready: the meaning of a RAM floor, and of the times beside it.
+        floor, floor_ends, floor_ready: the meaning of a RAM floor, of a floor under which a load
+            ends, but thrashes, and of the times beside it.
         computed, times: explanations of figures, one line each.
         accuracy: what is exact and what is sampled, one line each.
         meanings: of the figures, for report.html.
@@ -82,6 +87,7 @@ class Kind:
     life: str = "Time: for the load until every byte was read"
     lost: str = _LOST
     floor: str = _FLOOR
+    floor_ends: str = _FLOOR_ENDS
     floor_ready: str = _FLOOR_READY
 
 
@@ -200,7 +206,8 @@ _COMMAND: Final = Kind(
     life="Time: until the first process of the command ended",
     lost=f"waited for memory for {STALLED_SHARE:.0%} of the time or more",
     floor="RAM floor: the smallest limit, swap off, under which the command succeeded three times out of"
-    " three. One step below, it was killed for lack of memory or timed out.",
+    " three, and did not thrash. One step below, it was killed for lack of memory, thrashed or timed out."
+    " x: its time as a multiple of the time without a limit.",
     floor_ready="ready: time until the command ended, or until its server was ready, in the median cell.",
     accuracy=(
         "needs: the most anonymous and shared memory of all processes together; ≥: at least, because it"

@@ -6,7 +6,7 @@ from typing import Final
 import pandas as pd
 
 from weighin.record import Outcome, Result
-from weighin.records.floor import Floor
+from weighin.records.floor import Aim, Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
 from weighin.report import captions, floors, operations, style
@@ -19,6 +19,7 @@ _ENDINGS: Final = {
     Outcome.CHILD_KILLED: "Lost a process for lack of memory",
     Outcome.CUDA_OOM: "Ran out of GPU memory",
     Outcome.TIMEOUT: "Timed out",
+    Outcome.THRASHING: "Ended because it thrashed",
     Outcome.STRATEGY_FAILED: "Failed with an error",
     Outcome.COMMAND_FAILED: "Failed",
     Outcome.WRONG_WEIGHTS: "Produced wrong weights",
@@ -143,7 +144,8 @@ def _floors(results: Sequence[Result]) -> str:
 
 def _size(floor: Floor) -> str:
     ratio = f" ({floor.per_model:.2f} x the model)" if floor.per_model else ""
-    return f"{captions.size(floor.bytes)}{ratio}"
+    thrashing = ", where it thrashes" if floor.aim is Aim.ENDS else ""
+    return f"{captions.size(floor.bytes)}{ratio}{thrashing}"
 
 
 def _list(names: Sequence[str]) -> str:

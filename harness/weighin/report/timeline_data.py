@@ -20,11 +20,14 @@ CUT_OFF: Final = frozenset(
         Outcome.OOM_KILLED,
         Outcome.CUDA_OOM,
         Outcome.TIMEOUT,
+        Outcome.THRASHING,
         Outcome.STRATEGY_FAILED,
         Outcome.MEASUREMENT_FAILED,
         Outcome.COMMAND_FAILED,
     }
 )
+# weighin chose the time of these ends.
+_STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 
@@ -104,7 +107,7 @@ def phase_peak(result: Result, phase: Phase) -> int | None:
 
 def longest(tracks: Sequence[Track]) -> float:
     """Return the shared time axis's length in seconds; a timed-out cell can at most double it."""
-    ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
+    ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
     return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 

@@ -16,10 +16,12 @@ from weighin.probes import page_cache
 from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
+from weighin.records.thrashing import Reference
 from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady
 from weighin.run.measurement import CellMeasurement
 from weighin.run.supervisor import Watch
+from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
 _NAMED = 3  # the most changed files that a message names
@@ -37,24 +39,35 @@ class Setting:
     on_phase: Callable[[str], None] = lambda _: None
 
 
-def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
+def measure(
+    setting: Setting,
+    job: Job,
+    files: Sequence[Path],
+    model_bytes: int | None,
+    reference: Reference | None = None,
+) -> Result:
     """Measure one cell without recording its result, and write its samples to ``setting.run``."""
-    measured = take(setting, job, files, model_bytes)
+    measured = take(setting, job, files, model_bytes, reference)
     measured.finish(setting.run)
     return measured.result
 
 
 def take(
-    setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None
+    setting: Setting,
+    job: Job,
+    files: Sequence[Path],
+    model_bytes: int | None,
+    reference: Reference | None = None,
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
     ``files`` are the checkpoint's files, as paths of this process. The files' pages are dropped
     from the page cache first, even for a warm cell, whose worker then reads the files again so that
-    its own cgroup is charged.
+    its own cgroup is charged. A cell that is proven to thrash, compared with ``reference``, is ended.
     """
     # Hash before the measurement: the sources may be edited while the cell runs.
     sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
+    limit = job.cell.ram_limit_bytes
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
     states = {file: _state(file) for file in files}
@@ -69,7 +82,12 @@ def take(
             running = setting.isolation.start(job)
             try:
                 watch = Watch(
-                    running, setting.interval_s, setting.on_phase, before_load, job.cell.ranks
+                    running,
+                    setting.interval_s,
+                    setting.on_phase,
+                    before_load,
+                    job.cell.ranks,
+                    ThrashGuard(reference, limit) if reference and limit else None,
                 )
                 try:
                     watch.follow(job.timeout_s)

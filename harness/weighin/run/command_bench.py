@@ -1,7 +1,6 @@
 """Measure the commands of a run, one after the other."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
@@ -9,12 +8,12 @@ from weighin.errors import Interrupted
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.records.floor import results_of, searched, unlimited_of
 from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
 from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import PlannedCommand, Progress, Run
+from weighin.run.unlimited import reference_for, unlimited_result
 
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
@@ -24,11 +23,11 @@ _LEAST_S: Final = 30.0
 class CommandBench:
     """What all commands of a run share. ``stopped`` tells whether a signal asked for the end."""
 
+    task: Run
     isolation: Isolation
     how: CommandSettings
     timeout_s: float
     environment: dict[str, Any]
-    folder: Path
     stopped: bool = field(default=False)
 
     def measure(self, planned: PlannedCommand) -> CellMeasurement:
@@ -45,14 +44,15 @@ class CommandBench:
             planned.cell,
             self.timeout_s or self._patience_s(planned.cell),
             self.environment,
+            reference_for(self.task, planned.cell),
         )
         return measured
 
     def _patience_s(self, cell: Cell) -> float:
         """Return the time-out of a cell that has none: in a search, one that starves would never end."""
-        if not self.how.in_search or cell.ram_limit_bytes is None:
+        if not self.how.in_search:
             return 0.0
-        first = unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
+        first = unlimited_result(self.task, cell)
         return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
 
 
@@ -65,6 +65,4 @@ def set_up(task: Run, progress: Progress) -> CommandBench:
     with run_folder.writing(samples := task.folder / "samples"):
         samples.mkdir(exist_ok=True)
     about = environment.machine() | environment.code() | {"isolation": task.isolation.describe()}
-    return CommandBench(
-        task.isolation, task.settings.command, task.settings.timeout_s, about, task.folder
-    )
+    return CommandBench(task, task.isolation, task.settings.command, task.settings.timeout_s, about)

@@ -12,7 +12,8 @@ from weighin.cell import Cell
 from weighin.isolation.base import Exit, RunningCommand
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import read_kernel
-from weighin.record import Kill, Outcome
+from weighin.record import Kill, Outcome, Stopped
+from weighin.records import thrashing
 from weighin.text import one_line
 from weighin.units import format_bytes
 
@@ -26,6 +27,7 @@ class Facts:
     """What the kernel tells of a command that has ended; None where it was not measured.
 
     ``ready`` is whether a server was ready, after which it was stopped; None for other commands.
+    ``stopped`` tells why weighin ended the command.
     """
 
     cell: Cell
@@ -38,6 +40,7 @@ class Facts:
     peak_bytes: int | None
     limits: Sequence[tuple[int, Path]]
     ready: bool | None = None
+    stopped: Stopped | None = None
 
 
 def judge(facts: Facts) -> tuple[Outcome, str]:
@@ -51,6 +54,8 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
         return Outcome.OK, ""  # it ended by weighin's signal
     if facts.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
         return Outcome.OOM_KILLED, _killed(facts)
+    if facts.stopped and facts.stopped.timeout_s is None:
+        return Outcome.THRASHING, thrashing.words(facts.stopped)
     if not facts.in_time:
         how = "still running" if facts.ready is None else "not ready"
         return Outcome.TIMEOUT, f"{how} after {facts.timeout_s:g} s"

@@ -17,10 +17,12 @@ from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation, RunningCommand
 from weighin.probes import page_cache
 from weighin.records import run_folder
+from weighin.records.thrashing import Reference
 from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement
+from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
 _PREFIX: Final = "weighin-run-"
@@ -32,12 +34,14 @@ def take(
     cell: Cell,
     timeout_s: float,
     environment: dict[str, Any],
+    reference: Reference | None = None,
 ) -> tuple[CellMeasurement, bool]:
     """Run one command to its end; return its measurement, and whether a signal asked for the end.
 
     Args:
         timeout_s: the time after which the command is killed, in seconds; 0 for none.
         environment: the machine and the versions, for the record.
+        reference: the same command without a limit; a command that thrashes beside it is ended.
     """
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
@@ -59,7 +63,8 @@ def take(
         try:
             signals.passes_interrupts = not running.shares_terminal
             signals.receiver = running.send_signal
-            watch.begin(running)
+            limit = cell.ram_limit_bytes
+            watch.begin(running, ThrashGuard(reference, limit) if reference and limit else None)
             output.start()
             in_time = watch.wait(timeout_s or inf)
             end_ns = watch.readiness.ready_ns or time.monotonic_ns()

@@ -18,10 +18,25 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.record import SCHEMA, Cost, Faults, Kill, Peaks, Pressure, Process, Ran, Result, Stack
+from weighin.probes.observer import Observation
+from weighin.record import (
+    SCHEMA,
+    Cost,
+    Faults,
+    Kill,
+    Outcome,
+    Peaks,
+    Pressure,
+    Process,
+    Ran,
+    Result,
+    Stack,
+    Stopped,
+)
 from weighin.run import command_outcome, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener
+from weighin.run.thrash_guard import ThrashGuard
 
 if TYPE_CHECKING:
     from weighin.probes.stacks import StackTaker
@@ -41,6 +56,8 @@ class CommandWatch:
         self._log = kernel_log.position()
         self._started_s = time.time()
         self._machine_oom_kills = read_machine_oom_kills()
+        self._started_ns = time.monotonic_ns()
+        self._stopped: Stopped | None = None
         self._in_time = True
         self._ended: tuple[str, ...] = ()
 
@@ -53,8 +70,9 @@ class CommandWatch:
         """Release everything for a command that could not be started."""
         self._listener.close()
 
-    def begin(self, running: RunningCommand) -> None:
-        self._running = running
+    def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
+        """Watch a started command; with a ``guard``, end it if it is proven to thrash."""
+        self._running, self._guard = running, guard
         self._cgroup = (
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
         )
@@ -72,8 +90,29 @@ class CommandWatch:
         self.readiness.begin()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command ended, or was ready, within ``timeout_s``."""
-        return self.readiness.wait(self._running, timeout_s, lambda: self._sampler.oom_kills)
+        """Return whether the command ended, or was ready, within ``timeout_s``, without thrashing."""
+        is_over = self._thrashes if self._guard else None
+        oom_kills = lambda: self._sampler.oom_kills  # noqa: E731
+        if self.readiness.wait(self._running, timeout_s, oom_kills, is_over):
+            self._stopped = None
+            return True
+        after_ns = time.monotonic_ns() - self._started_ns
+        self._stopped = self._stopped or Stopped(after_ns, timeout_s)
+        return False
+
+    def _thrashes(self) -> bool:
+        assert self._guard
+        self._stopped = self._guard.proof(self._look, Observation())
+        return self._stopped is not None
+
+    def _look(self) -> Observation:
+        some_ns, full_ns = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
+        return Observation(
+            peak_bytes=self._mark.read() if self._mark else None,
+            refaults=self._cgroup.read_refaults() if self._cgroup else None,
+            some_ns=some_ns,
+            full_ns=full_ns,
+        )
 
     def _read_figures(self) -> None:
         """Read the kernel's figures of the cell, at its end."""
@@ -127,8 +166,10 @@ class CommandWatch:
             peak_bytes=self._peak_bytes,
             limits=self._limits,
             ready=self.readiness.ready_ns is not None if self.readiness.is_expected else None,
+            stopped=self._stopped,
         )
         outcome, message = command_outcome.judge(facts)
+        spent_ns = None if outcome is Outcome.THRASHING else elapsed_ns  # no time of it counts
         largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
         by_peak = (
             None
@@ -154,14 +195,14 @@ class CommandWatch:
             ),
             last_phase=self._listener.last_phase,
             phases=self._phases,
-            load_ns=elapsed_ns,
-            ready_ns=elapsed_ns,
+            load_ns=spent_ns,
+            ready_ns=spent_ns,
             faults=self._faults(),
             pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
             oom_kills=facts.oom_kills,
             limit_events=self._limit_events,
             exit_code=command_outcome.code_of(self._exit),
-            cost=Cost(wall_ns=0, load_ns=elapsed_ns),
+            cost=Cost(wall_ns=0, load_ns=spent_ns),
             warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
             ran=Ran(
                 pid=running.pid,
@@ -178,6 +219,7 @@ class CommandWatch:
                 cold=self._how.cold,
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
+            stopped=self._stopped if outcome in (Outcome.TIMEOUT, Outcome.THRASHING) else None,
         )
 
     def _kills(self, processes: Sequence[Process]) -> tuple[Kill, ...] | None:

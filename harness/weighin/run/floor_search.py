@@ -11,13 +11,22 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
 from weighin.record import Result
 from weighin.records.bisection import next_cell
-from weighin.records.floor import COARSEST, bracket, results_of, searched, stopped_by, why_stopped
+from weighin.records.floor import (
+    COARSEST,
+    Aim,
+    bracket,
+    results_of,
+    searched,
+    stopped_by,
+    why_stopped,
+)
+from weighin.records.remaining import TYPICAL_CELLS, remaining_ns
 from weighin.run import command_request, runner
 from weighin.run import request as bench
 from weighin.run.command_request import CommandRequest
 from weighin.run.request import Request
 from weighin.run.task import AnyPlanned, Progress, Run
-from weighin.units import format_bytes
+from weighin.units import format_bytes, format_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +42,41 @@ class Search:
 
     def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:
         highest, _ = delegation.ram_bytes(self.run.isolation.name)
+        aim = self.run.settings.aim
         done = {result.cell.id for result in results}
         for planned in self.run.planned:
             if planned.skip:
                 if planned.cell.id not in done:
                     return planned
                 continue
-            cell = next_cell(planned.cell, results, self.within, highest)
-            if cell is not None:
-                if results and searched(results[-1].cell) == searched(cell):
-                    progress.narrowed(said(planned, results))
-                return replace(planned, cell=cell)
+            cell = next_cell(planned.cell, results, self.within, highest, aim)
             if results and searched(results[-1].cell) == searched(planned.cell):
-                progress.narrowed(said(planned, results))
+                left = self._left(results, highest)
+                progress.narrowed(said(planned, results, aim) + left)
+            if cell is not None:
+                return replace(planned, cell=cell)
         return None
+
+    def _left(self, results: Sequence[Result], highest: int) -> str:
+        """Return how long the whole search still takes, in words; empty if it has ended."""
+        cells = [planned.cell for planned in self.run.planned if not planned.skip]
+        left_ns = remaining_ns(cells, results, self.within, highest, self.run.settings.aim)
+        return f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
+
+    @property
+    def warning(self) -> str:
+        """How long the search may take if no cell is ended that thrashes; empty if each is."""
+        if self.run.settings.aim is Aim.SURVIVES:
+            return ""
+        number = sum(not planned.skip for planned in self.run.planned)
+        what = "a cell that reads its file again and again is not ended"
+        if not (timeout_s := self.run.settings.timeout_s):
+            return f"{what}: each of about {number * TYPICAL_CELLS} cells may take 10 times its time without a limit, and 30 s more"
+        longest = format_duration(number * TYPICAL_CELLS * timeout_s)
+        return (
+            f"{what}: each of about {number * TYPICAL_CELLS} cells may take {timeout_s:g} s"
+            f" (--timeout), and the search up to {longest}"
+        )
 
 
 def start(request: Request | CommandRequest) -> tuple[Search, str]:
@@ -86,12 +116,12 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     return Search(run, within)
 
 
-def said(planned: AnyPlanned, results: Sequence[Result]) -> str:
+def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
     """Describe the present bounds of a floor in one line."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
         return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"
-    bounds = bracket(ours)
+    bounds = bracket(ours, aim)
     words = []
     if bounds.failing_bytes is not None:
         words.append(f"above {format_bytes(bounds.failing_bytes)}")

@@ -24,6 +24,7 @@ from weighin.run.events import checked
 from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import Progress, Run, skipped
+from weighin.run.unlimited import reference_for
 from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
@@ -66,7 +67,8 @@ class LoadBench:
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)
         if planned.cell.operation == "load":
-            measured = take(setting, job, files, model_bytes)
+            reference = reference_for(self.task, planned.cell)
+            measured = take(setting, job, files, model_bytes, reference)
             measured = replace(measured, result=self._blaming(measured.result, job))
         else:
             with save_target.target(model_bytes) as folder:

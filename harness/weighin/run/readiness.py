@@ -15,6 +15,7 @@ from weighin.run.command_settings import CommandSettings
 _BETWEEN_S: Final = 0.05  # two questions to an address
 _ANSWER_S: Final = 2.0
 _PAUSE_S: Final = 0.01
+_BETWEEN_LOOKS_S: Final = 0.1  # at a command that may thrash
 _AFTER_KILL_S: Final = 1.0
 _AFTER_SIGKILL_S: Final = 10.0
 _NO_SERVER: Final = 500  # this status and those above it come from a server that is not ready
@@ -68,21 +69,26 @@ class Readiness:
             self._asking.start()
 
     def wait(
-        self, running: RunningCommand, timeout_s: float, oom_kills: Callable[[], int | None]
+        self,
+        running: RunningCommand,
+        timeout_s: float,
+        oom_kills: Callable[[], int | None],
+        is_over: Callable[[], bool] | None = None,
     ) -> bool:
         """Return whether the command was ready or ended within ``timeout_s``.
 
-        A command of which the kernel killed a process gets a second: it may start the process again
+        It is not waited for any longer when ``is_over`` returns True. A command of which the kernel killed a process gets a second: it may start the process again
         and again, and its outcome is certain.
         """
-        if not self.is_expected:
+        if not self.is_expected and not is_over:
             return running.wait(timeout_s)
         deadline = time.monotonic() + timeout_s
         is_doomed = False
-        while self.ready_ns is None and not running.wait(_PAUSE_S):
-            if time.monotonic() >= deadline:
+        pause_s = _PAUSE_S if self.is_expected else _BETWEEN_LOOKS_S
+        while self.ready_ns is None and not running.wait(pause_s):
+            if time.monotonic() >= deadline or (is_over and is_over()):
                 break
-            if not is_doomed and oom_kills():
+            if self.is_expected and not is_doomed and oom_kills():
                 is_doomed = True
                 deadline = min(deadline, time.monotonic() + _AFTER_KILL_S)
         self._given_up.set()

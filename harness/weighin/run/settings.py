@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from weighin.formats.selection import WHOLE, Selection
+from weighin.records.floor import Aim
 from weighin.records.shard import Shard, parse
 from weighin.run.command_settings import CommandSettings
 
@@ -26,6 +27,8 @@ class RunSettings:
         python_path: the folders of users' own modules.
         mounts: further paths of this machine that a container sees at the same place, read-only.
         within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
+        aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``); searches
+            before 0.3 looked for the limit under which a load ends at all.
         engine: the engine's name and settings; empty for cells that run one by one on this machine.
         shard: the part of the plan that this run measures; None for all of it.
         command: how commands are started and watched; None for a run of loads or saves.
@@ -42,6 +45,7 @@ class RunSettings:
     python_path: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
     within: float | None = None
+    aim: Aim = Aim.ENDS
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
     command: CommandSettings | None = None
@@ -52,6 +56,8 @@ class RunSettings:
         selection = values.pop("selection")
         values |= {"key": selection.key, "strip_prefix": selection.strip_prefix}
         values |= {name: str(values[name]) for name in ("checkpoint", "shard") if values[name]}
+        if self.within is None:
+            del values["aim"]
         if self.command:
             values["command"] = self.command.as_json()
         optional = ("within", "engine", "shard", "command")
@@ -65,6 +71,7 @@ class RunSettings:
         for name, read in (
             ("checkpoint", Path),
             ("shard", parse),
+            ("aim", Aim),
             ("python_path", tuple),
             ("mounts", tuple),
             ("command", CommandSettings.from_json),

@@ -31,10 +31,13 @@ from weighin.record import (
     Pressure,
     Result,
     Sample,
+    Stopped,
 )
+from weighin.records import thrashing
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
+from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
@@ -50,7 +53,8 @@ class Watch:
 
     A worker of several ``ranks`` starts one process for each rank; each process has an event log.
     ``samples`` are those of all ranks together, ``rank_samples`` those of each rank by its number.
-    ``escape`` tells how the worker got out of its limit; it is empty if the worker did not.
+    ``escape`` tells how the worker got out of its limit; it is empty if the worker did not. With a
+    ``guard``, a cell that is proven to thrash is ended.
     """
 
     def __init__(
@@ -60,7 +64,11 @@ class Watch:
         on_phase: Callable[[str], None],
         before_load: Callable[[], None] | None = None,
         ranks: int = 1,
+        guard: ThrashGuard | None = None,
     ) -> None:
+        self._started_ns = time.monotonic_ns()
+        self._guard = guard
+        self._stopped: Stopped | None = None
         self._logs = [EventLog() for _ in range(ranks)]
         self.event_log = self._logs[0]
         self.samples: list[Sample] = []
@@ -71,7 +79,6 @@ class Watch:
         self._running = running
         self._on_phase = on_phase
         self._before_load = before_load
-        self._timed_out = False
         self._peak_bytes: int | None = None
         self._driver: DriverMemory | None = None
         self._at_baseline = self._at_end = Observation()
@@ -89,20 +96,36 @@ class Watch:
         self._at_phase_end = self._observe()
 
     def follow(self, timeout_s: float) -> None:
-        """Answer the worker's events until they end; kill the worker at the time-out."""
+        """Answer the worker's events until they end; kill the worker at the time-out.
+
+        The worker is killed before if it is proven to thrash.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
+            due_s = min(deadline, self._guard.next_s) if self._guard else deadline
             try:
                 with interrupts.allowed():
-                    line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
+                    line = self._running.channel.receive(max(0.0, due_s - time.monotonic()))
             except TimeoutError:
-                self._timed_out = True
-                self._kill()
-                return
+                if due_s == deadline:
+                    self._stopped = Stopped(time.monotonic_ns() - self._started_ns, timeout_s)
+                line = b""
             if line is None:
+                return
+            self._stopped = self._stopped or self._proof()
+            if self._stopped:
+                self._kill()
                 return
             if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
                 self._take(event.pop("event"), event)
+
+    def _proof(self) -> Stopped | None:
+        """Return the figures that prove that the cell thrashes; None if nothing proves it."""
+        if self._guard is None:
+            return None
+        return self._guard.proof(
+            self._observe, self._at_baseline, self._peak_bytes, is_loading=not self._is_ready
+        )
 
     def end(self) -> Exit:
         """Wait until the worker has exited, and read the counters of its cgroup."""
@@ -138,9 +161,12 @@ class Watch:
     def result(self, job: Job, ended: Exit) -> Result:
         """Build the result of the worker after its end."""
         event_log, totals = self.event_log, self._at_ready or self._at_end
-        if self._timed_out:
+        if self._stopped and self._stopped.timeout_s is not None:
             outcome = Outcome.TIMEOUT
             message = f"still running after {job.timeout_s:g} s, {rank_logs.where(self._logs)}"
+        elif self._stopped:
+            outcome = Outcome.THRASHING
+            message = f"{thrashing.words(self._stopped)}; {rank_logs.where(self._logs)}"
         else:
             outcome, message = rank_logs.judge(
                 self._logs,
@@ -150,6 +176,7 @@ class Watch:
                 self._running.channel.stderr_tail,
                 _grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
+        is_cut = outcome is Outcome.THRASHING  # no time of it counts
         if outcome is Outcome.OOM_KILLED:
             message += self._met_elsewhere(job.cell.ram_limit_bytes)
         if outcome is Outcome.CHILD_KILLED or LOST_CHILD in message:
@@ -163,8 +190,8 @@ class Watch:
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
-            load_ns=rank_logs.longest_load_ns(self._logs),
-            ready_ns=rank_logs.longest_ready_ns(self._logs),
+            load_ns=None if is_cut else rank_logs.longest_load_ns(self._logs),
+            ready_ns=None if is_cut else rank_logs.longest_ready_ns(self._logs),
             faults=self._faults(totals),
             pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
@@ -176,6 +203,7 @@ class Watch:
             allocator_summary=event_log.allocator_summary,
             warnings=tuple(self._warnings(outcome, ended)),
             ranks=rank_logs.ranks(self._logs, self._ends),
+            stopped=self._stopped,
         )
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:

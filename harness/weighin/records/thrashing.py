@@ -1,0 +1,96 @@
+"""Prove that a running cell thrashes, so that it can be ended before it has wasted more time.
+
+A search for a floor compares a running cell with the same cell without a limit. The cell is proven
+to thrash if its memory has reached its limit, and one of these holds:
+
+* It has read more than ``MOST_REREAD`` times the size of what it loads again, after the kernel had
+  reclaimed it. For a load, this counts until every byte was read.
+* Its tasks waited for memory during more than ``MOST_WAITED`` times the reference's whole time (PSI
+  some, where the kernel has it).
+* It has taken more than ``MOST_TIME`` times the reference's time, and it loses time for lack of
+  memory by the rule of ``weighin.records.verdict``: a busy machine alone is no proof.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from weighin.record import Result, Stopped
+from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, STALLED_SHARE, size_read
+from weighin.units import format_bytes, format_seconds
+
+MOST_TIME: Final = 10.0
+MOST_WAITED: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The time of a whole cell without a limit, and the size of what it reads."""
+
+    spent_ns: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a running cell; None where it is not measured.
+
+    ``reread_bytes`` and ``waited_ns`` count from the load's start; once the load is ready,
+    ``is_loading`` is False, and they count on for the rule of the time alone.
+    """
+
+    after_ns: int
+    reread_bytes: int | None
+    waited_ns: int | None
+    has_met_limit: bool
+    is_loading: bool = True
+
+
+def reference_of(first: Result | None) -> Reference | None:
+    """Return what a cell is compared with; None if the cell without a limit does not tell it."""
+    if first is None or first.cost is None:
+        return None
+    if first.ran:
+        size = (first.ran.needed_bytes or 0) + (first.peaks.file_sampled_bytes or 0)
+        spent_ns = first.ready_ns or 0
+    else:
+        size, spent_ns = size_read(first), first.cost.wall_ns
+    return Reference(spent_ns, size) if spent_ns and size else None
+
+
+def proof(seen: Seen, reference: Reference) -> Stopped | None:
+    """Return the figures that prove that a running cell thrashes; None if they prove nothing."""
+    if not seen.has_met_limit:
+        return None
+    reread, waited_ns = seen.reread_bytes or 0, seen.waited_ns or 0
+    is_slow = seen.after_ns > MOST_TIME * reference.spent_ns and (
+        reread >= REFAULTS_PER_MODEL * reference.size_bytes
+        or waited_ns >= STALLED_SHARE * seen.after_ns
+    )
+    rereads = seen.is_loading and reread > MOST_REREAD * reference.size_bytes
+    if not (is_slow or rereads or waited_ns > MOST_WAITED * reference.spent_ns):
+        return None
+    return Stopped(
+        after_ns=seen.after_ns,
+        reference_ns=reference.spent_ns,
+        size_bytes=reference.size_bytes,
+        reread_bytes=seen.reread_bytes,
+        waited_ns=seen.waited_ns,
+    )
+
+
+def words(stopped: Stopped) -> str:
+    """Describe the figures of a cell that was ended because it thrashed."""
+    texts = [f"ended after {format_seconds(stopped.after_ns)}: it thrashes"]
+    if stopped.reread_bytes is not None and stopped.size_bytes:
+        times = stopped.reread_bytes / stopped.size_bytes
+        size = format_bytes(stopped.size_bytes)
+        texts.append(
+            f"{format_bytes(stopped.reread_bytes, digits=2)} read again ({times:.1f}x of {size})"
+        )
+    if stopped.reference_ns:
+        ratio = stopped.after_ns / stopped.reference_ns
+        reference = format_seconds(stopped.reference_ns)
+        texts.append(f"{ratio:.1f}x the {reference} of the whole cell without a limit so far")
+    if stopped.waited_ns is not None:
+        texts.append(f"waited {format_seconds(stopped.waited_ns)} for memory")
+    return "; ".join(texts)

@@ -1,0 +1,65 @@
+"""Look at a running cell now and then, to end it as soon as it is proven to thrash."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from weighin.probes.observer import Observation
+from weighin.record import Stopped
+from weighin.records import thrashing
+
+_EVERY_S: Final = 0.5
+_SHARE: Final = 10  # a slow look, as in a container that thrashes, takes this part of the time
+
+
+class ThrashGuard:
+    """Compares one cell with ``reference``, the same cell without a limit."""
+
+    def __init__(self, reference: thrashing.Reference, limit_bytes: int) -> None:
+        self._reference = reference
+        self._limit_bytes = limit_bytes
+        self._started_ns = time.monotonic_ns()
+        self._next_s = time.monotonic() + _EVERY_S
+
+    @property
+    def next_s(self) -> float:
+        """The time of the next look, as of ``time.monotonic``."""
+        return self._next_s
+
+    def proof(
+        self,
+        look: Callable[[], Observation],
+        before: Observation,
+        peak_bytes: int | None = None,
+        *,
+        is_loading: bool = True,
+    ) -> Stopped | None:
+        """Return the figures that prove that the cell thrashes; None if none do, or if it is early.
+
+        Args:
+            look: reads the figures of now.
+            before: the figures at the load's start, or nothing if it has not started.
+            peak_bytes: the highest charge that is known already.
+            is_loading: whether the load is not ready yet.
+        """
+        start_s = time.monotonic()
+        if start_s < self._next_s:
+            return None
+        now = look()
+        end_s = time.monotonic()
+        self._next_s = end_s + max(_EVERY_S, _SHARE * (end_s - start_s))
+        charges = [each for each in (peak_bytes, now.peak_bytes) if each is not None]
+        pages = _since(before.refaults, now.refaults)
+        seen = thrashing.Seen(
+            after_ns=time.monotonic_ns() - self._started_ns,
+            reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
+            waited_ns=_since(before.some_ns, now.some_ns),
+            has_met_limit=max(charges, default=self._limit_bytes) >= self._limit_bytes,
+            is_loading=is_loading,
+        )
+        return thrashing.proof(seen, self._reference)
+
+
+def _since(before: int | None, now: int | None) -> int | None:
+    return None if now is None else now - (before or 0)
