@@ -30,8 +30,8 @@ from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.converted import fill_converted, split
 from weighin.loader.codes import refuse_left_out_scales
+from weighin.loader.converted import fill_converted, split
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -188,9 +188,7 @@ def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _mapped(
-    model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str
-) -> "MappedKeys | None":
+def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
     """Return the tensors, renamed for a model of a library; None for any other model."""
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 

@@ -36,6 +36,7 @@ def load_pretrained(
     revision: str = "",
     key: str = "",
     strip_prefix: str = "",
+    adapter: Path | str = "",
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
@@ -59,10 +60,14 @@ def load_pretrained(
         key: the key of the state dict, if the folder's weights are a training checkpoint, as for
             ``load_streaming``.
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
+        adapter: a folder with an adapter of LoRA, which peft saved. Its products are added to the
+            weights, which then equal those of ``PeftModel.from_pretrained(model, adapter)
+            .merge_and_unload()`` bit by bit. The load needs memory for the largest product too.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
-            adapter beside it that from_pretrained adds.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, has an
+            adapter beside it that from_pretrained adds and ``adapter`` does not name, or the adapter is
+            not plain LoRA for this model.
         ConfigError: the model's library is missing, has no such class, or the folder brings code that
             is not trusted.
     """
@@ -77,7 +82,7 @@ def load_pretrained(
                 f"{path}: a GGUF file, which holds one model under llama.cpp's names",
                 "leave key and strip_prefix out: they choose a part of a training checkpoint",
             )
-        return _load_gguf(gguf.file_of(path), dtype, device, threads, model_class)
+        return _merged(_load_gguf(gguf.file_of(path), dtype, device, threads, model_class), adapter)
     if not is_pretrained(path):
         if broken := sniff.broken_link(path / CONFIG):
             raise broken
@@ -88,8 +93,8 @@ def load_pretrained(
         )
     found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
     selection = Selection(key, strip_prefix)
-    spec = plain_spec_of(found, selection)
-    if note := adapters.note(path):
+    spec = plain_spec_of(found, selection, merges=bool(adapter))
+    if not adapter and (note := adapters.note(path)):
         _log.warning(note)
     wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
@@ -106,6 +111,14 @@ def load_pretrained(
         strip_prefix=strip_prefix,
     )
     library.finish(model, type(folder)(path))
+    return _merged(model, adapter)
+
+
+def _merged(model: Any, adapter: Path | str) -> Any:
+    if adapter:
+        from weighin.loader.merge import merge_adapter  # few loads need this import
+
+        merge_adapter(model, Path(adapter))
     return model
 
 
