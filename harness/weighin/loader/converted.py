@@ -20,7 +20,7 @@ def split(fills: Sequence[Fillable]) -> tuple[list[Fillable], list[Fill]]:
     return plain, converted
 
 
-def fill_converted(fills: Sequence[Fill], threads: int | None) -> None:
+def fill_all(fills: Sequence[Fill], threads: int | None) -> None:
     """Compute the values of all tensors in their memory; the first error ends the load.
 
     Args:

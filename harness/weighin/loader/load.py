@@ -28,10 +28,9 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import fill
+from weighin.loader import converted, fill
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_left_out_scales
-from weighin.loader.converted import fill_converted, split
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -168,10 +167,10 @@ def _load(
     while batches:
         fills = list(place.all(batches.pop(0)))
         skeleton.give_back_heap()
-        plain, converted = split(fills)
+        plain, computed = converted.split(fills)
         with fill.being_filled(plain, threads):
             pass
-        fill_converted(converted, threads)
+        converted.fill_all(computed, threads)
     for conversion in mapped.conversions if mapped else ():
         _convert(model, conversion)
     return model, was_meta

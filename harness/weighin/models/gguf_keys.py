@@ -132,18 +132,18 @@ class _Reading:
             return None
         if made is None or made.dtype != torch.int64:
             return None
-        turned = made.shape == (width, sum(counts)) and shape == (columns, sum(counts))
-        if not turned and (made.shape != (*shape[:-1], width) or columns != shape[-1]):
+        numbers = made.numpy()
+        turned = numbers.shape == (width, sum(counts)) and shape == (columns, sum(counts))
+        if not turned and (numbers.shape != (*shape[:-1], width) or columns != shape[-1]):
             return None
-        rows = (made.T if turned else made).reshape(-1, width)
-        expected = rows[:, :1] + torch.arange(width)
+        rows = (numbers.T if turned else numbers).reshape(-1, width)
         origin = rows[:, 0] // width - 1
-        if not torch.equal(rows, expected) or not torch.equal(
-            origin.sort().values, torch.arange(sum(counts))
-        ):
+        every = np.arange(sum(counts))
+        whole = np.array_equal(rows, rows[:, :1] + np.arange(width))
+        if not (whole and np.array_equal(np.sort(origin), every)):
             return None
-        same = not turned and torch.equal(origin, torch.arange(len(origin)))
-        return _Moves(origin.argsort(), turned, same)
+        same = not turned and np.array_equal(origin, every)
+        return _Moves(np.argsort(origin), turned, same)
 
     def _whole(
         self,
@@ -196,7 +196,7 @@ class _Moves:
         same: whether every row stays where it is.
     """
 
-    targets: torch.Tensor
+    targets: Any  # an array of numpy
     turned: bool
     same: bool
 
@@ -214,7 +214,7 @@ def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor
             if moves.same:
                 flat[start:stop] = values.to(flat.device)
             else:
-                places = moves.targets[start:stop].to(flat.device)
+                places = torch.from_numpy(moves.targets[start:stop]).to(flat.device)
                 flat[places] = values.to(flat.device, flat.dtype)
             start = stop
 
