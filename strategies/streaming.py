@@ -15,7 +15,7 @@ from weighin.strategy import Load, load_streaming
 
 FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
-    "deepspeed", "deepspeed_universal", "megatron",
+    "deepspeed", "deepspeed_universal", "megatron", "gguf",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity", "key", "strip_prefix")

@@ -18,9 +18,8 @@ SCALES: Final = {"Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,
 """The places of the scales in a block of a type that the package gguf does not quantise to."""
 
 _OF_LLAMA: Final = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-_SKIPPED: Final = refused("does not read gguf, only .*--format", ("streaming", "baseline"))
+_SKIPPED: Final = refused("does not read gguf, only .*--format", ("baseline",))
 _LOAD: Final = {"load": r"is quantised to .*\nwrite its values first: weighin convert"}
-_FOLDER: Final = _SKIPPED | {"load": r"load_pretrained does not dequantise\n.*gguf_file="}
 
 
 def write(
@@ -307,12 +306,12 @@ LAYOUTS: Final = [
     _layout("GGUF of an architecture that transformers does not know", _of_a_vision_tower, _LOAD | refused(
         _NO_CLASS, all_but("inspect", "convert", "load")
     )),
-    _layout("a folder of one GGUF file", _folder("F32"), _FOLDER),
-    _layout("a folder of one GGUF file in Q4_0, tied", _folder("Q4_0", tie_word_embeddings=True), _FOLDER),
-    _layout("a folder of config.json and a GGUF file", _folder("Q8_0", with_config=True), _FOLDER),
+    _layout("a folder of one GGUF file", _folder("F32"), _SKIPPED),
+    _layout("a folder of one GGUF file in Q4_0, tied", _folder("Q4_0", tie_word_embeddings=True), _SKIPPED),
+    _layout("a folder of config.json and a GGUF file", _folder("Q8_0", with_config=True), _SKIPPED),
     _layout("a folder of two GGUF models", _two_models, refused("holds 2 GGUF models: a.gguf, b.gguf")),
     _layout("a GGUF file beside model.safetensors", _beside_safetensors, {}),
-    _layout("GGUF of Gemma 2, whose norms are shifted", _gemma, _FOLDER),
-    _layout("GGUF of GPT-2, whose matrices are transposed", _gpt2, _FOLDER),
-    _layout("GGUF of Qwen2-MoE, whose experts are joined", _experts, _FOLDER),
+    _layout("GGUF of Gemma 2, whose norms are shifted", _gemma, _SKIPPED),
+    _layout("GGUF of GPT-2, whose matrices are transposed", _gpt2, _SKIPPED),
+    _layout("GGUF of Qwen2-MoE, whose experts are joined", _experts, _SKIPPED),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
@@ -13,6 +14,11 @@ from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
 from weighin.formats.pretrained_spec import plain_spec_of
 from weighin.formats.selection import WHOLE, Selection
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighin.models.pretrained_keys import MappedKeys
 
 
 def read_with_model_keys(
@@ -32,9 +38,7 @@ def read_with_model_keys(
     if is_pipeline(source):
         raise sniff.no_model(source)
     if formats.detect(source) is gguf:
-        from weighin.checkpoint.gguf_model_keys import read_gguf_with_model_keys  # imports torch
-
-        return read_gguf_with_model_keys(source)
+        return _of_gguf(gguf.file_of(source))
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
             f"--keys model needs the model's class, and {folder} has no config.json",
@@ -47,6 +51,21 @@ def read_with_model_keys(
     builder = resolve_builder(found.library.builder)
     model = build_skeleton(builder, plain_spec_of(found, selection).kwargs)
     mapped = map_keys(model, formats.read(source, selection)[1])
+    return _in_order(source, model, mapped)
+
+
+def _of_gguf(file: Path) -> Slices:
+    from weighin.models.gguf_keys import map_gguf_keys
+    from weighin.models.gguf_spec import spec_of
+    from weighin.models.pretrained import from_config
+    from weighin.models.skeleton import build_skeleton
+
+    model = build_skeleton(from_config, spec_of(file).kwargs)
+    return _in_order(file, model, map_gguf_keys(model, formats.read(file)[1]))
+
+
+def _in_order(source: Path, model: "torch.nn.Module", mapped: "MappedKeys") -> Slices:
+    """Return the tensors in the order of the model's state dict, with its tied names."""
     mapped.refuse_other_shapes(model, source)
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}

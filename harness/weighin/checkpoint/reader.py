@@ -3,8 +3,7 @@
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Final
 
@@ -13,18 +12,12 @@ import torch
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
+from weighin.formats.converted import Converted
 from weighin.formats.sniff import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
-_COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed(TensorSlice):
-    """A tensor whose values ``compute`` returns, from the tensor at this place in the file and others."""
-
-    compute: Callable[[], torch.Tensor]
+_COMPUTING: Final = threading.Lock()  # a converted tensor is in memory as a whole, so one at a time
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -38,9 +31,11 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if isinstance(where, Computed):
+    if isinstance(where, Converted):
         with _COMPUTING:
-            yield from pieces_of(where.compute().to(where.dtype))
+            values = torch.empty(where.shape, dtype=where.dtype)
+            where.fill(values)
+            yield from pieces_of(values)
     elif where.encoding:
         from weighin.formats.gguf_values import decoded  # imports numpy
 

@@ -13,6 +13,34 @@ from weighin.formats.sniff import AGAIN, shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _ROW_ELEMENTS: Final = 64 * 1024  # the package computes 16 rows at once, in some 20 MiB
+_FEW_ELEMENTS: Final = (
+    32 * 1024
+)  # of the rows computed at once: larger arrays leave free memory in the heap
+
+
+def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yield the rows of a tensor in order as float32, a few at a time; a tensor is a list of rows.
+
+    Raises:
+        CheckpointError: for the same reasons as ``decoded``.
+    """
+    columns = where.shape[-1]
+    count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
+    pieces = decoded(where, count) if where.encoding else _read(where, count)
+    if where.nbytes:
+        yield from (piece.view(-1, columns) for piece in pieces)
+
+
+def _read(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor that is not quantised, as ``decoded`` does."""
+    size = where.dtype.itemsize
+    with where.file.open("rb") as file:
+        file.seek(where.offset)
+        for start in range(0, where.nbytes, piece_elements * size):
+            content = bytearray(file.read(min(piece_elements * size, where.nbytes - start)))
+            if len(content) < min(piece_elements * size, where.nbytes - start):
+                raise CheckpointError(f"{where.file}: truncated while it was read", AGAIN)
+            yield torch.frombuffer(content, dtype=where.dtype).float()
 
 
 def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:

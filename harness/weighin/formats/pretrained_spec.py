@@ -21,17 +21,21 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sniff import RESAVE
 
 
-def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
+def spec_of(
+    folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
+) -> ModelSpec:
     """Return the ``ModelSpec``, whose arguments are the class and the configuration.
 
-    ``selection`` is the part of the folder's checkpoint that holds the weights.
+    ``selection`` is the part of the folder's checkpoint that holds the weights. ``merges`` tells
+    whether the caller merges an adapter into the model that it names itself.
 
     Raises:
         CheckpointError: the weights cannot be read, or from_pretrained adds an adapter to them.
         ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
             not run.
     """
-    adapters.refuse(folder.path)
+    if not merges:
+        adapters.refuse(folder.path)
     library = folder.library
     if library.fixed_dtype:
         kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": folder.config}
@@ -50,13 +54,15 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
 
-def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
-    """Return ``spec_of(folder, selection)`` for a caller that copies the file's tensors into the model.
+def plain_spec_of(
+    folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
+) -> ModelSpec:
+    """Return ``spec_of`` of the same arguments for a caller that copies the file's tensors into the model.
 
     Raises:
         CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
     """
-    spec = spec_of(folder, selection)
+    spec = spec_of(folder, selection, merges=merges)
     if found := quantised.of_model(spec):
         raise found.error(folder.path)
     return spec

@@ -44,6 +44,7 @@ class MemoryNeed(NamedTuple):
             self.device == _CPU
             and self.dtype == source.dtype
             and not source.parts
+            and not source.encoding
             and source.nbytes > 0
             and not source.offset % source.dtype.itemsize
             and file_order(source) is not None

@@ -12,6 +12,7 @@ import torch
 
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
+from weighin.formats.converted import Converted
 from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
@@ -61,10 +62,15 @@ def read_at_once(load: DeferredLoad) -> None:
     """Read one tensor's values now, even if it is loaded from a view of a tensor in the file."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
-    if direct and source is not None and is_readable(source):
+    if direct and source is not None and is_readable(source) and not source.encoding:
         _fill(source, target)
         return
     promised, view = load.promise, load.source
+    if isinstance(promised, Converted):
+        whole = torch.empty(promised.shape, dtype=promised.dtype)
+        promised.fill(whole)
+        target.copy_(whole.as_strided(view.shape, view.stride(), view.storage_offset()))
+        return
     count = _extent(promised) if not promised.parts else promised.nbytes // promised.dtype.itemsize
     flat = torch.empty(count, dtype=promised.dtype)
     if promised.parts:
@@ -94,7 +100,7 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
     same = (tuple(view.shape), view.stride()) == (promised.shape, promised.stride)
     if same and not view.storage_offset() and view.dtype == promised.dtype:
         return promised
-    if promised.parts or view.dtype != promised.dtype:
+    if promised.parts or promised.encoding or view.dtype != promised.dtype:
         return None
     offset = promised.offset + int(view.storage_offset()) * view.element_size()
     return replace(promised, shape=tuple(view.shape), stride=tuple(view.stride()), offset=offset)
@@ -103,7 +109,10 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
 def read_whole(source: TensorSlice) -> torch.Tensor:
     """Read one tensor into fresh memory."""
     target = torch.empty(source.shape, dtype=source.dtype)
-    _fill(source, target)
+    if isinstance(source, Converted):
+        source.fill(target)
+    else:
+        _fill(source, target)
     return target
 
 
@@ -152,7 +161,7 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 def _check_blocks(source: TensorSlice) -> None:
-    if source.encoding:
+    if source.encoding and not isinstance(source, Converted):
         raise CheckpointError(
             f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
             " does not dequantise",

@@ -23,11 +23,12 @@ import torch
 
 from weighin import formats
 from weighin.errors import CheckpointError
+from weighin.formats import gguf
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import fill
+from weighin.loader import converted, fill
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
@@ -134,7 +135,7 @@ def _load(
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
-    slices = formats.read(path, selection)[1]
+    fmt, slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
     log = WriteLog(read_at_once)
@@ -144,7 +145,7 @@ def _load(
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
             refuse_codes(path, slices, _names(model))
-            mapped = _mapped(model, slices)
+            mapped = _mapped(model, slices, fmt)
             if mapped:
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
@@ -166,8 +167,10 @@ def _load(
     while batches:
         fills = list(place.all(batches.pop(0)))
         skeleton.give_back_heap()
-        with fill.being_filled(fills, threads):
+        plain, computed = converted.split(fills)
+        with fill.being_filled(plain, threads):
             pass
+        converted.fill_all(computed, threads)
     for conversion in mapped.conversions if mapped else ():
         _convert(model, conversion)
     return model, was_meta
@@ -184,12 +187,16 @@ def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":
+def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
     """Return the tensors, renamed for a model of a library; None for any other model."""
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 
     if module_for(model) is None:
         return None
+    if fmt == gguf.NAME:
+        from weighin.models.gguf_keys import map_gguf_keys
+
+        return map_gguf_keys(model, slices)
     from weighin.models.pretrained_keys import map_keys
 
     return map_keys(model, slices)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weighin import formats
-from weighin.errors import CheckpointError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import adapters, gguf, sniff
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
@@ -36,17 +36,21 @@ def load_pretrained(
     revision: str = "",
     key: str = "",
     strip_prefix: str = "",
+    adapter: Path | str = "",
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
+    The folder may also be a GGUF file, or a folder with one GGUF file and no other weights: the model
+    is the one that ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised.
     The folder may also be a part of a pipeline of diffusers, such as ``FOLDER/unet``, or a folder of
     timm: the model is the one that ``from_pretrained`` of diffusers or ``create_model`` of timm
     returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
     mode. The load needs memory for one copy of the weights, and no network.
 
     Args:
-        folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
-        dtype: "auto" and None take the dtype of ``config.json``; a model of diffusers or timm has float32.
+        folder: a folder that ``save_pretrained`` wrote, a GGUF file, or the id of a model in the local cache.
+        dtype: "auto" and None take the dtype of ``config.json``; a model of diffusers or timm, or of a
+            GGUF file, has float32.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
@@ -56,10 +60,14 @@ def load_pretrained(
         key: the key of the state dict, if the folder's weights are a training checkpoint, as for
             ``load_streaming``.
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
+        adapter: a folder with an adapter of LoRA, which peft saved. Its products are added to the
+            weights, which then equal those of ``PeftModel.from_pretrained(model, adapter)
+            .merge_and_unload()`` bit by bit. The load needs memory for the largest product too.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
-            adapter beside it that from_pretrained adds.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, has an
+            adapter beside it that from_pretrained adds and ``adapter`` does not name, or the adapter is
+            not plain LoRA for this model.
         ConfigError: the model's library is missing, has no such class, or the folder brings code that
             is not trusted.
     """
@@ -69,10 +77,12 @@ def load_pretrained(
     if is_pipeline(path):
         raise sniff.no_model(path)
     if find_weights(path, variant) is None and gguf.matches(path):
-        raise CheckpointError(
-            f"{path}: a GGUF file, which load_pretrained does not dequantise",
-            f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",
-        )
+        if key or strip_prefix:
+            raise ConfigError(
+                f"{path}: a GGUF file, which holds one model under llama.cpp's names",
+                "leave key and strip_prefix out: they choose a part of a training checkpoint",
+            )
+        return _merged(_load_gguf(gguf.file_of(path), dtype, device, threads, model_class), adapter)
     if not is_pretrained(path):
         if broken := sniff.broken_link(path / CONFIG):
             raise broken
@@ -83,8 +93,8 @@ def load_pretrained(
         )
     found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
     selection = Selection(key, strip_prefix)
-    spec = plain_spec_of(found, selection)
-    if note := adapters.note(path):
+    spec = plain_spec_of(found, selection, merges=bool(adapter))
+    if not adapter and (note := adapters.note(path)):
         _log.warning(note)
     wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
@@ -101,4 +111,38 @@ def load_pretrained(
         strip_prefix=strip_prefix,
     )
     library.finish(model, type(folder)(path))
+    return _merged(model, adapter)
+
+
+def _merged(model: Any, adapter: Path | str) -> Any:
+    if adapter:
+        from weighin.loader.merge import merge_adapter  # few loads need this import
+
+        merge_adapter(model, Path(adapter))
+    return model
+
+
+def _load_gguf(
+    file: Path,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str,
+    threads: int | None,
+    model_class: str,
+) -> Any:
+    """Return the model that ``from_pretrained`` makes of a GGUF file, dequantised."""
+    from weighin.models import gguf_spec, pretrained  # imports transformers
+
+    arguments = gguf_spec.described(file)
+    settings = arguments["config"]
+    wanted = settings["dtype"] if dtype in (None, "auto") else dtype
+    kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    build = partial(
+        pretrained.from_config,
+        architecture=model_class or arguments["architecture"],
+        config={**settings, "_name_or_path": str(file.parent)},
+    )
+    model: Any = load_streaming(
+        lambda: construct(build, kind), file, device=device, threads=threads
+    )
+    pretrained.finish(model, None)
     return model

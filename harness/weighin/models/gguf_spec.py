@@ -27,52 +27,72 @@ def spec_of(file: Path) -> ModelSpec:
         CheckpointError: the file is damaged, transformers does not know its architecture, or a package
             is missing.
     """
-    check_decoded(read(file))
-    if len(parts := files(file)) > 1:
-        raise CheckpointError(
-            f"{file}: one of {len(parts)} parts of a model, and transformers reads one GGUF file",
-            f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
-        )
-    own = architecture(file)
+    _check(file)
     command = child_process.module("weighin.models.gguf_spec", str(file))
     asked = child_process.ask(command, child_process.environment())
     if asked.code or not asked.events:
-        raise CheckpointError(
-            f"{file}: transformers does not describe a model of the architecture {own!r}:"
-            f" {one_line(asked.why)}",
-            f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
-        )
+        raise _unknown(file, asked.why)
     answer = asked.events[-1]
     if answer.pop("event") == "error":
         raise CheckpointError(f"{file}: {answer['message']}", answer["repair"])
     return ModelSpec(file.stem, BUILDER, answer)
 
 
-def main() -> None:
-    """Send the description of the model in the file that the first argument names."""
-    end_with_parent()
-    parent = Parent()
-    file = Path(sys.argv[1])
+def described(file: Path) -> dict[str, Any]:
+    """Return the same arguments of the builder as ``spec_of``; this function imports transformers.
+
+    Raises:
+        CheckpointError: for the same reasons as ``spec_of``.
+        ConfigError: a package is missing, or transformers cannot be imported.
+    """
+    _check(file)
     try:
         import accelerate  # noqa: F401 (from_pretrained needs it)
         import gguf  # noqa: F401
         import transformers
     except ImportError as error:
         message = f"a model in a GGUF file needs the package {error.name}, which is not installed"
-        parent.send("error", message=message, repair=install.command("gguf", "hf"))
-        return
+        raise ConfigError(message, install.command("gguf", "hf")) from None
     try:
-        config = _config(transformers, file)
-    except ImportError as error:
         try:
+            config = _config(transformers, file)
+        except ImportError as error:
             config = _config(imported_again("transformers", error), file)
-        except ConfigError as failed:
-            print(json.dumps({"error": [failed.message, failed.repair]}))
-            return
-    described = json.loads(config.to_json_string(use_diff=False))
-    architecture = _class_of(config)
-    described |= {"architectures": [architecture], "dtype": _own_dtype(file)}
-    parent.send("answer", architecture=architecture, config=described)
+        architecture = _class_of(config)
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        raise _unknown(file, f"{type(error).__name__}: {error}") from error
+    content = json.loads(config.to_json_string(use_diff=False))
+    content |= {"architectures": [architecture], "dtype": _own_dtype(file)}
+    return {"architecture": architecture, "config": content}
+
+
+def _check(file: Path) -> None:
+    check_decoded(read(file))
+    if len(parts := files(file)) > 1:
+        raise CheckpointError(
+            f"{file}: one of {len(parts)} parts of a model, and transformers reads one GGUF file",
+            f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
+        )
+
+
+def _unknown(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: transformers does not describe a model of the architecture {architecture(file)!r}:"
+        f" {one_line(why)}",
+        f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
+    )
+
+
+def main() -> None:
+    """Send the description of the model in the file that the first argument names."""
+    end_with_parent()
+    parent = Parent()
+    try:
+        answer = described(Path(sys.argv[1]))
+    except ConfigError as error:
+        parent.send("error", message=error.message, repair=error.repair)
+        return
+    parent.send("answer", **answer)
 
 
 def _config(transformers: Any, file: Path) -> Any:

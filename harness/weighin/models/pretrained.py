@@ -220,13 +220,17 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 
 
-def finish(model: Any, folder: Path | str) -> None:
-    """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
+def finish(model: Any, folder: Path | str | None) -> None:
+    """Give a loaded model the attributes that ``from_pretrained`` sets after the load.
+
+    ``folder`` may have a ``generation_config.json``; None for a GGUF file, beside which
+    ``from_pretrained`` looks for none.
+    """
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
     finish_load(model)
     del model.keeps_dtypes  # only the construction needs it
-    if model.can_generate():
+    if folder is not None and model.can_generate():
         from transformers import GenerationConfig
 
         with contextlib.suppress(OSError):  # not every folder has a generation_config.json

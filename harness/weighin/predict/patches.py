@@ -154,9 +154,10 @@ def _legacy(ledger: Ledger) -> Any:
     return patch.object(torch.UntypedStorage, "_set_from_file", set_from_file, create=True)
 
 
-def _streaming(ledger: Ledger) -> Any:
+@contextmanager
+def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
-    from weighin.loader import fill
+    from weighin.loader import converted, fill
     from weighin.loader.reads import Fillable
 
     @contextmanager
@@ -172,7 +173,16 @@ def _streaming(ledger: Ledger) -> Any:
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
-    return patch.object(fill, "being_filled", being_filled)
+    def fill_all(fills: Sequence[fill.Fill], threads: int | None) -> None:
+        for one in fills:
+            ledger.write(one.memory)
+            ledger.work["read_direct_bytes"] += one.source.storage_bytes
+
+    with (
+        patch.object(fill, "being_filled", being_filled),
+        patch.object(converted, "fill_all", fill_all),
+    ):
+        yield
 
 
 def _prefetches() -> Any:

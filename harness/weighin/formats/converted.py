@@ -1,0 +1,22 @@
+"""A tensor of a model whose values are computed from the values in a file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weighin.formats.base import TensorSlice
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted(TensorSlice):
+    """A tensor whose values ``fill`` computes, from the tensor at this place in the file and others.
+
+    Attributes:
+        fill: writes the values into a tensor of this shape, converted to the tensor's dtype. Several
+            threads may call the functions of several tensors.
+    """
+
+    fill: Callable[["torch.Tensor"], None]

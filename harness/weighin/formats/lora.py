@@ -1,0 +1,141 @@
+"""Read an adapter of LoRA that peft saved: which matrices it adds to which modules, and how much.
+
+This module uses only the standard library. It refuses an adapter that changes a model in another way
+than to add scaled products of two matrices, because peft merges that one in another way.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final
+
+from weighin import formats
+from weighin.errors import CheckpointError
+from weighin.formats.adapters import ADAPTER
+from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import first_names
+
+WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX: Final = "base_model.model."
+_BASE: Final = ".base_layer.weight"
+_NEUTRAL: Final = frozenset({
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
+"""The keys that say nothing of the merge, or that ``read`` takes into account."""
+_KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What an adapter adds to the weight of one module: the product of b and a, times ``scaling``.
+
+    ``base`` is the weight before, if the adapter has it: peft saves embeddings that it adds to.
+    """
+
+    module: str
+    a: TensorSlice
+    b: TensorSlice
+    scaling: float
+    is_embedding: bool
+    base: TensorSlice | None = None
+
+
+def read(adapter: Path) -> dict[str, Addition]:
+    """Return what the adapter in a folder adds, by the names of the modules.
+
+    Raises:
+        CheckpointError: the folder is no adapter of LoRA, is damaged, or changes a model in another way.
+    """
+    config = _config(adapter / ADAPTER)
+    file = next((adapter / name for name in WEIGHTS if (adapter / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"{adapter}: holds {ADAPTER}, and neither {' nor '.join(WEIGHTS)}",
+            "give the folder that peft's save_pretrained wrote",
+        )
+    found: dict[tuple[str, bool], dict[str, TensorSlice]] = {}
+    bases: dict[str, TensorSlice] = {}
+    others = []
+    for where in formats.read(file)[1]:
+        name = where.name.removeprefix(_PREFIX)
+        match = _KEY.fullmatch(name)
+        if name.endswith(_BASE):
+            bases[name.removesuffix(_BASE)] = where
+        elif match is None or not where.name.startswith(_PREFIX) or len(where.shape) != 2:
+            others.append(where.name)
+        else:
+            found.setdefault((match[1], bool(match[2])), {})[match[3]] = where
+    others += [where.name for name, where in bases.items() if name not in {key for key, _ in found}]
+    others += [
+        f"{module}: one matrix of two" for (module, _), pair in found.items() if len(pair) < 2
+    ]
+    if others:
+        raise _other(file, first_names(others))
+    return {
+        module: Addition(
+            module, pair["A"], pair["B"], _scaling(config, module), is_embedding, bases.get(module)
+        )
+        for (module, is_embedding), pair in found.items()
+    }
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{file}: {error.strerror}", "give the folder that peft's save_pretrained wrote"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}", "copy the file again") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise _other(
+            file, f"peft_type {config.get('peft_type') if isinstance(config, dict) else ''}"
+        )
+    settings = [
+        f"{key} = {value!r}"
+        for key, value in config.items()
+        if (key not in _NEUTRAL and value) or (key == "bias" and value != "none")
+    ]
+    if config.get("init_lora_weights") not in (True, False, "gaussian", None):
+        settings.append(f"init_lora_weights = {config['init_lora_weights']!r}")
+    if settings:
+        raise _other(file, ", ".join(settings[:3]))
+    return config
+
+
+def _other(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: weighin merges plain LoRA only, and this adapter has {what}",
+        "merge it with peft: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
+    )
+
+
+def _scaling(config: Mapping[str, Any], module: str) -> float:
+    """Return the factor of peft, from the same numbers in the same order of operations."""
+    rank = _pattern(config.get("rank_pattern") or {}, module, config["r"])
+    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    return float(alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a module's name, as peft does."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def missing(file: Path, modules: Sequence[str], model: str) -> CheckpointError:
+    """Return the error for an adapter of modules that a model does not have, or of other kinds."""
+    return CheckpointError(
+        f"{file}: adds to {first_names(modules)}, which this {model} has not as a linear layer or an"
+        " embedding of these sizes",
+        "give the model that the adapter was trained for, or merge it with peft",
+    )

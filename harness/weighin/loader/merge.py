@@ -1,0 +1,80 @@
+"""Merge an adapter of LoRA into a model's weights, as peft's ``merge_and_unload`` does.
+
+peft computes the product of the two matrices in float32 and adds it in place. It then multiplies a copy
+of the product, which this module does not make: the peak is the model and its largest product.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weighin.formats import lora
+from weighin.formats.lora import Addition
+from weighin.loader.lazy_state import read_whole
+from weighin.models.skeleton import give_back_heap
+
+
+def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
+    """Add an adapter's products to the weights of ``model``.
+
+    Raises:
+        CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.
+    """
+    additions = lora.read(adapter)
+    modules = [
+        (additions.pop(name), module) for name, module in model.named_modules() if name in additions
+    ]
+    others = [one.module for one, module in modules if not fits(one, module)]
+    if others or additions:
+        raise lora.missing(adapter, [*others, *additions], type(model).__name__)
+    with torch.no_grad():
+        for one, module in modules:
+            if one.base:
+                module.weight.copy_(read_whole(one.base))
+        for one, module in modules:
+            add(one, module.weight, is_turned=is_turned(one, module))
+    give_back_heap()
+
+
+def fits(one: Addition, module: Any) -> bool:
+    """Tell whether a module has a weight of the sizes of the product, in a dtype that peft widens."""
+    kinds = (torch.nn.Embedding,) if one.is_embedding else (torch.nn.Linear, _conv1d())
+    if not isinstance(module, kinds):
+        return False
+    product = (one.b.shape[0], one.a.shape[1])
+    sizes = tuple(reversed(product)) if is_turned(one, module) else product
+    return (
+        one.a.shape[0] == one.b.shape[1]
+        and tuple(module.weight.shape) == sizes
+        and (one.base is None or one.base.shape == sizes)
+        and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(
+            each.dtype.is_floating_point and each.dtype.itemsize <= 4 for each in (one.a, one.b)
+        )
+    )
+
+
+def is_turned(one: Addition, module: Any) -> bool:
+    """Tell whether the rows of the product are the columns of the module's weight."""
+    return one.is_embedding or isinstance(module, _conv1d())
+
+
+def _conv1d() -> Any:
+    from transformers.pytorch_utils import (
+        Conv1D,  # GPT-2's linear layer, whose weight is transposed
+    )
+
+    return Conv1D
+
+
+def add(one: Addition, weight: torch.Tensor, *, is_turned: bool) -> None:
+    """Add the product to a weight in place, in float32, with the roundings of peft."""
+    a, b = (read_whole(each).to(weight.device, torch.float32) for each in (one.a, one.b))
+    product = b @ a
+    product *= one.scaling
+    if is_turned:
+        product = product.T
+    if one.is_embedding:
+        product = product.to(weight.dtype)
+    weight += product

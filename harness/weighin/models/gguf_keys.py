@@ -1,0 +1,226 @@
+"""Give the tensors of a GGUF file the keys and values of the model that transformers makes of it.
+
+llama.cpp renames a model's tensors, and for some architectures reorders or changes their values.
+transformers has a table of the names and the code that undoes the changes, for one tensor after the
+other; this module applies both. Where the code only moves rows, it is run on the numbers of the rows,
+so that the values can be computed a few rows at a time, straight into place.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.formats import gguf
+from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.converted import Converted
+from weighin.models.pretrained import computed_keys
+from weighin.models.pretrained_keys import MappedKeys
+
+_COLUMNS: Final = 3  # of a probe of a matrix: few heads divide it, and an exchange of columns shows
+
+
+def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
+    """Return the tensors of a GGUF file under the names of ``model``, a model of transformers.
+
+    Raises:
+        CheckpointError: transformers converts this architecture in another way.
+    """
+    file = slices[0].file
+    reading = _Reading.of(model, file, gguf.architecture(file))
+    wanted = model.state_dict(keep_vars=True)
+    sources: dict[str, list[TensorSlice]] = {}
+    unexpected = []
+    for where in slices:
+        if (target := reading.target(where.name)) in wanted:
+            sources.setdefault(target, []).append(where)
+        else:
+            unexpected.append(where.name)
+    mapped = Slices(
+        reading.converted(name, tuple(wanted[name].shape), group) for name, group in sources.items()
+    )
+    return MappedKeys(
+        mapped,
+        (),
+        tuple(unexpected),
+        renamed=sum(len(group) == 1 for group in sources.values()),
+        joined=sum(len(group) for group in sources.values() if len(group) > 1),
+        computed=tuple(sorted(computed_keys(model) - sources.keys())),
+        used=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The names that transformers gives a file's tensors, and its code that undoes llama.cpp's changes."""
+
+    names: Mapping[str, str]
+    processor: Any
+
+    @classmethod
+    def of(cls, model: Any, file: Path, architecture: str) -> "_Reading":
+        module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+
+        if _has_code_of_its_own(architecture):
+            raise CheckpointError(
+                f"{file}: transformers converts the architecture {architecture!r} only while it loads",
+                f"let transformers load it: from_pretrained(FOLDER, gguf_file={file.name!r})",
+            )
+        kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
+        processor = kind(config=module.load_gguf_checkpoint(file)["config"])
+        return cls(module.get_gguf_hf_weights_map(model, processor), processor)
+
+    def target(self, name: str) -> str:
+        return self.names.get(name) or self.names.get(name.removesuffix(".weight")) or ""
+
+    def converted(
+        self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
+    ) -> TensorSlice:
+        """Return one tensor of the model: a place in the file, or the function that computes it."""
+        first = sources[0]
+        stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        moves = self._moves(target, shape, sources)
+        if moves is None:  # its values change, in float32, as those of norms and of states of Mamba
+            fill = partial(self._whole, target, shape, sources)
+            dtype_name = "float32"
+        elif moves.same and len(sources) == 1 and not first.encoding:
+            return replace(first, name=target, shape=shape, stride=stride)
+        else:
+            fill, dtype_name = partial(_by_rows, sources, moves), first.dtype_name
+        return Converted(
+            name=target,
+            shape=shape,
+            stride=stride,
+            dtype_name=dtype_name,
+            file=first.file,
+            offset=first.offset,
+            storage_offset=first.storage_offset,
+            storage_bytes=first.storage_bytes,
+            encoding=first.encoding or first.dtype_name,
+            fill=fill,
+        )
+
+    def _moves(
+        self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
+    ) -> "_Moves | None":
+        """Return to which rows the code of transformers moves the rows of the file.
+
+        The result is None if it does more than to move whole rows, which its results for the numbers
+        of the rows show.
+        """
+        import numpy as np
+
+        columns = sources[0].shape[-1] if sources[0].shape else 0
+        if not columns or any(where.shape[-1:] != (columns,) for where in sources):
+            return None
+        width = columns if len(shape) == 1 else _COLUMNS
+        counts = [prod(where.shape[:-1]) for where in sources]
+        probes, start = [], 1  # 0 is what the code writes where it moves nothing to
+        for where, count in zip(sources, counts, strict=True):
+            numbers = np.arange(start * width, (start + count) * width, dtype=np.int64)
+            probes.append(numbers.reshape(*where.shape[:-1], width))
+            start += count
+        try:
+            made = self._process(sources, probes).get(target)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return None
+        if made is None or made.dtype != torch.int64:
+            return None
+        numbers = made.numpy()
+        turned = numbers.shape == (width, sum(counts)) and shape == (columns, sum(counts))
+        if not turned and (numbers.shape != (*shape[:-1], width) or columns != shape[-1]):
+            return None
+        rows = (numbers.T if turned else numbers).reshape(-1, width)
+        origin = rows[:, 0] // width - 1
+        every = np.arange(sum(counts))
+        whole = np.array_equal(rows, rows[:, :1] + np.arange(width))
+        if not (whole and np.array_equal(np.sort(origin), every)):
+            return None
+        same = not turned and np.array_equal(origin, every)
+        return _Moves(np.argsort(origin), turned, same)
+
+    def _whole(
+        self,
+        target: str,
+        shape: tuple[int, ...],
+        sources: Sequence[TensorSlice],
+        memory: torch.Tensor,
+    ) -> None:
+        """Compute the values of one tensor of the model at once."""
+        made = self._process(sources, [_values(where).numpy() for where in sources]).get(target)
+        if made is None or tuple(made.shape) != shape:
+            found = "nothing" if made is None else tuple(made.shape)
+            raise CheckpointError(
+                f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, and {target!r} of"
+                f" the model is {shape}",
+                "list the tensors of the file: weighin inspect; transformers may need another version",
+            )
+        memory.copy_(made)
+
+    def _process(self, sources: Sequence[TensorSlice], arrays: Sequence[Any]) -> dict[str, Any]:
+        """Return what transformers makes of a tensor's values, by the names in the model."""
+        made: dict[str, torch.Tensor] = {}
+        for where, array in zip(sources, arrays, strict=True):
+            result = self.processor.process(
+                weights=array,
+                name=where.name,
+                tensor_key_mapping=self.names,
+                parsed_parameters={"tensors": made},
+            )
+            if (name := self.names.get(result.name)) is not None:
+                made[name] = torch.from_numpy(result.weights)
+        return made
+
+
+def _has_code_of_its_own(architecture: str) -> bool:
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # before transformers 5.20
+        return False
+    return bool(is_gguf_arch_supported(architecture))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """The rows of the model's tensor to which the rows of its sources move, one source after the other.
+
+    Attributes:
+        targets: the row, as the leading dimensions number it, to which each row of the sources moves.
+        turned: whether the rows of the sources are the columns of the model's tensor.
+        same: whether every row stays where it is.
+    """
+
+    targets: Any  # an array of numpy
+    turned: bool
+    same: bool
+
+
+def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor) -> None:
+    """Compute a few rows at a time, and write them to their places."""
+    from weighin.formats.gguf_values import rows  # imports numpy
+
+    table = memory.T if moves.turned else memory
+    flat = table if table.dim() == 2 else table.view(-1, table.shape[-1])
+    start = 0
+    for where in sources:
+        for values in rows(where):
+            stop = start + len(values)
+            if moves.same:
+                flat[start:stop] = values.to(flat.device)
+            else:
+                places = torch.from_numpy(moves.targets[start:stop]).to(flat.device)
+                flat[places] = values.to(flat.device, flat.dtype)
+            start = stop
+
+
+def _values(where: TensorSlice) -> torch.Tensor:
+    """Return all values of a tensor of the file, in float32."""
+    from weighin.formats.gguf_values import rows  # imports numpy
+
+    return torch.cat(list(rows(where))).reshape(where.shape)

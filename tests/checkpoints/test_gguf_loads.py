@@ -1,0 +1,141 @@
+"""A GGUF file is loaded as from_pretrained loads it, bit by bit, in little memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from layouts import Made
+from safetensors.torch import load_file
+from small import llama, transformers
+
+from weighin import install, load_pretrained
+from weighin.cli.app import app
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import gguf as layout
+from weighin.units import MIB
+
+gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
+pytest.importorskip("accelerate", reason=install.command("hf"))
+
+DECODED = [
+    kind.name
+    for kind in gguf.GGMLQuantizationType
+    if kind.name not in layout.UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
+]
+MAKERS: dict[str, Callable[[Path], Made]] = {
+    "tied": gguf_files._folder("Q8_0", tie_word_embeddings=True),
+    "plain and tied": gguf_files._folder("F16", tie_word_embeddings=True),
+    "one head for each key": gguf_files._folder("Q8_0", num_key_value_heads=4),
+    "of odd sizes": gguf_files._folder("Q8_0", vocab_size=67, intermediate_size=96),
+    "with shifted norms": gguf_files._gemma,
+    "with transposed matrices": gguf_files._gpt2,
+    "with joined experts": gguf_files._experts,
+}
+_MEASURE = """
+import sys, torch, transformers, gguf, accelerate
+from pathlib import Path
+from transformers import LlamaForCausalLM
+from weighin import load_pretrained
+load_pretrained(sys.argv[1])  # imports what a load needs
+Path("/proc/self/clear_refs").write_text("5")
+status = lambda key: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+before = status("VmRSS")
+model = load_pretrained(sys.argv[2])
+peak = status("VmHWM") - before
+size = sum(tensor.nbytes for tensor in model.state_dict().values())
+import json; print(json.dumps([peak, size]))
+"""
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    assert ours.training is theirs.training
+    tensors, expected = ours.state_dict(), theirs.state_dict()
+    assert tensors.keys() == expected.keys()
+    tensors |= dict(ours.named_buffers())
+    for name, one in (expected | dict(theirs.named_buffers())).items():
+        assert tensors[name].dtype == one.dtype, name
+        assert torch.equal(bits(tensors[name]), bits(one)), name
+    assert ours.config.dtype == theirs.config.dtype
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes; not a number is one value, whose sign depends on the processor's unit."""
+    flat = tensor.reshape(-1)
+    return torch.where(flat.isnan(), torch.nan, flat).contiguous().view(torch.uint8)
+
+
+def reference(folder: Path, **options: Any) -> Any:
+    kind = transformers().AutoModelForCausalLM
+    with np.errstate(all="ignore"):  # random codes have infinite scales
+        return kind.from_pretrained(folder, gguf_file="model.gguf", **options)
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_every_type_becomes_what_from_pretrained_makes_of_it(tmp_path: Path, kind: str) -> None:
+    gguf_files._file(kind, **gguf_files.WIDE)(tmp_path)
+    assert_equal(load_pretrained(tmp_path / "model.gguf"), reference(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_is_equal_in_every_dtype(
+    tmp_path: Path, name: str, dtype: torch.dtype | None
+) -> None:
+    MAKERS[name](tmp_path)
+    options = {"dtype": dtype} if dtype else {}
+    assert_equal(load_pretrained(tmp_path, **options), reference(tmp_path, **options))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_convert_writes_the_values_under_the_keys_of_the_model(tmp_path: Path, name: str) -> None:
+    MAKERS[name](tmp_path)
+    target = tmp_path / "model.safetensors"
+    command = ["convert", str(tmp_path / "model.gguf"), str(target), "--keys", "model"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    written = load_file(target)
+    expected = reference(tmp_path).state_dict()
+    assert expected.keys() - written.keys() <= {"lm_head.weight"}  # tied to the embedding
+    assert all(torch.equal(one.float(), expected[key]) for key, one in written.items())
+
+
+def test_a_large_row_and_many_rows_are_read_in_parts(tmp_path: Path) -> None:
+    gguf_files._folder("Q8_0", hidden_size=64, intermediate_size=65536, vocab_size=2048)(tmp_path)
+    assert_equal(load_pretrained(tmp_path), reference(tmp_path))
+
+
+def test_the_peak_is_the_model_and_little_more(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32768}
+    for folder, settings in ((small, {}), (large, sizes)):
+        folder.mkdir()
+        model = llama(torch.float32, **gguf_files.SMALL | settings)
+        arrays = gguf_files.of_llama(model)
+        describe = gguf_files.described(model)
+        gguf_files.write(folder / "model.gguf", "llama", arrays, "Q8_0", describe)
+    command = [sys.executable, "-c", _MEASURE, str(small), str(large)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    peak, size = json.loads(output.splitlines()[-1])
+    assert size > 128 * MIB
+    assert peak <= 1.05 * size + 32 * MIB
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    gguf_files._cut_off(tmp_path)
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_pretrained(tmp_path)
+
+
+def test_an_option_for_training_checkpoints_is_refused(tmp_path: Path) -> None:
+    gguf_files._folder("F32")(tmp_path)
+    with pytest.raises(ConfigError, match=r"which holds one model under llama\.cpp's names"):
+        load_pretrained(tmp_path, key="model")

@@ -1,0 +1,144 @@
+"""An adapter of LoRA is merged as peft merges it, bit by bit."""
+
+import json
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small import llama, transformers
+
+from weighin import load_pretrained
+from weighin.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = {"hidden_size": 96, "intermediate_size": 160}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA", "r": 5, "lora_alpha": 7, "bias": "none", "target_modules": ["q_proj"],
+    "init_lora_weights": True,
+}  # fmt: skip
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def base_in(folder: Path, **settings: Any) -> Path:
+    torch.manual_seed(3)
+    llama(torch.float32, **SIZES | settings).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def adapter_in(
+    folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any
+) -> Path:
+    made = folder / "adapter"
+    made.mkdir()
+    (made / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    matrices = {
+        f"{PREFIX}.lora_A.weight": torch.randn(5, 96),
+        f"{PREFIX}.lora_B.weight": torch.randn(96, 5),
+    }
+    save_file(tensors or matrices, made / "adapter_model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_is_added_in_float32_and_rounded_once(
+    tmp_path: Path, dtype: torch.dtype, use_rslora: bool
+) -> None:
+    base = base_in(tmp_path)
+    a, b = torch.randn(5, 96).bfloat16(), torch.randn(96, 5).bfloat16()
+    adapter = adapter_in(
+        tmp_path,
+        {f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": b},
+        use_rslora=use_rslora,
+    )
+    before = load_pretrained(base, dtype=dtype).state_dict()
+    after = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
+    changed = PREFIX.removeprefix("base_model.model.") + ".weight"
+    scaling = 7 / sqrt(5) if use_rslora else 7 / 5
+    product = (b.float() @ a.float()) * scaling
+    assert torch.equal(after[changed], (before[changed].float() + product).to(dtype))
+    assert all(torch.equal(after[name], before[name]) for name in before if name != changed)
+
+
+def test_an_adapter_beside_its_model_is_merged_if_it_is_named(tmp_path: Path) -> None:
+    base, adapter = base_in(tmp_path), adapter_in(tmp_path)
+    expected = load_pretrained(base, adapter=adapter).state_dict()
+    for file in adapter.iterdir():
+        file.rename(base / file.name)
+    found = load_pretrained(base, adapter=base).state_dict()
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "use_dora = True"),
+        ({"peft_type": "LOHA"}, "peft_type LOHA"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+    ],
+)
+def test_an_adapter_that_peft_merges_in_another_way_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    base, adapter = base_in(tmp_path), adapter_in(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=f"plain LoRA only, and this adapter has {words}"):
+        load_pretrained(base, adapter=adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    base = base_in(tmp_path, hidden_size=64)
+    with pytest.raises(CheckpointError, match=r"adds to model\.layers\.0\.self_attn\.q_proj"):
+        load_pretrained(base, adapter=adapter_in(tmp_path))
+
+
+def test_one_matrix_of_two_is_refused(tmp_path: Path) -> None:
+    base = base_in(tmp_path)
+    adapter = adapter_in(tmp_path, {f"{PREFIX}.lora_A.weight": torch.randn(5, 96)})
+    with pytest.raises(CheckpointError, match="one matrix of two"):
+        load_pretrained(base, adapter=adapter)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    base = base_in(tmp_path)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: No such file"):
+        load_pretrained(base, adapter=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["linear", "embedding", "transposed"])
+def test_the_merge_equals_that_of_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    package = transformers()
+    if name == "transposed":
+        config = package.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100)
+        package.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+        options = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    elif name == "embedding":
+        base_in(tmp_path, tie_word_embeddings=True)
+        options = {"target_modules": ["q_proj", "embed_tokens"], "alpha_pattern": {"q_proj": 3}}
+    else:
+        base_in(tmp_path)
+        options = {
+            "target_modules": ["q_proj", "down_proj", "lm_head"],
+            "rank_pattern": {"q_proj": 3},
+        }
+    base, adapter, kind = tmp_path / "base", tmp_path / "adapter", package.AutoModelForCausalLM
+    made = peft.get_peft_model(
+        kind.from_pretrained(base), peft.LoraConfig(r=6, lora_alpha=5, **options)
+    )
+    for key, parameter in made.named_parameters():
+        if "lora_" in key:
+            parameter.data = torch.randn_like(parameter)
+    made.save_pretrained(adapter)
+    loaded = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype), adapter)
+    expected = loaded.merge_and_unload().state_dict()
+    found = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(one.dtype == found[key].dtype for key, one in expected.items())
+    assert all(torch.equal(one, found[key]) for key, one in expected.items())
