@@ -1,7 +1,9 @@
 """Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
@@ -11,18 +13,29 @@ from weighin.formats.misfit import first_names
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
-from weighin.formats.pretrained_spec import plain_spec_of
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
+from weighin.formats.quantised import of_model
 from weighin.formats.selection import WHOLE, Selection
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighin.checkpoint.reader import Computed
+    from weighin.models.pretrained_keys import Conversion
 
 
 def read_with_model_keys(
-    source: Path, selection: Selection = WHOLE, choice: FolderChoice = AS_SAVED
+    source: Path,
+    selection: Selection = WHOLE,
+    choice: FolderChoice = AS_SAVED,
+    dtype: "torch.dtype | None" = None,
 ) -> Slices:
     """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
-    gets the tensor of the name that it is tied to. ``selection`` is the part of the folder's
-    checkpoint that holds the weights.
+    gets the tensor of the name that it is tied to. Codes become weights in ``dtype``, or in the dtype
+    of the folder's model if it is None. ``selection`` is the part of the folder's checkpoint that holds
+    the weights.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
@@ -40,16 +53,28 @@ def read_with_model_keys(
             f"--keys model needs the model's class, and {folder} has no config.json",
             "name a folder that save_pretrained wrote, or leave --keys out",
         )
+    import torch
+
+    from weighin.loader.codes import refuse_codes_left
+    from weighin.models.dequantising import quantiser_of
     from weighin.models.pretrained_keys import map_keys
     from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
     builder = resolve_builder(found.library.builder)
-    model = build_skeleton(builder, plain_spec_of(found, selection).kwargs)
-    mapped = map_keys(model, formats.read(source, selection)[1])
+    spec = plain_spec_of(found, selection)
+    kind = (
+        dtype or getattr(torch, auto_dtype(found, selection)) if of_model(spec) else torch.float32
+    )
+    model = build_skeleton(builder, spec.kwargs, dtype=kind)
+    slices = formats.read(source, selection)[1]
+    mapped = map_keys(model, slices)
     mapped.refuse_other_shapes(model, source)
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}
+    if quantiser_of(model):
+        refuse_codes_left(model, source, slices, mapped)
+        stored |= {one.name: _computed(model, one, wanted[one.name]) for one in mapped.conversions}
     by_tensor = {id(wanted[name]): one for name, one in stored.items()}
     sources = {
         name: stored.get(name) or by_tensor.get(id(tensor)) for name, tensor in wanted.items()
@@ -61,3 +86,31 @@ def read_with_model_keys(
             "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
         )
     return Slices(replace(one, name=name) for name, one in sources.items() if one is not None)
+
+
+def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> "Computed":
+    """Return a tensor whose values a folder's quantiser computes from codes."""
+    from weighin.checkpoint.reader import Computed
+
+    first = conversion.sources[0][1]
+    return Computed(
+        name=conversion.name,
+        shape=tuple(target.shape),
+        stride=target.stride(),
+        dtype_name=str(target.dtype).removeprefix("torch."),
+        file=first.file,
+        offset=first.offset,
+        storage_offset=first.storage_offset,
+        storage_bytes=first.storage_bytes,
+        compute=partial(_converted, model, conversion, target),
+    )
+
+
+def _converted(model: Any, conversion: "Conversion", like: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    from weighin.loader import converting
+
+    made = torch.empty(like.shape, dtype=like.dtype)
+    converting.convert(model, [conversion], {conversion.name: made})
+    return made

@@ -54,10 +54,11 @@ def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> Mod
     """Return ``spec_of(folder, selection)`` for a caller that copies the file's tensors into the model.
 
     Raises:
-        CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
+        CheckpointError: as ``spec_of``, or the tensors are codes that ``load_streaming`` does not
+            dequantise.
     """
     spec = spec_of(folder, selection)
-    if found := quantised.of_model(spec):
+    if (found := quantised.of_model(spec)) and not found.dequantises:
         raise found.error(folder.path)
     return spec
 

@@ -124,7 +124,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
         yield
         return
     cached = is_mostly_cached(stretches)
-    threads = threads or (_cache_threads() if cached else DISK_THREADS)
+    threads = threads or (cache_threads() if cached else DISK_THREADS)
     lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
     runs = Runs(lent.borrowers, READ_BYTES)
     failed = threading.Event()
@@ -144,7 +144,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
             failed.set()
             raise
 
-    with _one_thread_each, ThreadPoolExecutor(threads) as pool:
+    with one_thread_each, ThreadPoolExecutor(threads) as pool:
         lenders = [*lent.lenders, *[None] * threads][:threads]
         futures = [pool.submit(work_or_fail, lender) for lender in lenders]
         try:
@@ -167,7 +167,7 @@ def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
             yield from stretch.pieces(pages * HUGE_PAGE_BYTES)
 
 
-def _cache_threads() -> int:
+def cache_threads() -> int:
     """Return the number of threads that copy cached files: at most one per available processor."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     processors = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -198,7 +198,7 @@ class _OneThreadEach:
                 torch.set_num_threads(self._threads)
 
 
-_one_thread_each = _OneThreadEach()
+one_thread_each = _OneThreadEach()
 
 
 def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
