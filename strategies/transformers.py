@@ -3,14 +3,19 @@
 Expected peak: no anonymous memory for mapped weights, that is, weights on the CPU whose safetensors
 file has the wanted dtype. All other weights take one copy. A tensor that transformers builds from
 several tensors of the file, such as the stacked experts of a layer, needs memory for its sources
-too. The weights of a GGUF file are dequantised, and take one copy and the largest tensor.
+too. Codes of fp8, mxfp4 and compressed-tensors are dequantised, and those of other methods stay codes. The weights of a GGUF file are dequantised, and take one copy and the largest tensor.
 
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """
 
 import torch
 
-from weighin.strategy import Load, from_pretrained_arguments, pretrained_class
+from weighin.strategy import (
+    Load,
+    arguments_to_dequantise,
+    from_pretrained_arguments,
+    pretrained_class,
+)
 
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt", "gguf")
 DEVICES = ("cpu", "cuda")
@@ -25,6 +30,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):
         kind = pretrained_class(**job.pretrained)
         arguments = from_pretrained_arguments(job.checkpoint)
+        arguments |= arguments_to_dequantise(job.checkpoint)
         model: torch.nn.Module = kind.from_pretrained(**arguments, dtype=job.dtype, **job.options)
     with job.phase("move"):
         return model.to(job.device)

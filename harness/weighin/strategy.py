@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.formats.pretrained_folder import from_pretrained_arguments
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
+    from weighin.models.dequantising import arguments_to_dequantise
     from weighin.models.pretrained import pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
     from weighin.models.skeleton import without_weights
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_SHARD_BYTES",
     "Load",
     "Save",
+    "arguments_to_dequantise",
     "diffusers_class",
     "file_name",
     "files",
@@ -46,6 +48,7 @@ __all__ = [
 
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",
+    "arguments_to_dequantise": "weighin.models.dequantising",
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.folder_index",
     "files": "weighin.formats",

@@ -91,7 +91,7 @@ def test_a_model_is_equal_in_every_dtype(
     tmp_path: Path, name: str, dtype: torch.dtype | None
 ) -> None:
     MAKERS[name](tmp_path)
-    options = {"dtype": dtype} if dtype else {}
+    options: dict[str, Any] = {"dtype": dtype} if dtype else {}
     assert_equal(load_pretrained(tmp_path, **options), reference(tmp_path, **options))
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -52,6 +53,8 @@ UNREAD = {
 
 CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
 DEQUANTISED = ("fp8", "mxfp4")
+OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
+"""The folders that weighin dequantises; the package compressed-tensors is in no extra of weighin."""
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +90,13 @@ def planned(folder: Path, *strategies: str, operation: Any = "load") -> list[Pla
     return plan(matrix)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in OURS])
 def test_codes_are_not_loaded_as_weights(make: Make, name: str) -> None:
     folder = make(name)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(folder)
-    codes = 4 if name == "mxfp4" else 14
     assert caught.value.message.startswith(
-        f"{folder}: quantised with {LAYOUTS[name].method}: {codes} tensors are codes that mean something"
+        f"{folder}: quantised with {LAYOUTS[name].method}: 14 tensors are codes that mean something"
         " only with their scales ("
     )
     if name in UNREAD:
@@ -133,10 +135,11 @@ def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
 ) -> None:
     folder = make(name)
     spec = registry.model(str(folder))
-    with pytest.raises(CheckpointError, match="mean something only with their scales"):
-        load_streaming(
-            lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
-        )
+    if name not in OURS:
+        with pytest.raises(CheckpointError, match="mean something only with their scales"):
+            load_streaming(
+                lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
+            )
     with pytest.raises(CheckpointError, match="mean something only with their scales"):
         load_streaming(torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}), folder)
 
@@ -236,15 +239,20 @@ def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_transformers_is_planned_and_a_missing_package_is_named(make: Make, name: str) -> None:
-    ours, theirs = planned(make(name), "streaming", "transformers")
-    assert f"quantised with {LAYOUTS[name].method}" in ours.skip
+def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
+    make: Make, name: str
+) -> None:
+    ours, theirs, another = planned(make(name), "streaming", "transformers", "baseline")
+    assert f"quantised with {LAYOUTS[name].method}" in another.skip
+    if name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
+        assert f"quantised with {LAYOUTS[name].method}" in ours.skip
     for missing in MISSING.get(name, ()):
         assert missing in theirs.skip
     if name in UNREAD:
         assert UNREAD[name] in theirs.skip
     elif name in DEQUANTISED:
-        assert ours.skip.endswith("; only --strategies transformers loads them")
+        assert another.skip.endswith("; only --strategies streaming and transformers load them")
+        assert not ours.skip
         assert not theirs.skip
     (save,) = planned(make(name), "torch_save", operation="save")
     assert save.skip.endswith("; a save needs the weights themselves")
@@ -258,9 +266,10 @@ class NoPhases:
 @pytest.mark.usefixtures("torch_threads_restored")
 @pytest.mark.filterwarnings("ignore")  # of from_pretrained, about quantised modules
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("strategy", ["streaming", "transformers"])
 @pytest.mark.parametrize("name", DEQUANTISED)
-def test_the_load_of_from_pretrained_is_measured_and_verified(
-    make: Make, name: str, dtype: torch.dtype, tmp_path: Path
+def test_the_load_is_measured_and_verified(
+    make: Make, name: str, strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     folder, entry = make(name), tmp_path / "entry"
     entry.mkdir()
@@ -272,7 +281,7 @@ def test_the_load_of_from_pretrained_is_measured_and_verified(
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
-    tensors = touch.named_tensors(import_strategy(registry.strategy("transformers").path)(load))
+    tensors = touch.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
     verify.check_structure(tensors, manifest, cpu, dtype)
     verify.check_values(touch.touch(tensors), manifest, dtype)
     wanted = pretrained_class(read_folder(folder).architecture).from_pretrained(folder, dtype=dtype)
@@ -301,7 +310,8 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     for key, value in stored.items():
         assert value.dtype == copied[key].dtype
         assert torch.equal(value, copied[key])
-    for option in (("--keys", "model"), ("--dtype", "bf16")):
+    options = [("--dtype", "bf16"), *([] if name in OURS else [("--keys", "model")])]
+    for option in options:
         code, text = run("convert", folder, tmp_path / "weights", *option)
         assert code == 2
         assert method in text
@@ -316,6 +326,7 @@ def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path
     assert found
     assert found.summary in text
     assert UNREAD.get(name, f"from_pretrained loads them (needs {found.needed})") in text
+    assert (name in OURS) == ("convert --keys model dequantise them" in text)
     told = json.loads((tmp_path / "inspected.json").read_text())["quantised"]
     assert told["method"] == LAYOUTS[name].method
     assert (told["stored_bytes"], told["dequantised_bytes"]) == (
@@ -332,30 +343,30 @@ def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     code, text = run(verb, make(name))
     assert code == 2
     assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
-    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
+    able = "streaming,transformers" if name in OURS else "transformers"
+    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies {able}") in text
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
-def test_only_from_pretrained_is_recommended_once_it_is_measured(
+def test_who_dequantises_is_recommended_once_it_is_measured(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("weighin.recommend.calibration.stored", lambda: CALIBRATION)
     results = tmp_path / "results"
     code, text = run(
-        "bench", make("fp8"), "--strategies", "streaming,transformers", "--isolation", "process",
+        "bench", make("fp8"), "--strategies", "streaming,transformers,baseline", "--isolation", "process",
         "--out", results / "fp8",
     )  # fmt: skip
     assert code == 0, text
     records = map(json.loads, (results / "fp8" / "records.jsonl").read_text().splitlines())
     outcomes = {one["cell"]["strategy"]: one["outcome"] for one in records}
-    assert outcomes == {"streaming": "skipped", "transformers": "ok"}
+    assert outcomes == {"streaming": "ok", "transformers": "ok", "baseline": "skipped"}
     target = tmp_path / "answer.json"
     code, text = run("recommend", make("fp8"), "--results", results, "--json", target)
     assert code == 0, text
     answer = json.loads(target.read_text())
-    assert [one["strategy"] for one in answer["candidates"]] == ["transformers"]
-    assert "LlamaForCausalLM.from_pretrained(" in answer["code"]
+    assert {one["strategy"] for one in answer["candidates"]} == {"streaming", "transformers"}
     assert any("quantised with fp8" in note for note in answer["notes"])
 
 

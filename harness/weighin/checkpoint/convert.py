@@ -90,7 +90,7 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source, order.selection, order.choice)
+        read_with_model_keys(source, order.selection, order.choice, order.dtype)
         if order.model_keys
         else formats.read(source, order.selection)[1]
     )
@@ -104,7 +104,8 @@ def convert(
     if order.dtype and (found := quantised.in_checkpoint(source, slices)):
         raise CheckpointError(
             f"{source}: {found.summary}; another dtype would change the codes and the scales",
-            "leave --dtype out, which copies them as they are",
+            "leave --dtype out, which copies them as they are"
+            + (", or add --keys model, which dequantises them" if found.dequantises else ""),
         )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)

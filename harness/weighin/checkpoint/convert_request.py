@@ -129,7 +129,9 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         seconds=stages["write"],
         checksums=checksums,
         verified=wish.verify,
-        quantised=in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
+        quantised=None
+        if wish.keys == "model"
+        else in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
         left_out=left_out,
     )
 

@@ -18,6 +18,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised
+from weighin.models.dequantising import arguments_to_dequantise
 from weighin.models.pretrained import pretrained_class
 from weighin.text import one_line
 
@@ -47,17 +48,20 @@ def index_quantised(
             "leave --format out",
         )
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    entries = _entries(kind, folder_of(checkpoint), found)
+    entries = _entries(kind, folder_of(checkpoint), found, arguments_to_dequantise(checkpoint))
     manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": time.monotonic() - started})
 
 
-def _entries(kind: Any, source: Path, found: Quantised) -> tuple[TensorEntry, ...]:
+def _entries(
+    kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any]
+) -> tuple[TensorEntry, ...]:
     """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
 
     It loads the model once in each dtype: what it dequantises to float32 and rounds to bfloat16 need
-    not be what it dequantises to bfloat16. Modules of a package keep the codes, in any dtype.
+    not be what it dequantises to bfloat16. Modules of a package keep the codes, in any dtype, unless
+    ``arguments`` ask for the weights.
     """
     sums: dict[str, dict[str, str]] = {}
     described: list[Described] = []
@@ -68,6 +72,7 @@ def _entries(kind: Any, source: Path, found: Quantised) -> tuple[TensorEntry, ..
                 dtype=getattr(torch, wanted),
                 output_loading_info=True,
                 local_files_only=True,
+                **arguments,
             )
         except (ImportError, RuntimeError, ValueError) as error:
             raise CheckpointError(

@@ -286,7 +286,7 @@ def _notes(inspected: Inspected) -> list[str]:
         notes.append(
             f"{found.obstacle}; {found.repair}"
             if found.obstacle
-            else f"from_pretrained loads them (needs {found.needed}); the peaks below are of a model that takes"
+            else f"{found.loaders} (needs {found.needed}); the peaks below are of a model that takes"
             " the codes and the scales as they are"
         )
     return notes

@@ -1,34 +1,42 @@
 """Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import gguf, sniff
-from weighin.formats.base import Slices
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import first_names
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
-from weighin.formats.pretrained_spec import plain_spec_of
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
+from weighin.formats.quantised import of_model
 from weighin.formats.selection import WHOLE, Selection
 
 if TYPE_CHECKING:
     import torch
 
-    from weighin.models.pretrained_keys import MappedKeys
+    from weighin.formats.converted import Converted
+    from weighin.models.pretrained_keys import Conversion, MappedKeys
 
 
 def read_with_model_keys(
-    source: Path, selection: Selection = WHOLE, choice: FolderChoice = AS_SAVED
+    source: Path,
+    selection: Selection = WHOLE,
+    choice: FolderChoice = AS_SAVED,
+    dtype: "torch.dtype | None" = None,
 ) -> Slices:
     """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
-    gets the tensor of the name that it is tied to. ``selection`` is the part of the folder's
-    checkpoint that holds the weights.
+    gets the tensor of the name that it is tied to. Codes become weights in ``dtype``, or in the dtype
+    of the folder's model if it is None. ``selection`` is the part of the folder's checkpoint that holds
+    the weights.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
@@ -44,14 +52,20 @@ def read_with_model_keys(
             f"--keys model needs the model's class, and {folder} has no config.json",
             "name a folder that save_pretrained wrote, or leave --keys out",
         )
+    import torch
+
     from weighin.models.pretrained_keys import map_keys
     from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
     builder = resolve_builder(found.library.builder)
-    model = build_skeleton(builder, plain_spec_of(found, selection).kwargs)
-    mapped = map_keys(model, formats.read(source, selection)[1])
-    return _in_order(source, model, mapped)
+    spec = plain_spec_of(found, selection)
+    kind = (
+        dtype or getattr(torch, auto_dtype(found, selection)) if of_model(spec) else torch.float32
+    )
+    model = build_skeleton(builder, spec.kwargs, dtype=kind)
+    slices = formats.read(source, selection)[1]
+    return _in_order(source, model, slices, map_keys(model, slices))
 
 
 def _of_gguf(file: Path) -> Slices:
@@ -61,14 +75,23 @@ def _of_gguf(file: Path) -> Slices:
     from weighin.models.skeleton import build_skeleton
 
     model = build_skeleton(from_config, spec_of(file).kwargs)
-    return _in_order(file, model, map_gguf_keys(model, formats.read(file)[1]))
+    slices = formats.read(file)[1]
+    return _in_order(file, model, slices, map_gguf_keys(model, slices))
 
 
-def _in_order(source: Path, model: "torch.nn.Module", mapped: "MappedKeys") -> Slices:
+def _in_order(
+    source: Path, model: "torch.nn.Module", slices: Sequence[TensorSlice], mapped: "MappedKeys"
+) -> Slices:
     """Return the tensors in the order of the model's state dict, with its tied names."""
+    from weighin.loader.codes import refuse_codes_left
+    from weighin.models.dequantising import quantiser_of
+
     mapped.refuse_other_shapes(model, source)
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}
+    if quantiser_of(model):
+        refuse_codes_left(model, source, slices, mapped)
+        stored |= {one.name: _computed(model, one, wanted[one.name]) for one in mapped.conversions}
     by_tensor = {id(wanted[name]): one for name, one in stored.items()}
     sources = {
         name: stored.get(name) or by_tensor.get(id(tensor)) for name, tensor in wanted.items()
@@ -80,3 +103,27 @@ def _in_order(source: Path, model: "torch.nn.Module", mapped: "MappedKeys") -> S
             "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
         )
     return Slices(replace(one, name=name) for name, one in sources.items() if one is not None)
+
+
+def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> "Converted":
+    """Return a tensor whose values a folder's quantiser computes from codes."""
+    from weighin.formats.converted import Converted
+
+    first = conversion.sources[0][1]
+    return Converted(
+        name=conversion.name,
+        shape=tuple(target.shape),
+        stride=target.stride(),
+        dtype_name=str(target.dtype).removeprefix("torch."),
+        file=first.file,
+        offset=first.offset,
+        storage_offset=first.storage_offset,
+        storage_bytes=first.storage_bytes,
+        fill=partial(_convert, model, conversion),
+    )
+
+
+def _convert(model: Any, conversion: "Conversion", memory: "torch.Tensor") -> None:
+    from weighin.loader import converting
+
+    converting.convert(model, [conversion], {conversion.name: memory})

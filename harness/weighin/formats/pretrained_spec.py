@@ -60,10 +60,11 @@ def plain_spec_of(
     """Return ``spec_of`` of the same arguments for a caller that copies the file's tensors into the model.
 
     Raises:
-        CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
+        CheckpointError: as ``spec_of``, or the tensors are codes that ``load_streaming`` does not
+            dequantise.
     """
     spec = spec_of(folder, selection, merges=merges)
-    if found := quantised.of_model(spec):
+    if (found := quantised.of_model(spec)) and not found.dequantises:
         raise found.error(folder.path)
     return spec
 

@@ -16,7 +16,7 @@ from weighin.formats.pretrained_folder import CONFIG
 from weighin.text import one_line
 
 _QUANTISATION: Final = "quantization_config"
-_OF_TEXT: Final = ("text_config", "decoder", "generator")
+OF_TEXT: Final = ("text_config", "decoder", "generator")
 _UNREAD: Final = ("compression_config", "quantization")
 _OF_MODELOPT: Final = "hf_quant_config.json"
 _NO_CONFIG: Final = "no config.json"
@@ -57,6 +57,18 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 """The methods of transformers 5 (``quantizers/auto.py``), and the packages that each asks for on a
 CPU (``validate_environment``). Some need a GPU, too, which from_pretrained says itself."""
 
+_DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
+    "fp8": (None,),
+    "mxfp4": (None,),
+    "compressed-tensors": (
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "pack-quantized",
+    ),
+}
+"""The methods that ``load_streaming`` dequantises, and the formats of each; None for a method without."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedMethod:
@@ -69,6 +81,7 @@ class NamedMethod:
         packages: the packages that from_pretrained needs beside transformers.
         obstacle: why from_pretrained does not give the weights of codes; empty if it does.
         repair: the next step where there is an obstacle.
+        dequantised: whether ``load_streaming`` gives the weights of codes.
     """
 
     name: str
@@ -77,6 +90,7 @@ class NamedMethod:
     packages: tuple[str, ...]
     obstacle: str
     repair: str
+    dequantised: bool
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
@@ -91,6 +105,7 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
         _NEEDED.get(method or "", ()),
         obstacle,
         repair,
+        described.get("format") in _DEQUANTISED.get(method or "", ()),
     )
 
 
@@ -106,7 +121,7 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
     The place is "quantization_config" only where from_pretrained reads it.
     """
-    for part in (config, *(config.get(name) for name in _OF_TEXT)):
+    for part in (config, *(config.get(name) for name in OF_TEXT)):
         if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
             return found, _QUANTISATION
     for name, part in config.items():

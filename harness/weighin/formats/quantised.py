@@ -36,6 +36,7 @@ class Quantised:
         packages: the packages that from_pretrained needs beside transformers.
         obstacle: why from_pretrained does not give the weights; empty if it does.
         repair: the next step where there is an obstacle.
+        dequantises: whether ``load_streaming`` gives the weights, with the same packages.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Quantised:
     packages: tuple[str, ...] = ()
     obstacle: str = ""
     repair: str = ""
+    dequantises: bool = False
 
     @property
     def summary(self) -> str:
@@ -65,15 +67,38 @@ class Quantised:
         """The packages that from_pretrained needs, for a text."""
         return ", ".join(["transformers", *self.packages])
 
+    @property
+    def loaders(self) -> str:
+        """Who loads them, for a text."""
+        ours = "load_pretrained, strategy streaming and convert --keys model dequantise them, and "
+        return (ours if self.dequantises else "") + "from_pretrained loads them"
+
     def error(self, path: Path) -> CheckpointError:
         """Return the error of whoever would load the codes as weights."""
         if self.obstacle:
             return CheckpointError(f"{path}: {self.summary}; {self.obstacle}", self.repair)
+        if self.dequantises:
+            bench = f"weighin bench {quote(str(folder_of(path)))}"
+            return CheckpointError(
+                f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
+                f"load it with load_pretrained (needs {self.needed}), or write the weights: weighin convert"
+                f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this load: {bench}"
+                " --strategies streaming,transformers",
+            )
         return CheckpointError(
             f"{path}: {self.summary}; weighin does not dequantise them",
             f"load it with from_pretrained (needs {self.needed}); to measure this load: weighin bench"
             f" {quote(str(folder_of(path)))} --strategies transformers",
         )
+
+    @classmethod
+    def of_argument(cls, fields: Mapping[str, Any]) -> "Quantised":
+        """Return what ``as_argument`` described.
+
+        Raises:
+            TypeError, KeyError: the description is damaged.
+        """
+        return cls(**{**fields, "packages": tuple(fields["packages"])})
 
     def as_argument(self) -> dict[str, Any]:
         """Return this as an argument of a ``ModelSpec``; ``of_model`` reads it."""
@@ -90,7 +115,7 @@ def of_model(model: ModelSpec) -> Quantised | None:
     if fields is None:
         return None
     try:
-        return Quantised(**fields | {"packages": tuple(fields["packages"])})
+        return Quantised.of_argument(fields)
     except (TypeError, KeyError):
         raise ConfigError(
             f"the argument `quantised` of the model {model.name} is damaged", "start a new run"
@@ -120,6 +145,7 @@ def of_folder(
         packages=named.packages,
         obstacle=named.obstacle,
         repair=named.repair,
+        dequantises=named.dequantised and not named.obstacle,
     )
 
 

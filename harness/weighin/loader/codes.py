@@ -1,4 +1,4 @@
-"""Refuse codes of a quantisation that weighin does not know, by the keys that the model leaves out."""
+"""Refuse codes that would be loaded without their scales, by the keys that the model leaves out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,10 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import plain
+from weighin.formats.companions import find_codes
+from weighin.formats.misfit import first_names, plain
+from weighin.formats.quantised import in_checkpoint
+from weighin.models.dequantising import quantiser_of
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys
@@ -39,6 +42,57 @@ def refuse_left_out_scales(
             raise CheckpointError(
                 f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file and {kind} in the model, which"
                 f" has no {plain(scale)}: such tensors are codes that mean something only with their scales",
+                "load it with the library that quantised it",
+            )
+
+
+def refuse_codes_left(
+    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice], mapped: "MappedKeys"
+) -> None:
+    """Raise CheckpointError if the model's quantiser does not convert all codes with their scales.
+
+    ``slices`` are the tensors under the names in the file. A model without a quantiser has no codes.
+    """
+    if not quantiser_of(model):
+        return
+    groups = {
+        source.name: number
+        for number, one in enumerate(mapped.conversions)
+        for _, source in one.sources
+    }
+    left = [
+        one.where.name
+        for one in find_codes(slices)
+        if one.where.name not in groups or groups[one.where.name] != groups.get(one.scales)
+    ]
+    left += [name for name in mapped.unexpected if name.endswith("_g_idx")]
+    if left and (found := in_checkpoint(checkpoint, slices)):
+        raise CheckpointError(
+            f"{checkpoint}: {found.summary}; quantization_config in config.json does not describe"
+            f" {first_names(left)}",
+            "write quantization_config as the library that quantised the model gives it",
+        )
+    _refuse_uneven_blocks(model, checkpoint, slices)
+
+
+def _refuse_uneven_blocks(
+    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice]
+) -> None:
+    """Raise CheckpointError if a last block is smaller: transformers then takes all blocks for equal ones.
+
+    Its values are therefore wrong, or it fails.
+    """
+    sizes = getattr(quantiser_of(model).quantization_config, "weight_block_size", None)  # type: ignore[union-attr]
+    if not sizes:
+        return
+    by_name = {one.name: one for one in slices}
+    for one in find_codes(slices):
+        shapes = zip(one.where.shape[-2:], by_name[one.scales].shape[-2:], sizes, strict=False)
+        if any(1 < count == -(-size // block) and size % block for size, count, block in shapes):
+            raise CheckpointError(
+                f"{checkpoint}: {plain(one.where.name)} has {first_names(map(str, one.where.shape))} codes in"
+                f" blocks of {first_names(map(str, sizes))}: transformers takes the smaller last block for"
+                " an equal one, and gives wrong values",
                 "load it with the library that quantised it",
             )
 

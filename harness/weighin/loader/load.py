@@ -30,7 +30,7 @@ from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import converted, fill
 from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.codes import refuse_left_out_scales
+from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -38,16 +38,16 @@ from weighin.loader.lazy_state import (
     lazy_state,
     load_state,
     read_at_once,
-    read_whole,
     source_of,
 )
 from weighin.loader.reads import Fillable
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
+from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.models.meta import real_memory
 
 if TYPE_CHECKING:
-    from weighin.models.pretrained_keys import Conversion, MappedKeys
+    from weighin.models.pretrained_keys import MappedKeys
 
 Granularity = Literal["all", "module", "tensor"]
 
@@ -144,9 +144,11 @@ def _load(
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
-            refuse_codes(path, slices, _names(model))
+            if not quantiser_of(model):
+                refuse_codes(path, slices, _names(model))
             mapped = _mapped(model, slices, fmt)
             if mapped:
+                refuse_codes_left(model, path, slices, mapped)
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
                 if mapped.used is not None:  # for save_pretrained
@@ -171,8 +173,14 @@ def _load(
         with fill.being_filled(plain, threads):
             pass
         converted.fill_all(computed, threads)
-    for conversion in mapped.conversions if mapped else ():
-        _convert(model, conversion)
+    if mapped and mapped.conversions:
+        from weighin.loader import (
+            converting,  # imports transformers' functions, which few loads need
+        )
+
+        converting.convert(model, mapped.conversions, model.state_dict(keep_vars=True))
+    if mapped:
+        detach_quantiser(model)
     return model, was_meta
 
 
@@ -212,16 +220,6 @@ def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) ->
     mapped.refuse_missing(model, checkpoint)
     wanted = model.state_dict(keep_vars=True)
     return set(wanted) - {source.name for source in mapped.slices}
-
-
-def _convert(model: torch.nn.Module, conversion: "Conversion") -> None:
-    """Read the sources of a conversion, let transformers convert them, and copy the results."""
-    targets = model.state_dict(keep_vars=True)
-    dtype = targets[conversion.name].dtype
-    tensors = [read_whole(source).to(dtype) for _, source in conversion.sources]
-    with torch.no_grad():
-        for name, value in conversion.apply(model, tensors).items():
-            targets[name].copy_(value)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -16,6 +16,7 @@ from weighin.formats.misfit import misfit
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
 from weighin.models.after_load import finish_load
+from weighin.models.dequantising import arguments_to_dequantise, attach_quantiser
 from weighin.models.pretrained_names import model_keys
 from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
@@ -30,7 +31,7 @@ def from_config(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),
-    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001 (for those who load the weights)
+    quantised: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -43,7 +44,7 @@ def from_config(
             ``weighin.formats.pretrained_code``.
         apart: names of tensors in the file that differ, although the class may tie them.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The model
-            is built with weights of torch's default dtype.
+            is built with weights of torch's default dtype, and has the quantiser that dequantises.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
@@ -57,6 +58,7 @@ def from_config(
         if (part := getattr(settings, name, None)) is not None:
             part.dtype = dtype
     model = kind(settings)
+    attach_quantiser(model, config, quantised)
     if apart:
         _untie(model, apart)
     _keep_in_float32(model, dtype)
@@ -144,7 +146,7 @@ def reference(
         CheckpointError: ``from_pretrained`` does not load the checkpoint.
     """
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    arguments = from_pretrained_arguments(checkpoint)
+    arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
     try:
         model, info = kind.from_pretrained(**arguments, dtype=dtype, output_loading_info=True)
     except (

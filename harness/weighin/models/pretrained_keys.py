@@ -20,6 +20,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import Part, Slices, TensorSlice
 from weighin.formats.misfit import first_names, misfit
 from weighin.models import pretrained
+from weighin.models.dequantising import set_dtypes
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_modules import module_for
 from weighin.models.pretrained_names import ModelNames
@@ -47,8 +48,21 @@ class Conversion:
         made = converter.convert(self.name, model=model, config=model.config)
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
+    @property
+    def reads_codes(self) -> bool:
+        """Whether a quantiser takes part: no source may then be cast, because it may hold codes."""
+        return any(getattr(one, "hf_quantizer", None) for one in self.converter.operations)
+
+    @property
+    def left_alone(self) -> TensorSlice | None:
+        """The only source of a tensor that the folder's quantiser leaves as it is; None for any other."""
+        only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
+        return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
+
     def targets(self, model: Any) -> list[str]:
         """Return the names of the results, determined by converting tensors without values."""
+        if len(self.converter.target_patterns) == 1:
+            return [self.name]
         empty = [
             torch.empty(source.shape, dtype=source.dtype, device="meta")
             for _, source in self.sources
@@ -150,18 +164,23 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     own = {source.name for source in slices}
     renamed = sum(source.name not in own for source in mapped)
     conversions = []
+    kept = {}
     for group in groups.values():
-        if (joined := _joined(group)) is None:
+        if (alone := group.left_alone) is not None:
+            mapped.append(replace(alone, name=group.name))
+            kept[group.name] = _dtype_of(group, model)
+        elif (joined := _joined(group)) is None:
             conversions.append(group)
         else:
             mapped.append(joined)
+    set_dtypes(wanted, kept)
     present = {source.name for source in mapped} | groups.keys()
     return MappedKeys(
         mapped,
         tuple(conversions),
         tuple(unexpected),
         renamed,
-        joined=sum(len(group.sources) for group in groups.values()),
+        joined=sum(len(group.sources) for group in groups.values()) - len(kept),
         computed=tuple(sorted(computed_keys(model) - present)),
         used=known.used(),
     )
@@ -207,6 +226,13 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
             return None
     results = [one for group in blocks.values() for one in group]
     return results[0].as_slice(conversion.name) if len(results) == 1 else None
+
+
+def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
+    """Return the dtype that a quantiser gives a tensor which is no code: the file's, or the model's."""
+    empty = torch.empty(0, dtype=conversion.sources[0][1].dtype)
+    (made,) = conversion.apply(model, [empty]).values()
+    return made.dtype
 
 
 def _dtypes(conversion: Conversion) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from weighin.models.dequantising import quantiser_of
+
 
 class ModelNames:
     """Transformers' tables for one model: which name and which conversion a file's tensor gets."""
@@ -11,7 +13,7 @@ class ModelNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self._mapping = mapping = get_model_conversion_mapping(model)
+        self._mapping = mapping = get_model_conversion_mapping(model, None, quantiser_of(model))
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         self.by_pattern = {

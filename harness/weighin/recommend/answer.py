@@ -341,7 +341,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue
-        if not info.dequantises and quantised.of_model(question.model):
+        if (found := quantised.of_model(question.model)) and not info.loads(found):
             continue
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large

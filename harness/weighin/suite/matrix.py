@@ -62,8 +62,9 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
         return f"the weights are {found.summary}; a save needs the weights themselves"
     if found.obstacle:
         return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
-    if not info.dequantises:
-        return f"the weights are {found.summary}; only --strategies transformers loads them"
+    if not info.loads(found):
+        able = "streaming and transformers load" if found.dequantises else "transformers loads"
+        return f"the weights are {found.summary}; only --strategies {able} them"
     missing = packages.missing(found.packages)
     return (
         f"{info.name} {missing}, because the weights are quantised with {found.method}"

@@ -61,7 +61,7 @@ class StrategyInfo:
     load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
     reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
     ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
-    does.
+    does; ``loads`` tells it for one method.
     """
 
     name: str
@@ -76,6 +76,10 @@ class StrategyInfo:
     shares_load: bool = False
     dequantises: bool = False
     weights_only: bool = False
+
+    def loads(self, found: quantised.Quantised) -> bool:
+        """Tell whether the strategy loads these quantised weights: with its library, or with weighin."""
+        return self.dequantises and (bool(self.pretrained) or found.dequantises)
 
     @property
     def missing(self) -> str:
