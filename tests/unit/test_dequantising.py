@@ -174,7 +174,8 @@ def test_codes_without_their_scales_beside_them_are_refused(tmp_path: Path) -> N
 def test_a_missing_package_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors", None)
+    for module in ("utils.quantization_config", "quantizers.quantizer_compressed_tensors"):
+        monkeypatch.setattr(f"transformers.{module}.is_compressed_tensors_available", lambda: False)
     with pytest.raises(ConfigError, match=r"needs transformers, compressed-tensors>=0\.15\.0"):
         load_pretrained(write_folder(tmp_path / "folder", name))
 

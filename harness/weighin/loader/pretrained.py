@@ -45,7 +45,8 @@ def load_pretrained(
     The folder may also be a part of a pipeline of diffusers, such as ``FOLDER/unet``, or a folder of
     timm: the model is the one that ``from_pretrained`` of diffusers or ``create_model`` of timm
     returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
-    mode. The load needs memory for one copy of the weights, and no network.
+    mode. The load needs memory for one copy of the weights, and no network. Codes of fp8, MXFP4 and
+    compressed-tensors are dequantised, as with ``dequantize=True``.
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, a GGUF file, or the id of a model in the local cache.
@@ -65,9 +66,9 @@ def load_pretrained(
             .merge_and_unload()`` bit by bit. The load needs memory for the largest product too.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, has an
-            adapter beside it that from_pretrained adds and ``adapter`` does not name, or the adapter is
-            not plain LoRA for this model.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised by another
+            method, has an adapter beside it that from_pretrained adds and ``adapter`` does not name, or
+            the adapter is not plain LoRA for this model.
         ConfigError: the model's library is missing, has no such class, or the folder brings code that
             is not trusted.
     """
