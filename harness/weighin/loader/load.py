@@ -34,13 +34,13 @@ from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
-    lazy_state,
-    load_state,
+    LazyState,
     read_at_once,
     read_whole,
     source_of,
 )
 from weighin.loader.reads import Fillable
+from weighin.loader.state_walk import load_state
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory
@@ -155,8 +155,8 @@ def _load(
             )
             optional = _optional(model, mapped, path) if mapped else None
             values = {} if mapped else extra_values(model, slices, path)
-            # No name for the state: it would keep every tensor's source alive to the end of the load.
-            load_state(model, _with(lazy_state(log, slices), values), path, optional)
+        # No name for the state: it would keep every tensor's source alive to the end of the load.
+        load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)
@@ -176,12 +176,6 @@ def _load(
 def _names(model: torch.nn.Module) -> Iterator[str]:
     """Yield the names in the model's state dict, which is made only if somebody asks for a name."""
     yield from model.state_dict(keep_vars=True)
-
-
-def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same state dict with more values: its metadata is an attribute, which | would lose."""
-    state.update(values)
-    return state
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":

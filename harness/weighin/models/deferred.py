@@ -12,7 +12,7 @@ address.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,12 +55,12 @@ _LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed a
 class DeferredLoad(NamedTuple):
     """A deferred copy from a promised tensor, which has no values yet, to ``target``.
 
-    ``source`` is a view of the promised tensor. ``promise`` is the argument ``source`` with which
+    ``source`` is a view of the promised tensor, or None for the whole of it. ``promise`` is the argument ``source`` with which
     ``WriteLog.promise`` was called for the promised tensor.
     """
 
     target: torch.Tensor
-    source: torch.Tensor
+    source: torch.Tensor | None
     promise: Any
 
 
@@ -139,6 +139,16 @@ class WriteLog:
         self._own[key] = _weak(tensor)
         self._promised[key] = source
         self._append_load(DeferredLoad(alias, alias, source))
+
+    def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """Record copies to dense tensors from sources of the same shapes, as ``copy_`` is recorded.
+
+        The promised tensors are not made; nothing may be recording.
+        """
+        for tensor, source in copies:
+            target = tensor.detach()
+            self._append_load(DeferredLoad(target, None, source))
+        torch.autograd.graph.increment_version(tensor for tensor, _ in copies)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
@@ -274,7 +284,8 @@ class WriteLog:
 
     def _append_load(self, load: DeferredLoad) -> None:
         touched = (storage_key(load.target),)
-        self._append(_Write(load.target, touched, (load.target, load.source), load=load))
+        held = (load.target,) if load.source is None else (load.target, load.source)
+        self._append(_Write(load.target, touched, held, load=load))
 
     def _note(
         self,
