@@ -69,7 +69,7 @@ def _measured(loader: str, build: Callable[[], nn.Module], path: Path, *, built:
     path.read_bytes()
     used, started = time.process_time_ns(), time.monotonic_ns()
     if loader == "streaming":
-        load_streaming(model, path)
+        model = load_streaming(model, path)
     else:
         model = model if built else model()
         model.load_state_dict(_state(path))

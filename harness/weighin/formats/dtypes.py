@@ -35,7 +35,4 @@ def is_sizes(value: object) -> bool:
     """Tell whether a value is a list or tuple of sizes that torch can represent."""
     if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
         return False
-    for size in value:  # a generator would take twice the time
-        if type(size) is not int or not 0 <= size <= LARGEST:
-            return False
-    return True
+    return not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]

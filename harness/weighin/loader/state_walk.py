@@ -117,7 +117,8 @@ class _Node:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all keys of this module and of the modules in it, in order."""
-        found, todo = [], [self]
+        found: list[int] = []
+        todo = [self]
         while todo:
             node = todo.pop()
             found += node.leaves.values()

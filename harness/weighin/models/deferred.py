@@ -205,7 +205,7 @@ class WriteLog:
         tensors = kind.tensors(args, kwargs)
         target = kind.target(args, kwargs)
         if target is not None and self._can_wait(func, target, tensors):
-            self._note(func, args, kwargs, target, random=kind.random)
+            self._note(func, args, kwargs, target, random=kind.random, alone=len(tensors) == 1)
             return target
         if self._writes:
             read = [] if kind.reads_shape else tensors
@@ -295,17 +295,26 @@ class WriteLog:
         target: torch.Tensor,
         *,
         random: bool,
+        alone: bool,
     ) -> None:
-        """Record a write with aliases of its tensors, because the originals may change later."""
+        """Record a write with aliases of its tensors, because the originals may change later.
+
+        ``alone``: the target is the only tensor among the arguments.
+        """
         if (load := self._as_load(func, args)) is not None:
             self._append_load(load)
             return
-        self._promised.pop(storage_key(target), None)
-        args = _map_tensors(args)
-        kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
-        held = tuple(_tensors((args, kwargs)))
-        own = next(tensor for tensor in held if storage_key(tensor) == storage_key(target))
-        touched = tuple({storage_key(tensor) for tensor in held})
+        target_key = storage_key(target)
+        self._promised.pop(target_key, None)
+        if alone and args and args[0] is target:
+            own = target.detach()
+            args, held, touched = (own, *args[1:]), (own,), (target_key,)
+        else:
+            args = _map_tensors(args)
+            kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
+            held = tuple(_tensors((args, kwargs)))
+            own = next(tensor for tensor in held if storage_key(tensor) == target_key)
+            touched = tuple({storage_key(tensor) for tensor in held})
         write = _Write(own, touched, held, (func, args, kwargs), random)
         if random:
             state = torch.get_rng_state()
@@ -329,7 +338,9 @@ class WriteLog:
             return False
         if self._as_load(func, (target, *tensors[1:])) is not None:
             return target.layout is torch.strided and not target.is_meta
-        fits = all(_is_plain(tensor) and _fits(tensor, target) for tensor in tensors)
+        fits = all(
+            _is_plain(tensor) and (tensor is target or _fits(tensor, target)) for tensor in tensors
+        )
         return fits and self.owns(target)  # else the operation will raise: execute it at once
 
     def _made_later(
@@ -361,7 +372,7 @@ class WriteLog:
         return instead
 
     def _own_results(self, result: Any, given: set[int]) -> None:
-        for tensor in _tensors(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors(result):
             key = storage_key(tensor)
             if key and key not in given and tensor.device.type == "cpu" and not self.owns(tensor):
                 self._own[key] = _weak(tensor)
@@ -467,12 +478,14 @@ class _Kind(NamedTuple):
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return all tensors among the arguments."""
-        count = len(args)
-        return [
-            tensor
-            for position, name in self.given
-            for tensor in _tensors(args[position] if position < count else kwargs.get(name))
-        ]
+        count, found = len(args), []
+        for position, name in self.given:
+            value = args[position] if position < count else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif value is not None:
+                found += _tensors(value)
+        return found
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the tensor that the operation writes to and returns; None if it writes none."""
