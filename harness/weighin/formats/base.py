@@ -85,10 +85,10 @@ class TensorSlice:
         Raises:
             CheckpointError: this version of torch does not have the dtype.
         """
-        import torch  # not at the top: `weighin inspect` needs no torch
-
-        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        dtype = _torch_dtype(self.dtype_name)
         if dtype is None:
+            import torch  # not at the top: `weighin inspect` needs no torch
+
             raise CheckpointError(
                 f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
                 f" {torch.__version__} does not have",
@@ -100,6 +100,13 @@ class TensorSlice:
     def contiguous(self) -> bool:
         """Whether the elements are stored in row-major order without gaps."""
         return _is_row_major(self.shape, self.stride)
+
+
+@lru_cache
+def _torch_dtype(name: str) -> "torch.dtype | None":
+    import torch
+
+    return getattr(torch, name, None)
 
 
 @lru_cache
