@@ -306,6 +306,8 @@ class WriteLog:
             return
         target_key = storage_key(target)
         self._promised.pop(target_key, None)
+        held: tuple[torch.Tensor, ...]
+        touched: tuple[int, ...]
         if alone and args and args[0] is target:
             own = target.detach()
             args, held, touched = (own, *args[1:]), (own,), (target_key,)
