@@ -229,6 +229,17 @@ def _tree_strategy(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Tree]
     )
 
 
+def _many_strategy(leaf: st.SearchStrategy[Node]) -> st.SearchStrategy[Tree]:
+    return st.builds(
+        lambda kind, nodes, count: Tree(
+            kind, tuple((f"c{n}", nodes[n % len(nodes)]) for n in range(count))
+        ),
+        st.sampled_from(("plain", "list")),
+        st.lists(leaf, min_size=1, max_size=2),
+        st.integers(10, 40),
+    )
+
+
 def recipes() -> st.SearchStrategy[Recipe]:
     """Return a hypothesis strategy for a model: one module, or a tree of two or three levels."""
     leaf = _leaf_strategy()
@@ -238,6 +249,6 @@ def recipes() -> st.SearchStrategy[Recipe]:
     )
     return st.builds(
         Recipe,
-        st.one_of(leaf, inner, _tree_strategy(st.one_of(leaf, inner))),
+        st.one_of(leaf, inner, _tree_strategy(st.one_of(leaf, inner)), _many_strategy(leaf)),
         st.lists(touches, max_size=4).map(tuple),
     )

@@ -8,6 +8,7 @@ process calls the other functions and must not import torch.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -84,10 +85,10 @@ class TensorSlice:
         Raises:
             CheckpointError: this version of torch does not have the dtype.
         """
-        import torch  # not at the top: `weighin inspect` needs no torch
-
-        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        dtype = _torch_dtype(self.dtype_name)
         if dtype is None:
+            import torch  # not at the top: `weighin inspect` needs no torch
+
             raise CheckpointError(
                 f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
                 f" {torch.__version__} does not have",
@@ -98,12 +99,24 @@ class TensorSlice:
     @property
     def contiguous(self) -> bool:
         """Whether the elements are stored in row-major order without gaps."""
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size not in (0, 1) and step != expected:
-                return 0 in self.shape
-            expected *= max(size, 1)
-        return True
+        return _is_row_major(self.shape, self.stride)
+
+
+@lru_cache
+def _torch_dtype(name: str) -> "torch.dtype | None":
+    import torch
+
+    return getattr(torch, name, None)
+
+
+@lru_cache
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size not in (0, 1) and step != expected:
+            return 0 in shape
+        expected *= max(size, 1)
+    return True
 
 
 class Slices(list[TensorSlice]):

@@ -124,6 +124,9 @@ _COMPANION: Final = re.compile(
 """The last part of a name, for a tensor beside codes that no longer exists once they are dequantised."""
 
 
+_SCALES: Final = tuple(pair.scales for pair in _PAIRS)
+
+
 def find_codes(slices: Sequence[TensorSlice], bits: Bits = None) -> tuple[Codes, ...]:
     """Return the tensors that are codes, in the order of ``slices``.
 
@@ -134,18 +137,22 @@ def find_codes(slices: Sequence[TensorSlice], bits: Bits = None) -> tuple[Codes,
 
 
 def _codes(by_name: Mapping[str, TensorSlice], bits: Bits) -> Iterator[Codes]:
+    scales = [name for name in by_name if name.endswith(_SCALES)]
+    pairs = [pair for pair in _PAIRS if any(name.endswith(pair.scales) for name in scales)]
+    if not pairs:
+        return
     for name, where in by_name.items():
-        for pair in _PAIRS:
+        for pair in pairs:
             if not name.endswith(pair.codes) or where.dtype_name not in pair.dtypes:
                 continue
             beginning = name.removesuffix(pair.codes)
-            if (scales := beginning + pair.scales) not in by_name:
+            if (scale := beginning + pair.scales) not in by_name:
                 continue
 
             def find(suffix: str, beginning: str = beginning) -> TensorSlice | None:
                 return by_name.get(beginning + suffix)
 
-            yield Codes(where, pair.method, scales, pair.elements(where, find, bits))
+            yield Codes(where, pair.method, scale, pair.elements(where, find, bits))
             break
 
 

@@ -33,8 +33,6 @@ def is_dtype(name: str) -> bool:
 
 def is_sizes(value: object) -> bool:
     """Tell whether a value is a list or tuple of sizes that torch can represent."""
-    return (
-        isinstance(value, list | tuple)
-        and len(value) <= MOST_DIMENSIONS
-        and all(type(size) is int and 0 <= size <= LARGEST for size in value)
-    )
+    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
+        return False
+    return not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]

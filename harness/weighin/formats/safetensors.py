@@ -9,6 +9,7 @@ names.
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -199,6 +200,7 @@ def _slice(path: Path, name: str, entry: HeaderEntry) -> TensorSlice:
     )
 
 
+@lru_cache
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1

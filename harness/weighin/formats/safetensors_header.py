@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
+from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
 from weighin.formats.recognise import is_safetensors
 from weighin.formats.sniff import (
     AGAIN,
@@ -36,6 +36,7 @@ from weighin.formats.sniff import (
 )
 
 METADATA: Final = "__metadata__"
+_METADATA_BYTES: Final = METADATA.encode()
 
 DTYPES: Final = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -63,6 +64,15 @@ _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
 _ITEM: Final = re.compile(
     rb"\s*+(" + _STRING + rb")\s*+:\s*+(\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])", re.DOTALL
 )
+
+
+_SIZE: Final = rb"(?:0|[1-9]\d{0,17}+)"
+_USUAL: Final = re.compile(
+    rb'"([^"\\\x00-\x1f\x7f-\xff]{0,1000}+)":\{"dtype":"(\w{1,20}+)","shape":\[((?:'
+    + _SIZE + rb"(?:," + _SIZE + rb')*+)?+)\],"data_offsets":\[('
+    + _SIZE + rb"),(" + _SIZE + rb")\]\}([,}])"
+)  # fmt: skip
+"""An entry as most programs write it, which is read without a JSON decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +118,19 @@ def read_header(path: Path) -> Header:
     data_start = 8 + length
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] = {}
-    names = set()
-    for name, value in _items(path, text):
-        if name in names:
+    has_metadata = False
+    for name, value in _items(path, text, data_start):
+        if name in entries or (has_metadata and name == METADATA):
             raise _damaged(path, f"{shown(name)} occurs twice in the header")
-        names.add(name)
         if name == METADATA:
-            metadata = _metadata(path, value)
+            metadata, has_metadata = _metadata(path, value), True
         elif len(entries) == MOST_TENSORS:
             raise CheckpointError(
                 f"{path}: has more than {MOST_TENSORS:,} tensors, the most that weighin reads in one file",
                 SHARDS,
             )
+        elif isinstance(value, HeaderEntry):
+            entries[name] = value
         else:
             entries[name] = _entry(path, name, value, data_start)
     _check_cover(path, list(entries.values()), data_start, file_bytes)
@@ -143,12 +154,17 @@ def _length(path: Path, head: bytes, file_bytes: int) -> int:
     return length
 
 
-def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the JSON text of each entry of the header."""
+def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each entry of the header, and the entry itself or its JSON text."""
     at, last = 1, b","
     if text[1:].strip() == b"}":
         return
     while last == b",":
+        usual = _USUAL.match(text, at)
+        if usual and (entry := _usual_entry(usual, data_start)):
+            yield entry.name, entry
+            at, last = usual.end(), usual[6]
+            continue
         item = _ITEM.match(text, at)
         if item is None:
             raise _damaged(path, f"the header is not valid JSON for tensors at byte {8 + at:,}")
@@ -158,6 +174,19 @@ def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
         at, last = item.end(), item[3]
     if text[at:].strip():
         raise _damaged(path, f"the header has more text after its end at byte {8 + at:,}")
+
+
+def _usual_entry(found: re.Match[bytes], data_start: int) -> HeaderEntry | None:
+    """Return the entry that a match of ``_USUAL`` describes; None if it needs a closer look."""
+    name, dtype, sizes, first, last, _ = found.groups()
+    kind = DTYPES.get(dtype.decode())
+    shape = tuple(map(int, sizes.split(b","))) if sizes else ()
+    begin, end = int(first), int(last)
+    if kind is None or kind in PACKED or len(shape) > MOST_DIMENSIONS or 0 in shape:
+        return None
+    if prod(shape) * ITEM_BYTES[kind] != end - begin or name == _METADATA_BYTES:
+        return None
+    return HeaderEntry(name.decode(), kind, shape, data_start + begin, data_start + end)
 
 
 def _loads(path: Path, text: bytes, at: int | str) -> Any:
@@ -228,9 +257,10 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
 
 def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_bytes: int) -> None:
     """Raise CheckpointError unless the tensors fill the rest of the file without gaps or overlaps."""
-    at, before = data_start, "the header"
+    at, last = data_start, None
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != at:
+            before = f"tensor {shown(last)}" if last is not None else "the header"
             fault = "overlaps" if entry.begin < at else "leaves a gap after"
             raise _damaged(
                 path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {fault} {before}"
@@ -241,8 +271,9 @@ def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_b
                 f"but the file at {file_bytes:,}",
                 AGAIN,
             )
-        at, before = entry.end, f"tensor {shown(entry.name)}"
+        at, last = entry.end, entry.name
     if at != file_bytes:
+        before = f"tensor {shown(last)}" if last is not None else "the header"
         raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
 
 

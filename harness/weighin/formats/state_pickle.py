@@ -24,7 +24,11 @@ MOST_BYTES: Final = 32 * 1024**2
 _MOST_PUSHED: Final = 3_000_000  # values on the stack, of some 40 bytes each
 _MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 100 bytes each
 _LONGEST_NAME: Final = 1000
+_CHUNK_BYTES: Final = 64 * 1024
 _MARK: Final = object()
+_STOP, _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b".qrhKMN\x89"
+_TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
+_LONGEST_SMALL: Final = 5  # an instruction of _run_small with its operand, in bytes
 
 
 class _Ended(Malformed):
@@ -66,7 +70,9 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
     machine = _Machine(file)
     start = base + file.tell()
     try:
-        return Pickled(machine.run(), machine.storages, machine.refused)
+        value = machine.run()
+        file.seek(start - base + machine.at)
+        return Pickled(value, machine.storages, machine.refused)
     except NotTensors as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
@@ -79,21 +85,28 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
         ) from None
     except (Malformed, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         reason = error if isinstance(error, Malformed) else "an instruction has no operand"
-        at = base + file.tell()
         raise CheckpointError(
-            f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {reason}",
+            f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte"
+            f" {start + machine.at:,}: {reason}",
             AGAIN if isinstance(error, _Ended) and not base else RESAVE,  # base: a part of the file
         ) from error
 
 
 class _Machine:
-    """The state of the interpreter: a stack of values, marks on the stack, and a memo."""
+    """The state of the interpreter: a stack of values, marks on the stack, and a memo.
+
+    Attributes:
+        at: the number of bytes of the pickle that were interpreted.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._text_read = b""
+        self.at = 0
         self._stack: list[Any] = []
+        self._marks: list[int] = []  # their places on the stack
         self._memo: dict[int, Any] = {}
-        self._left_bytes, self._left_objects = MOST_BYTES, _MOST_OBJECTS
+        self._left_objects = _MOST_OBJECTS
         self.storages: dict[str, StorageRef] = {}
         self.refused = ""
         self._do: dict[int, Callable[[], object]] = {
@@ -101,8 +114,8 @@ class _Machine:
             ord("c"): self._global, ord("R"): self._reduce, ord("b"): self._build,
             ord("\x93"): self._global_on_stack, ord("Q"): self._persistent,
             ord("\x81"): self._object, ord("\x92"): self._object_with_names,
-            ord("\x80"): lambda: self._integer("<B"),
-            ord("("): lambda: self._push(_MARK), ord("t"): self._tuple,
+            ord("\x80"): lambda: self._integer(1),
+            ord("("): self._mark, ord("t"): self._tuple,
             ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
             ord("\x87"): lambda: self._tuple_of(3),
             ord("]"): lambda: self._new([]), ord("}"): lambda: self._new({}),
@@ -112,29 +125,38 @@ class _Machine:
             ord("\x90"): lambda: self._extend(self._marked()),
             ord("s"): lambda: self._update([self._pop(), self._pop()][::-1]),
             ord("u"): lambda: self._update(self._marked()),
-            ord("X"): lambda: self._text("<I"), ord("\x8c"): lambda: self._text("<B"),
-            ord("\x8d"): lambda: self._text("<Q"),
-            ord("U"): lambda: self._new(self._read(self._integer("<B")).decode("latin-1")),
-            ord("T"): lambda: self._new(self._read(self._integer("<I")).decode("latin-1")),
-            ord("C"): lambda: self._new(self._read(self._integer("<B"))),
-            ord("B"): lambda: self._new(self._read(self._integer("<I"))),
-            ord("\x8e"): lambda: self._new(self._read(self._integer("<Q"))),
-            ord("\x96"): lambda: self._new(self._read(self._integer("<Q"))),
-            ord("\x8a"): lambda: self._long("<B"), ord("\x8b"): lambda: self._long("<I"),
-            ord("h"): lambda: self._push(self._memo[self._integer("<B")]),
-            ord("j"): lambda: self._push(self._memo[self._integer("<I")]),
-            ord("q"): lambda: self._memo.__setitem__(self._integer("<B"), self._top()),
-            ord("r"): lambda: self._memo.__setitem__(self._integer("<I"), self._top()),
+            ord("X"): lambda: self._text(4), ord("\x8c"): lambda: self._text(1),
+            ord("\x8d"): lambda: self._text(8),
+            ord("U"): lambda: self._new(self._read(self._integer(1)).decode("latin-1")),
+            ord("T"): lambda: self._new(self._read(self._integer(4)).decode("latin-1")),
+            ord("C"): lambda: self._new(self._read(self._integer(1))),
+            ord("B"): lambda: self._new(self._read(self._integer(4))),
+            ord("\x8e"): lambda: self._new(self._read(self._integer(8))),
+            ord("\x96"): lambda: self._new(self._read(self._integer(8))),
+            ord("\x8a"): lambda: self._long(1), ord("\x8b"): lambda: self._long(4),
+            ord("h"): lambda: self._push(self._memo[self._integer(1)]),
+            ord("j"): lambda: self._push(self._memo[self._integer(4)]),
+            ord("q"): lambda: self._memo.__setitem__(self._integer(1), self._top()),
+            ord("r"): lambda: self._memo.__setitem__(self._integer(4), self._top()),
             ord("\x94"): lambda: self._memo.__setitem__(len(self._memo), self._top()),
-            ord("\x95"): lambda: self._integer("<Q"),  # the length of the frame that follows
-            ord("0"): self._stack.pop, ord("1"): self._marked,
+            ord("\x95"): lambda: self._integer(8),  # the length of the frame that follows
+            ord("0"): self._drop, ord("1"): self._marked,
             ord("2"): lambda: self._push(self._top()),
         }  # fmt: skip
 
     def run(self) -> Any:
-        for _ in range(_MOST_PUSHED):
-            instruction = self._read(1)[0]
-            if instruction == ord("."):
+        left = _MOST_PUSHED
+        while left:
+            left = self._run_small(left)
+            if not left:
+                break
+            left -= 1
+            if self.at < len(self._text_read):
+                instruction = self._text_read[self.at]
+                self.at += 1
+            else:
+                instruction = self._read(1)[0]
+            if instruction == _STOP:
                 return self._pop()
             action = self._do.get(instruction)
             if action is None:
@@ -142,23 +164,100 @@ class _Machine:
             action()
         raise _TooLarge(f"more than {_MOST_PUSHED:,} instructions")
 
+    def _run_small(self, left: int) -> int:  # noqa: PLR0912, PLR0915
+        """Run the instructions that make up most of a state dict, up to the next other instruction.
+
+        Return the number of instructions that may still run. Each instruction does the same as its
+        method; calls of the methods would take twice the time.
+        """
+        data, stack, memo, at = self._text_read, self._stack, self._memo, self.at
+        marks, last = self._marks, len(data) - _LONGEST_SMALL
+        try:
+            while left and at < last:
+                instruction = data[at]
+                if instruction == _LONG_PUT and stack[-1] is not _MARK:
+                    memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
+                    at += 5
+                elif instruction == _PUT and stack[-1] is not _MARK:
+                    memo[data[at + 1]] = stack[-1]
+                    at += 2
+                elif instruction == _GET:
+                    at += 2
+                    stack.append(memo[data[at - 1]])
+                elif instruction == _BYTE:
+                    at += 2
+                    stack.append(data[at - 1])
+                elif instruction == _WORD:
+                    at += 3
+                    stack.append(data[at - 2] | data[at - 1] << 8)
+                elif instruction == _TEXT:
+                    start = at + 5
+                    end = start + int.from_bytes(data[at + 1 : start], "little")
+                    if end > len(data):
+                        break
+                    at = end
+                    self._new(data[start:end].decode("utf-8", "surrogatepass"))
+                elif instruction == _OPEN:
+                    at += 1
+                    marks.append(len(stack))
+                    stack.append(_MARK)
+                elif instruction == _TUPLE and marks:
+                    at += 1
+                    place = marks.pop()
+                    values = tuple(stack[place + 1 :])
+                    del stack[place:]
+                    self._new(values)
+                elif instruction == _PAIR and len(stack) > 1 and _MARK not in stack[-2:]:
+                    at += 1
+                    stack[-2:] = [(stack[-2], stack[-1])]
+                    self._count(1)
+                elif instruction == _NONE:
+                    at += 1
+                    stack.append(None)
+                elif instruction == _FALSE:
+                    at += 1
+                    stack.append(False)
+                else:
+                    break
+                left -= 1
+        finally:
+            self.at = at
+        return left
+
     def _read(self, size: int) -> bytes:
-        self._left_bytes -= size
-        if self._left_bytes < 0:
-            raise _TooLarge(f"longer than {MOST_BYTES:,} bytes")
-        data = self._file.read(size)
+        end = self.at + size
+        if end > len(self._text_read):
+            self._read_on(end)
+        data = self._text_read[self.at : end]
+        self.at += len(data)
         if len(data) != size:
             raise _Ended("truncated: the file ends")
         return data
 
-    def _integer(self, form: str) -> int:
-        return int(struct.unpack(form, self._read(struct.calcsize(form)))[0])
+    def _read_on(self, end: int) -> None:
+        """Read more of the file, up to ``end`` at least if the file is as long."""
+        if end > MOST_BYTES:
+            raise _TooLarge(f"longer than {MOST_BYTES:,} bytes")
+        have = len(self._text_read)
+        wanted = min(max(end, 2 * have, _CHUNK_BYTES), MOST_BYTES) - have
+        self._text_read += self._file.read(wanted) or b""
 
-    def _text(self, form: str) -> None:
-        self._new(self._read(self._integer(form)).decode("utf-8", "surrogatepass"))
+    def _integer(self, size: int) -> int:
+        return int.from_bytes(self._read(size), "little")
 
-    def _long(self, form: str) -> None:
-        self._new(int.from_bytes(self._read(self._integer(form)), "little", signed=True))
+    def _text(self, size: int) -> None:
+        self._new(self._read(self._integer(size)).decode("utf-8", "surrogatepass"))
+
+    def _long(self, size: int) -> None:
+        self._new(int.from_bytes(self._read(self._integer(size)), "little", signed=True))
+
+    def _mark(self) -> None:
+        self._marks.append(len(self._stack))
+        self._stack.append(_MARK)
+
+    def _drop(self) -> None:
+        if self._stack.pop() is _MARK:
+            self._marks.pop()
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -175,28 +274,34 @@ class _Machine:
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise Malformed("a mark is in the place of a value")
+            raise _mark_as_value()
         return value
 
     def _top(self) -> Any:
         if self._stack[-1] is _MARK:
-            raise Malformed("a mark is in the place of a value")
+            raise _mark_as_value()
         return self._stack[-1]
 
     def _marked(self) -> list[Any]:
         """Remove the last mark and the values above it from the stack, and return the values."""
-        for at in range(len(self._stack) - 1, -1, -1):
-            if self._stack[at] is _MARK:
-                values = self._stack[at + 1 :]
-                del self._stack[at:]
-                return values
-        raise Malformed("a mark is missing")
+        if not self._marks:
+            raise Malformed("a mark is missing")
+        at = self._marks.pop()
+        values = self._stack[at + 1 :]
+        del self._stack[at:]
+        return values
 
     def _tuple(self) -> None:
         self._new(tuple(self._marked()))
 
     def _tuple_of(self, size: int) -> None:
-        self._new(tuple([self._pop() for _ in range(size)][::-1]))
+        values = tuple(self._stack[-size:])
+        if len(values) != size:
+            raise IndexError
+        if _MARK in values:
+            raise _mark_as_value()
+        del self._stack[-size:]
+        self._new(values)
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
@@ -232,16 +337,21 @@ class _Machine:
         self._new(named)
 
     def _line(self) -> str:
-        line = self._file.readline(_LONGEST_NAME)
-        self._left_bytes -= len(line)
-        if not line.endswith(b"\n"):
+        start, most = self.at, min(self.at + _LONGEST_NAME, MOST_BYTES)
+        if most > len(self._text_read):
+            self._read_on(most)
+        end = self._text_read.find(b"\n", start, most)
+        self.at = end + 1 if end >= 0 else min(most, len(self._text_read))
+        if end < 0:
             raise Malformed("the name of a function or class is too long or truncated")
-        return line[:-1].decode()
+        return self._text_read[start:end].decode()
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
         if isinstance(arguments, tuple):  # OrderedDict(list) copies the list
-            self._count(sum(len(each) for each in arguments if isinstance(each, list)))
+            for each in arguments:
+                if isinstance(each, list):
+                    self._count(len(each))
         self._new(tensor_refs.call(function, arguments))
 
     def _object(self) -> None:
@@ -274,6 +384,10 @@ class _Machine:
         self._new(value)
 
 
+def _mark_as_value() -> Malformed:
+    return Malformed("a mark is in the place of a value")
+
+
 def _unknown(instruction: int) -> Malformed:
     import pickletools  # not at the top: only a refusal needs it
 
@@ -290,8 +404,8 @@ def _constants(machine: _Machine) -> dict[int, Callable[[], None]]:
         ord("\x88"): lambda: push(True),
         ord("\x89"): lambda: push(False),
         ord(")"): lambda: push(()),
-        ord("J"): lambda: push(integer("<i")),
-        ord("K"): lambda: push(integer("<B")),
-        ord("M"): lambda: push(integer("<H")),
+        ord("J"): lambda: push(int.from_bytes(machine._read(4), "little", signed=True)),
+        ord("K"): lambda: push(integer(1)),
+        ord("M"): lambda: push(integer(2)),
         ord("G"): lambda: push(struct.unpack(">d", machine._read(8))[0]),
     }

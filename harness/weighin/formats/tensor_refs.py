@@ -9,6 +9,7 @@ class becomes an ``Opaque``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any, Final
 
@@ -230,13 +231,19 @@ def _storage(identity: Any) -> StorageRef:
         raise Malformed("a storage is a view of another, as torch wrote before 0.4")
     if not isinstance(kind, Named) or not isinstance(key, str):
         raise Malformed("a storage has no type or no key")
-    module, _, name = kind.name.rpartition(".")
-    if module not in _OF_STORAGES or name not in _STORAGES:
+    dtype = _stored_dtype(kind.name)
+    if not dtype:
         raise NotTensors(kind.name)
-    dtype = _STORAGES[name]
     if not is_sizes((numel,)) or numel * _STORED_BYTES[dtype] > LARGEST:
         raise Malformed(f"storage {shown(key)} has an impossible size")
     return StorageRef(key, dtype, numel)
+
+
+@lru_cache
+def _stored_dtype(kind: str) -> str:
+    """Return the dtype of a storage by the name of its class; empty if it is no class of storages."""
+    module, _, name = kind.rpartition(".")
+    return _STORAGES.get(name, "") if module in _OF_STORAGES else ""
 
 
 def call(function: Any, arguments: Any) -> Any:
@@ -264,6 +271,8 @@ def call(function: Any, arguments: Any) -> Any:
 
 
 def _called(name: str, arguments: tuple[Any, ...]) -> Any:
+    if name.startswith(_REBUILD):
+        return _rebuilt(name, arguments)
     if name in _DICTS:
         return _mapping(*(one for one in arguments if not isinstance(one, Named)))
     if name == "torch.Size":
@@ -271,8 +280,6 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
         if not is_sizes(sizes):
             raise Malformed("a torch.Size is impossible")
         return Size(sizes)
-    if name.startswith(_REBUILD):
-        return _rebuilt(name, arguments)
     if name in _GETATTR and isinstance(owner := arguments[0], Named):
         # So Python 3.11.0 to 3.11.3 write a member of an enumeration.
         raise NotTensors(name if is_safe(owner.name) else owner.name)
@@ -379,13 +386,13 @@ def _tensor(
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
         )
-    if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST:
+    if prod([max(size, 1) for size in shape]) * ITEM_BYTES[kind] > LARGEST:
         raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
     if 0 in shape:
         offset = ends = 0  # the tensor has no elements
     else:
         ends = offset + 1
-        ends += sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        ends += sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
     if ends * ITEM_BYTES[kind] > source.nbytes:
         raise Malformed(
             f"a tensor ends at byte {ends * ITEM_BYTES[kind]:,} of storage {shown(source.key)}, "

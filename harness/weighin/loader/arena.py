@@ -47,13 +47,13 @@ class MemoryNeed(NamedTuple):
             and not source.encoding
             and source.nbytes > 0
             and not source.offset % source.dtype.itemsize
-            and file_order(source) is not None
-            and all(
-                size == 1 or ours == theirs
-                for size, ours, theirs in zip(
-                    source.shape, tensor.stride(), source.stride, strict=True
-                )
-            )
+            and ((source.contiguous and tensor.is_contiguous()) or self._has_same_order())
+        )
+
+    def _has_same_order(self) -> bool:
+        sizes = zip(self.source.shape, self.tensor.stride(), self.source.stride, strict=True)
+        return file_order(self.source) is not None and all(
+            size == 1 or ours == theirs for size, ours, theirs in sizes
         )
 
     def follows(self, before: "MemoryNeed", first: "MemoryNeed") -> bool:

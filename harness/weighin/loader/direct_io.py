@@ -72,8 +72,7 @@ class PieceReader:
         opened = self._open(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.cached_share(start, at + len(last) - start) >= _NEARLY_CACHED:
-            for target, offset in places:
-                _copy_cached(opened, target, offset)
+            _copy_all_cached(opened, places)
         elif not self._read_at_once(opened, places):
             for target, offset in places:
                 self._read_alone(opened, target, offset)
@@ -199,6 +198,23 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     if properties.get("vendor_id") == ["AuthenticAMD"]:
         return "fsrm" not in properties.get("flags", [])
     return properties.get("vendor_id") == ["GenuineIntel"]
+
+
+def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> None:
+    """Fill targets from the page cache; one call reads all that lie side by side in the file."""
+    group: list[memoryview] = []
+    start = end = places[0][1]
+    for target, offset in places:
+        if len(target) >= COPIED_BYTES or offset != end:
+            opened.read_cached_together(group, start)
+            group, start = [], offset
+        if len(target) >= COPIED_BYTES:
+            _copy_cached(opened, target, offset)
+            start += len(target)
+        else:
+            group.append(target)
+        end = offset + len(target)
+    opened.read_cached_together(group, start)
 
 
 def _copy_cached(opened: OpenedFile, target: memoryview, offset: int) -> None:

@@ -41,6 +41,8 @@ def extra_values(
         CheckpointError: a module takes an extra state that holds an object of another class.
     """
     values: dict[str, object] = dict(getattr(slices, "values", {}))
+    if not values:
+        return {}
     taken = {
         f"{path}.{torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".removeprefix(".")
         for path, module in model.named_modules()

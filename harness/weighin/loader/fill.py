@@ -75,8 +75,9 @@ class Fill:
 
 def is_readable(source: TensorSlice) -> bool:
     """Tell whether the elements are stored without gaps, in any order of the dimensions."""
-    places = [part.where for part in source.parts] or [source]
-    return all(file_order(place) is not None for place in places)
+    if not source.parts:
+        return source.contiguous or file_order(source) is not None
+    return all(file_order(part.where) is not None for part in source.parts)
 
 
 def file_order(where: TensorSlice) -> list[int] | None:

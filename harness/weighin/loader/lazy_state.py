@@ -1,19 +1,17 @@
-"""Make a state dict without values from a checkpoint, and load it into a model with torch's own code."""
+"""Make a state dict without values from a checkpoint, and read the values of single tensors."""
 
 import mmap
-import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from weighin.errors import CheckpointError, HarnessError
+from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.converted import Converted
-from weighin.formats.misfit import misfit, plain, selecting
+from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
@@ -23,39 +21,82 @@ FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory is filled piece by piece. torch fills tensors on any other device from a
 copy on the CPU."""
 
-_MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 
+class LazyState(Mapping[str, Any]):
+    """The state dict of a checkpoint, of tensors without values, each made when it is first asked for.
 
-def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
-    """Return a state dict of tensors without values; ``log`` records the places of the values.
+    The tensors reserve address space, and take memory only if a module's code reads them; ``log``
+    records the places of their values.
 
-    The tensors reserve address space, and take memory only if a module's code reads them. The state
-    dict has the modules' version metadata if the checkpoint has it.
+    Args:
+        values: the values that are no tensors.
+
+    Attributes:
+        sources: the places of the tensors, in the order of the keys; None for other values.
+        metadata: the modules' version metadata; None if the checkpoint has none.
 
     Raises:
         CheckpointError: a tensor is quantised, or a block of a tensor has gaps between its elements,
             which ``torch.distributed.checkpoint`` never writes.
     """
-    for source in slices:
-        _check_blocks(source)
-    sizes = [-(-_extent(source) * source.dtype.itemsize // TENSOR_ALIGNMENT) for source in slices]
-    length = sum(sizes) * TENSOR_ALIGNMENT
-    memory = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
-    state: OrderedDict[str, torch.Tensor] = OrderedDict()
-    offset = 0
-    for source, size in zip(slices, sizes, strict=True):
+
+    def __init__(
+        self, log: WriteLog, slices: Sequence[TensorSlice], values: Mapping[str, Any]
+    ) -> None:
+        self._log = log
+        self._numbers: dict[str, int] = {}
+        self._values: dict[str, Any] = {}
+        self.sources: list[TensorSlice | None] = []
+        self.metadata: dict[str, dict[str, Any]] | None = getattr(slices, "metadata", None)
+        self._offsets: list[int] = []
+        length = 0
+        for number, source in enumerate(slices):
+            _check_blocks(source)
+            self._numbers[source.name] = number
+            self._offsets.append(length)
+            size = _extent(source) * source.dtype.itemsize
+            length += -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        self.sources += slices
+        for name, value in values.items():
+            self._numbers[name] = len(self.sources)
+            self._values[name] = value
+            self.sources.append(None)
+        self._memory = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            self._values[name] = self._made(self._numbers[name])
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def all(self) -> dict[str, Any]:
+        """Return the whole state dict, in the form in which torch gives it to the first module."""
+        state = OrderedDict(self)
+        if self.metadata is not None:
+            state._metadata = self.metadata  # type: ignore[attr-defined]
+        return state
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each value; () for values that are no tensors."""
+        places = zip(self, self.sources, strict=True)
+        return {name: source.shape if source else () for name, source in places}
+
+    def _made(self, number: int) -> torch.Tensor:
+        source = self.sources[number]
+        assert source is not None
         if count := _extent(source):
-            flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offset)
+            offset = self._offsets[number]
+            flat = torch.frombuffer(self._memory, dtype=source.dtype, count=count, offset=offset)
             tensor = flat.as_strided(source.shape, source.stride)
         else:
             tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype)
-        log.promise(tensor, source)
-        state[source.name] = tensor
-        offset += size * TENSOR_ALIGNMENT
-    metadata = getattr(slices, "metadata", None)
-    if metadata is not None:
-        state._metadata = metadata  # type: ignore[attr-defined]
-    return state
+        self._log.promise(tensor, source)
+        return tensor
 
 
 def read_at_once(load: DeferredLoad) -> None:
@@ -69,7 +110,8 @@ def read_at_once(load: DeferredLoad) -> None:
     if isinstance(promised, Converted):
         whole = torch.empty(promised.shape, dtype=promised.dtype)
         promised.fill(whole)
-        target.copy_(whole.as_strided(view.shape, view.stride(), view.storage_offset()))
+        part = (view.shape, view.stride(), view.storage_offset()) if view is not None else None
+        target.copy_(whole.as_strided(*part) if part else whole)
         return
     count = _extent(promised) if not promised.parts else promised.nbytes // promised.dtype.itemsize
     flat = torch.empty(count, dtype=promised.dtype)
@@ -80,6 +122,9 @@ def read_at_once(load: DeferredLoad) -> None:
     if torch._debug_has_internal_overlap(target) == 1:  # the tensor of the file itself, expanded
         target = target.as_strided((count,), (1,), target.storage_offset())
         target.copy_(flat)
+        return
+    if view is None:
+        target.copy_(flat.as_strided(promised.shape, promised.stride))
         return
     target.copy_(flat.as_strided(view.shape, view.stride(), view.storage_offset()))
 
@@ -97,6 +142,8 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
     """
     promised: TensorSlice = load.promise
     view = load.source
+    if view is None:
+        return promised
     same = (tuple(view.shape), view.stride()) == (promised.shape, promised.stride)
     if same and not view.storage_offset() and view.dtype == promised.dtype:
         return promised
@@ -114,50 +161,6 @@ def read_whole(source: TensorSlice) -> torch.Tensor:
     else:
         _fill(source, target)
     return target
-
-
-def load_state(
-    model: torch.nn.Module,
-    state: dict[str, torch.Tensor],
-    checkpoint: Path,
-    optional: Collection[str] | None = None,
-) -> None:
-    """Call ``model.load_state_dict(state)``, and turn its errors into CheckpointErrors.
-
-    Args:
-        optional: names that may be missing in ``state``; None means that all names are required.
-
-    Raises:
-        CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
-    """
-    stored = {name: _shape(value) for name, value in state.items()}
-    try:
-        model.load_state_dict(state, strict=optional is None)
-    except HarnessError:
-        raise
-    except Exception as error:
-        if not str(error).startswith("Error(s) in loading state_dict"):
-            raise CheckpointError(
-                f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
-                "choose the model that this checkpoint was saved from; to debug the module's own code, run "
-                "model.load_state_dict(torch.load(...))",
-            ) from error
-        wanted = {name: _shape(value) for name, value in model.state_dict(keep_vars=True).items()}
-        problems = {
-            "missing": wanted.keys() - stored.keys() - set(optional or ()),
-            "unexpected": stored.keys() - wanted.keys(),
-            "of another shape": set(_MISFIT.findall(str(error))),
-        }
-        by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
-        repair = selecting(stored, wanted)
-        raise misfit(checkpoint, "this model", by_fault, str(error), repair=repair) from error
-
-
-def _shape(value: object) -> tuple[int, ...]:
-    """Return a tensor's shape; () for other extra state, and for a lazy tensor, which has no shape."""
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
-        return ()
-    return tuple(value.shape)
 
 
 def _check_blocks(source: TensorSlice) -> None:

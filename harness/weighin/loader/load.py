@@ -14,10 +14,10 @@ so count in the RSS: up to 400 MiB for each thread.
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -35,16 +35,17 @@ from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
-    lazy_state,
-    load_state,
+    LazyState,
     read_at_once,
     source_of,
 )
 from weighin.loader.reads import Fillable
+from weighin.loader.state_walk import load_state
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.models.meta import real_memory
+from weighin.models.module_tree import modules_of, tensors_of
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys
@@ -120,7 +121,7 @@ def load_streaming(
         model, Path(checkpoint), selection, device, dtype, threads, granularity
     )
     skeleton.give_back_heap()  # objects that only the load needed
-    if dtype is not None or was_meta or any(tensor.device != device for tensor in _tensors(loaded)):
+    if dtype is not None or was_meta or _is_elsewhere(loaded, device):
         loaded.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
     return loaded
 
@@ -143,7 +144,7 @@ def _load(
         with log.recording():
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
-            was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            was_meta = any(tensor.is_meta for tensor in tensors_of(modules_of(model)))
             if not quantiser_of(model):
                 refuse_codes(path, slices, _names(model))
             mapped = _mapped(model, slices, fmt)
@@ -153,16 +154,18 @@ def _load(
                 slices = mapped.slices
                 if mapped.used is not None:  # for save_pretrained
                     model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
-            undone.enter_context(
-                real_memory(model, {source.name: source.dtype for source in slices})
-            )
+            if was_meta:
+                dtypes = {source.name: source.dtype for source in slices}
+                undone.enter_context(real_memory(model, dtypes))
             optional = _optional(model, mapped, path) if mapped else None
             values = {} if mapped else extra_values(model, slices, path)
-            # No name for the state: it would keep every tensor's source alive to the end of the load.
-            load_state(model, _with(lazy_state(log, slices), values), path, optional)
+        # No name for the state: it would keep every tensor's source alive to the end of the load.
+        load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
-        _refuse_meta(model, path)
-    place = _Placer(model, log, device, dtype)
+        modules = modules_of(model)
+        if any(tensor.is_meta for tensor in tensors_of(modules)):
+            raise _on_meta(model, path)
+    place = _Placer(modules, log, device, dtype)
     loads.sort(key=lambda load: _position(load.promise))
     batches = _batches(loads, granularity)
     del loads
@@ -187,12 +190,6 @@ def _load(
 def _names(model: torch.nn.Module) -> Iterator[str]:
     """Yield the names in the model's state dict, which is made only if somebody asks for a name."""
     yield from model.state_dict(keep_vars=True)
-
-
-def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same state dict with more values: its metadata is an attribute, which | would lose."""
-    state.update(values)
-    return state
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
@@ -249,25 +246,25 @@ class _Placer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        modules: Sequence[torch.nn.Module],
         log: WriteLog,
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
         self._log, self._device, self._dtype = log, device, dtype
         self._tensors: dict[int, list[torch.Tensor]] = {}
-        for tensor in _tensors(model):
+        for tensor in tensors_of(modules):
             self._tensors.setdefault(storage_key(tensor), []).append(tensor)
         self._buffers = {
             id(buffer): (module, leaf)
-            for module in model.modules()
+            for module in modules
             for leaf, buffer in module._buffers.items()
         }
         self._left_to_modules = {
             id(tensor)
-            for module in model.modules()
+            for module in modules
             if _converts(module)
-            for tensor in _tensors(module)
+            for tensor in tensors_of(modules_of(module))
         }
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
@@ -349,22 +346,19 @@ def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[D
     return [list(members) for _, members in modules]
 
 
-def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:
+def _on_meta(model: torch.nn.Module, checkpoint: Path) -> CheckpointError:
     left = [
         name
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in named(remove_duplicate=False)
         if tensor.is_meta
     ]
-    if left:
-        raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
-            "pass load_streaming the function that builds the model, not a model on the meta device",
-        )
+    return CheckpointError(
+        f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
+        "pass load_streaming the function that builds the model, not a model on the meta device",
+    )
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        yield parameter
-    for _, buffer in model.named_buffers(remove_duplicate=False):
-        yield buffer
+def _is_elsewhere(model: torch.nn.Module, device: torch.device) -> bool:
+    """Tell whether a tensor of the model is on another device."""
+    return any(tensor.device != device for tensor in tensors_of(modules_of(model)))

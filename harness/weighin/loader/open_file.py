@@ -96,7 +96,18 @@ class OpenedFile:
         """
         done = 0
         while done < len(target):
-            done += self._read_some(target[done:], offset + done, offset + len(target))
+            done += self._read_some([target[done:]], offset + done, offset + len(target))
+
+    def read_cached_together(self, targets: Sequence[memoryview], offset: int) -> None:
+        """Fill targets that lie side by side in the file, as ``read_cached`` fills one.
+
+        Raises:
+            CheckpointError: the file is too short, or the disk fails.
+        """
+        end = offset + sum(map(len, targets))
+        done = 0
+        while offset + done < end:
+            done += self._read_some(_behind(targets, done), offset + done, end)
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
         """Read through the page cache, piece by piece, and drop the pages of each piece.
@@ -107,7 +118,7 @@ class OpenedFile:
         done = 0
         while done < len(target):
             at, part = offset + done, target[done : done + _PASSED_BYTES]
-            read = self._read_some(part, at, offset + len(target))
+            read = self._read_some([part], at, offset + len(target))
             self._drop_behind(at, at + read)
             done += read
 
@@ -149,9 +160,9 @@ class OpenedFile:
             os.close(self._direct)
             self._direct = -1
 
-    def _read_some(self, target: memoryview, offset: int, wanted_end: int) -> int:
+    def _read_some(self, targets: Sequence[memoryview], offset: int, wanted_end: int) -> int:
         try:
-            read = os.preadv(self._buffered, [target], offset)
+            read = os.preadv(self._buffered, targets, offset)
         except OSError as error:
             raise unreadable(self.path, error) from error
         if read == 0:

@@ -12,7 +12,7 @@ address.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,12 +55,12 @@ _LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed a
 class DeferredLoad(NamedTuple):
     """A deferred copy from a promised tensor, which has no values yet, to ``target``.
 
-    ``source`` is a view of the promised tensor. ``promise`` is the argument ``source`` with which
+    ``source`` is a view of the promised tensor, or None for the whole of it. ``promise`` is the argument ``source`` with which
     ``WriteLog.promise`` was called for the promised tensor.
     """
 
     target: torch.Tensor
-    source: torch.Tensor
+    source: torch.Tensor | None
     promise: Any
 
 
@@ -140,6 +140,16 @@ class WriteLog:
         self._promised[key] = source
         self._append_load(DeferredLoad(alias, alias, source))
 
+    def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """Record copies to dense tensors from sources of the same shapes, as ``copy_`` is recorded.
+
+        The promised tensors are not made; nothing may be recording.
+        """
+        for tensor, source in copies:
+            target = tensor.detach()
+            self._append_load(DeferredLoad(target, None, source))
+        torch.autograd.graph.increment_version(tensor for tensor, _ in copies)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
         storage = self._own.get(storage_key(tensor))
@@ -195,7 +205,7 @@ class WriteLog:
         tensors = kind.tensors(args, kwargs)
         target = kind.target(args, kwargs)
         if target is not None and self._can_wait(func, target, tensors):
-            self._note(func, args, kwargs, target, random=kind.random)
+            self._note(func, args, kwargs, target, random=kind.random, alone=len(tensors) == 1)
             return target
         if self._writes:
             read = [] if kind.reads_shape else tensors
@@ -274,7 +284,8 @@ class WriteLog:
 
     def _append_load(self, load: DeferredLoad) -> None:
         touched = (storage_key(load.target),)
-        self._append(_Write(load.target, touched, (load.target, load.source), load=load))
+        held = (load.target,) if load.source is None else (load.target, load.source)
+        self._append(_Write(load.target, touched, held, load=load))
 
     def _note(
         self,
@@ -284,17 +295,28 @@ class WriteLog:
         target: torch.Tensor,
         *,
         random: bool,
+        alone: bool,
     ) -> None:
-        """Record a write with aliases of its tensors, because the originals may change later."""
+        """Record a write with aliases of its tensors, because the originals may change later.
+
+        ``alone``: the target is the only tensor among the arguments.
+        """
         if (load := self._as_load(func, args)) is not None:
             self._append_load(load)
             return
-        self._promised.pop(storage_key(target), None)
-        args = _map_tensors(args)
-        kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
-        held = tuple(_tensors((args, kwargs)))
-        own = next(tensor for tensor in held if storage_key(tensor) == storage_key(target))
-        touched = tuple({storage_key(tensor) for tensor in held})
+        target_key = storage_key(target)
+        self._promised.pop(target_key, None)
+        held: tuple[torch.Tensor, ...]
+        touched: tuple[int, ...]
+        if alone and args and args[0] is target:
+            own = target.detach()
+            args, held, touched = (own, *args[1:]), (own,), (target_key,)
+        else:
+            args = _map_tensors(args)
+            kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
+            held = tuple(_tensors((args, kwargs)))
+            own = next(tensor for tensor in held if storage_key(tensor) == target_key)
+            touched = tuple({storage_key(tensor) for tensor in held})
         write = _Write(own, touched, held, (func, args, kwargs), random)
         if random:
             state = torch.get_rng_state()
@@ -318,7 +340,9 @@ class WriteLog:
             return False
         if self._as_load(func, (target, *tensors[1:])) is not None:
             return target.layout is torch.strided and not target.is_meta
-        fits = all(_is_plain(tensor) and _fits(tensor, target) for tensor in tensors)
+        fits = all(
+            _is_plain(tensor) and (tensor is target or _fits(tensor, target)) for tensor in tensors
+        )
         return fits and self.owns(target)  # else the operation will raise: execute it at once
 
     def _made_later(
@@ -350,7 +374,7 @@ class WriteLog:
         return instead
 
     def _own_results(self, result: Any, given: set[int]) -> None:
-        for tensor in _tensors(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors(result):
             key = storage_key(tensor)
             if key and key not in given and tensor.device.type == "cpu" and not self.owns(tensor):
                 self._own[key] = _weak(tensor)
@@ -456,12 +480,14 @@ class _Kind(NamedTuple):
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return all tensors among the arguments."""
-        count = len(args)
-        return [
-            tensor
-            for position, name in self.given
-            for tensor in _tensors(args[position] if position < count else kwargs.get(name))
-        ]
+        count, found = len(args), []
+        for position, name in self.given:
+            value = args[position] if position < count else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif value is not None:
+                found += _tensors(value)
+        return found
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the tensor that the operation writes to and returns; None if it writes none."""

@@ -53,7 +53,7 @@ two copies of the weights fails where RAM is short.
 
 `tensors-20000` and `tensors-200` are models of one size, in 20,000 and in 200 layers side by side. For each layer,
 `load_state_dict` looks through the names of all tensors, so that its time grows with the square of their number. Strategies
-that set each tensor by its name do not need this time; `streaming` needs it.
+that set each tensor by its name do not need this time; `streaming` indexes the names once.
 """
 
 

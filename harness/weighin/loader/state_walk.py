@@ -1,0 +1,274 @@
+"""Load a state dict into a model as torch's ``load_state_dict`` does, with the keys indexed once.
+
+torch looks through all keys of a module's state dict for each of its children. Its time therefore grows
+with the square of the number of children: 20,000 layers side by side take half a minute. Here each
+module gets its keys from a tree.
+
+A module that changes nothing about its load only gets its own keys. A module with an override or a
+hook gets the whole state dict that torch gives it, as a dict that it may change. Both load with
+torch's own ``_load_from_state_dict``. The exception is a module whose tensors are all plain and fit:
+there nothing remains to be decided, and the copies are recorded without a call for each tensor.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import misfit, plain, selecting
+from weighin.loader.lazy_state import FILLED_DEVICES, LazyState
+from weighin.models.deferred import WriteLog, is_dense
+
+_LOAD_MODEL: Final = nn.Module.load_state_dict
+_LOAD_MODULE: Final = nn.Module._load_from_state_dict
+_SET_EXTRA_STATE: Final = nn.Module.set_extra_state
+_EXTRA_STATE: Final = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
+_PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
+
+
+def load_state(
+    model: nn.Module,
+    state: LazyState,
+    log: WriteLog,
+    checkpoint: Path,
+    optional: Collection[str] | None = None,
+) -> None:
+    """Load a state dict into a model, and turn torch's errors into CheckpointErrors.
+
+    Args:
+        log: records the copies.
+        optional: names that may be missing in ``state``; None means that all names are required.
+
+    Raises:
+        CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
+    """
+    try:
+        _load_state_dict(model, state, log, strict=optional is None)
+    except HarnessError:
+        raise
+    except Exception as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise CheckpointError(
+                f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
+                "choose the model that this checkpoint was saved from; to debug the module's own code, run "
+                "model.load_state_dict(torch.load(...))",
+            ) from error
+        with log.recording():
+            wanted = {
+                name: _shape(value) for name, value in model.state_dict(keep_vars=True).items()
+            }
+        stored = state.shapes()
+        problems = {
+            "missing": wanted.keys() - stored.keys() - set(optional or ()),
+            "unexpected": stored.keys() - wanted.keys(),
+            "of another shape": set(_MISFIT.findall(str(error))),
+        }
+        by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
+        repair = selecting(stored, wanted)
+        raise misfit(checkpoint, "this model", by_fault, str(error), repair=repair) from error
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    """Return a tensor's shape; () for other extra state, and for a lazy tensor, which has no shape."""
+    if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+        return ()
+    return tuple(value.shape)
+
+
+def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, strict: bool) -> None:
+    """Do what ``model.load_state_dict(state, strict)`` does; ``log`` records the copies.
+
+    Raises:
+        RuntimeError: for the same reasons, and with the same message.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if swaps or _overrides(model, "load_state_dict", _LOAD_MODEL):
+        with log.recording():
+            model.load_state_dict(state.all(), strict=strict)
+        return
+    walk = _Walk(state, log)
+    walk.load(model, _View.of(state, ""), "")
+    walk.report(type(model).__name__, strict=strict)
+
+
+@dataclass(slots=True)
+class _Node:
+    """The keys of one module, as numbers: its own by their names, and those of its children."""
+
+    leaves: dict[str, int] = field(default_factory=dict)
+    children: dict[str, "_Node"] = field(default_factory=dict)
+
+    def below(self, name: str) -> "_Node":
+        """Return the keys of a child, whose name may contain dots."""
+        node = self
+        for part in name.split("."):
+            found = node.children.get(part)
+            if found is None:
+                return _Node()
+            node = found
+        return node
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all keys of this module and of the modules in it, in order."""
+        found: list[int] = []
+        todo = [self]
+        while todo:
+            node = todo.pop()
+            found += node.leaves.values()
+            todo += node.children.values()
+        return sorted(found)
+
+
+@dataclass(slots=True)
+class _View:
+    """The state dict of one module: those of the ``keys`` whose numbers ``node`` has.
+
+    ``values`` is the checkpoint, or a dict that the code of a module may have changed.
+    """
+
+    values: LazyState | dict[str, Any]
+    keys: Sequence[str]
+    node: _Node
+
+    @classmethod
+    def of(cls, values: LazyState | dict[str, Any], prefix: str) -> "_View":
+        """Return the view of all keys that begin with ``prefix``."""
+        root, start, keys = _Node(), len(prefix), list(values)
+        nodes = {"": root}
+        for number, key in enumerate(keys):
+            if not key.startswith(prefix):
+                continue
+            path, _, leaf = f".{key[start:]}".rpartition(".")
+            node = nodes.get(path)
+            if node is None:
+                node = _add(nodes, path)
+            node.leaves[leaf] = number
+        return cls(values, keys, root)
+
+    def below(self, name: str) -> "_View":
+        return _View(self.values, self.keys, self.node.below(name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state dict as torch gives it to the module, in the same order."""
+        keys = map(self.keys.__getitem__, self.node.numbers())
+        return {key: self.values[key] for key in keys}
+
+
+def _add(nodes: dict[str, _Node], path: str) -> _Node:
+    """Return a new node for ``path``, with all nodes above it; each part of it begins with a dot."""
+    missing = []
+    while path not in nodes:
+        missing.append(path)
+        path = path.rpartition(".")[0]
+    node = nodes[path]
+    for lower in reversed(missing):
+        node.children[lower.rpartition(".")[2]] = nodes[lower] = _Node()
+        node = nodes[lower]
+    return node
+
+
+class _Walk:
+    """One load: the modules in torch's order, and what torch reports at its end."""
+
+    def __init__(self, state: LazyState, log: WriteLog) -> None:
+        self._state, self._log = state, log
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._errors: list[str] = []
+
+    def load(self, module: nn.Module, view: _View, prefix: str) -> None:
+        metadata = self._state.metadata
+        local = {} if metadata is None else metadata.get(prefix[:-1], {})
+        plain = _is_plain(module)
+        copies = self._copies(module, view.node) if plain and view.values is self._state else None
+        if copies is not None and not local.get("assign_to_params_buffers", False):
+            self._log.load(copies)
+        else:
+            values = (
+                self._state.all() if not prefix and view.values is self._state else view.as_dict()
+            )
+            with self._log.recording():
+                module._load_from_state_dict(
+                    values, prefix, local, True, self._missing, self._unexpected, self._errors
+                )
+            if not plain and module._modules:
+                view = _View.of(values, prefix)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.load(child, view.below(name), f"{prefix}{name}.")
+        if module._load_state_dict_post_hooks:
+            self._call_post_hooks(module)
+
+    def _copies(
+        self, module: nn.Module, node: _Node
+    ) -> list[tuple[torch.Tensor, TensorSlice]] | None:
+        """Return the module's tensors and their sources; None if anything must be decided or reported."""
+        if not node.children.keys() <= module._modules.keys():
+            return None
+        copies = []
+        leaves, sources = node.leaves, self._state.sources
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or name in module._non_persistent_buffers_set:
+                    continue
+                source = sources[leaves[name]] if name in leaves else None
+                if source is None or not _fits(tensor, source):
+                    return None
+                copies.append((tensor, source))
+        return copies if len(copies) == len(leaves) else None
+
+    def _call_post_hooks(self, module: nn.Module) -> None:
+        keys = nn.modules.module._IncompatibleKeys(self._missing, self._unexpected)
+        with self._log.recording():
+            for hook in module._load_state_dict_post_hooks.values():
+                if hook(module, keys) is not None:
+                    raise AssertionError(
+                        "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                        "expected to return new values, if incompatible_keys need to be modified, "
+                        "it should be done inplace."
+                    )
+
+    def report(self, model_name: str, *, strict: bool) -> None:
+        """Raise torch's exception if anything was wrong."""
+        errors = self._errors
+        if strict:
+            kinds = (("Unexpected", self._unexpected), ("Missing", self._missing))
+            for kind, keys in kinds:
+                if keys:
+                    listed = ", ".join(f'"{key}"' for key in keys)
+                    errors.insert(0, f"{kind} key(s) in state_dict: {listed}. ")
+        if errors:
+            joined = "\n\t".join(errors)
+            raise RuntimeError(f"Error(s) in loading state_dict for {model_name}:\n\t{joined}")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell whether a module changes nothing about its load."""
+    return not (
+        _overrides(module, "_load_from_state_dict", _LOAD_MODULE)
+        or _overrides(module, "set_extra_state", _SET_EXTRA_STATE)
+        or module._load_state_dict_pre_hooks
+    )
+
+
+def _overrides(module: nn.Module, method: str, original: Any) -> bool:
+    return method in module.__dict__ or getattr(type(module), method) is not original
+
+
+def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
+    """Tell whether torch would copy a plain tensor in the file to this tensor, and do nothing else."""
+    return (
+        type(tensor) in _PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and tensor.shape == source.shape
+        and tensor.device.type in FILLED_DEVICES
+        and (tensor.is_contiguous() or is_dense(tensor))  # no element twice
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )

@@ -1,0 +1,31 @@
+"""Walk the modules of a model in a time that does not grow with their depth.
+
+``Module.named_modules`` passes each module through the generators of all modules above it, and builds
+its name. A load of many small tensors needs neither.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that ``model.modules()`` yields, each once and in the same order."""
+    found: dict[int, nn.Module] = {}
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            todo += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found.values())
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of some modules, under each of their names."""
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    yield tensor
