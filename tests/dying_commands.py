@@ -117,8 +117,7 @@ DYING = (
 @pytest.fixture(scope="session")
 def inputs(disk: Path) -> Iterator[dict[str, Path]]:
     """Write the inputs of all scripts: 1 GiB, of which 600 MiB occupy no disk."""
-    folder = disk / "inputs"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=disk, prefix="inputs-"))
     shm = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="weighin-test-"))
     inputs = {name: folder / f"{name}.pt" for name in ("float32", "bfloat16")}
     inputs |= {"file": folder / "file.bin", "shm": shm}

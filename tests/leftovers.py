@@ -41,7 +41,8 @@ def groups(owner: int) -> list[Path]:
     """Return the cgroups in which process ``owner`` ran its cells."""
     hierarchy = memory_hierarchy()
     roots = {hierarchy[1] if hierarchy else None, pressure_hierarchy()} - {None}
-    return [group for root in roots if root for group in root.rglob(f"weighin.{owner}-*")]
+    found = [Path(folder) for root in roots if root for folder, _, _ in os.walk(root)]  # some end
+    return [group for group in found if group.name.startswith(f"weighin.{owner}-")]
 
 
 def containers(owner: int) -> list[str]:

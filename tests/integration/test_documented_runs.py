@@ -36,10 +36,13 @@ OTHERS = (
     "./pipeline",
     "runs/mine",
     "zero3-run",
+    " -- ",
+    "--suite commands",
 )
 """What needs a GPU, a cluster, a network's cache, or an earlier command of the same page; the first gate,
 which test_foreign_repository.py runs; and files that only their own tests make: test_gguf.py,
-test_library_folders.py, test_training_runs.py."""
+test_library_folders.py, test_training_runs.py; and commands of a user's own, which
+test_commands.py runs."""
 
 
 def quick() -> list[str]:

@@ -71,7 +71,7 @@ class _Seen:
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
         """Add the files that ``look`` finds; those that it does not find have been closed."""
         with contextlib.suppress(OSError):  # ended, or another user's
-            self.files = _with_closed(look(self.pid), self.files)
+            self.files = _with_closed(look(self.pid), self.files, maps=look is open_files)
 
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
@@ -137,21 +137,26 @@ def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
     return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
 
 
-def _with_closed(files: tuple[OpenFile, ...], before: tuple[OpenFile, ...]) -> tuple[OpenFile, ...]:
+def _with_closed(
+    files: tuple[OpenFile, ...], before: tuple[OpenFile, ...], *, maps: bool
+) -> tuple[OpenFile, ...]:
     """Return the files of a process, with those that it has read before and closed.
 
-    What was read from them may still be in its memory.
+    What was read from them may still be in its memory. If ``maps`` were not looked at, the mapped
+    bytes are those of the look before.
     """
     known = {file.path: file for file in before}
     now_ns = time.monotonic_ns()
-    there = [
-        replace(file, seen_ns=known[file.path].seen_ns if file.path in known else now_ns)
-        for file in files
-    ]
+    there = []
     for file in files:
-        known.pop(file.path, None)
+        was = known.pop(file.path, None)
+        mapped_bytes = was.mapped_bytes if was and not maps else file.mapped_bytes
+        seen_ns = was.seen_ns if was else now_ns
+        there.append(replace(file, seen_ns=seen_ns, mapped_bytes=mapped_bytes))
     closed = [
-        replace(file, is_open=False) for file in known.values() if file.position_bytes is not None
+        file if file.mapped_bytes and not maps else replace(file, is_open=False)
+        for file in known.values()
+        if file.position_bytes is not None or not maps
     ]
     return (*there, *closed)[:_MOST_FILES]
 
