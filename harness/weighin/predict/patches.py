@@ -173,7 +173,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
-    def fill_all(fills: Sequence[fill.Fill], threads: int | None) -> None:
+    def fill_all(fills: Sequence[fill.Fill], _threads: int | None) -> None:
         for one in fills:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes
