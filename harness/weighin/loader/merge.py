@@ -11,8 +11,8 @@ import torch
 
 from weighin.formats import lora
 from weighin.formats.lora import Addition
-from weighin.loader.lazy_state import read_whole
 from weighin.loader.huge_pages import allocate
+from weighin.loader.lazy_state import read_whole
 from weighin.models.skeleton import give_back_heap
 
 _FEW_ELEMENTS: Final = 32 * 1024
@@ -81,5 +81,5 @@ def add(one: Addition, weight: torch.Tensor, *, is_turned: bool) -> None:
     if is_turned:
         product = product.T
     count = max(1, _FEW_ELEMENTS // weight.shape[1])
-    for part, added in zip(weight.split(count), product.split(count), strict=True):
-        part += added.to(weight.dtype) if one.is_embedding else added
+    for rows, added in zip(weight.split(count), product.split(count), strict=True):
+        rows.add_(added.to(weight.dtype) if one.is_embedding else added)
