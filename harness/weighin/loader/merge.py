@@ -5,14 +5,18 @@ of the product, which this module does not make: the peak is the model and its l
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from weighin.formats import lora
 from weighin.formats.lora import Addition
+from weighin.loader.huge_pages import allocate
 from weighin.loader.lazy_state import read_whole
 from weighin.models.skeleton import give_back_heap
+
+_FEW_ELEMENTS: Final = 32 * 1024
+"""The elements that are added at once: torch widens 16-bit weights in further memory of that size."""
 
 
 def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
@@ -71,10 +75,11 @@ def _conv1d() -> Any:
 def add(one: Addition, weight: torch.Tensor, *, is_turned: bool) -> None:
     """Add the product to a weight in place, in float32, with the roundings of peft."""
     a, b = (read_whole(each).to(weight.device, torch.float32) for each in (one.a, one.b))
-    product = b @ a
+    flat = allocate(len(b) * a.shape[1], torch.float32, weight.device)
+    product = torch.mm(b, a, out=flat.view(len(b), -1))
     product *= one.scaling
     if is_turned:
         product = product.T
-    if one.is_embedding:
-        product = product.to(weight.dtype)
-    weight += product
+    count = max(1, _FEW_ELEMENTS // weight.shape[1])
+    for rows, added in zip(weight.split(count), product.split(count), strict=True):
+        rows.add_(added.to(weight.dtype) if one.is_embedding else added)
