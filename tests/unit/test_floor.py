@@ -260,7 +260,10 @@ def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
     whole = search_mapped(Aim.SURVIVES)
     cell = whole[0].cell
     other = replace(cell, strategy="mmap_assign")
-    ask = lambda results, cells: remaining_ns(cells, results, 0.01, 4 * GIB, Aim.SURVIVES)  # noqa: E731
+
+    def ask(results: list[Result], cells: list[Cell]) -> int | None:
+        return remaining_ns(cells, results, 0.01, 4 * GIB, Aim.SURVIVES)
+
     assert ask([], [cell]) is None
     assert ask(whole, [cell]) == 0
     costs = [one.cost.wall_ns for one in whole if one.cost]

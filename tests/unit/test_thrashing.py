@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from factories import make_cell, make_result
-from fakes import FakeRunning, Silent, begin
+from fakes import FakeRunning, Silent, Step, begin
 from scripts import BASELINE, JOB, KILLED
 
 from weighin.cell import Cell
@@ -118,7 +118,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures() -> None:
     observer = Rereading()
-    script = [*BASELINE, begin("read"), observer.begins, *[TimeoutError] * 20]
+    script: list[Step] = [*BASELINE, begin("read"), observer.begins, *[TimeoutError] * 20]
     running = FakeRunning(script, KILLED, inside=observer)
     result = watched(running)
     assert (result.outcome, running.kills, result.last_phase) == (Outcome.THRASHING, 1, "read")
@@ -136,14 +136,14 @@ def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures(
 
 def test_a_worker_that_sends_events_all_the_time_is_looked_at_too() -> None:
     observer = Rereading()
-    script = [*BASELINE, observer.begins, *[begin(f"part {n}") for n in range(40)]]
+    script: list[Step] = [*BASELINE, observer.begins, *[begin(f"part {n}") for n in range(40)]]
     running = FakeRunning(script, KILLED, inside=observer)
     assert watched(running).outcome is Outcome.THRASHING
 
 
 def test_a_worker_below_its_limit_goes_on() -> None:
     observer = Rereading(255 * MIB)
-    script = [*BASELINE, observer.begins, *[TimeoutError] * 20]
+    script: list[Step] = [*BASELINE, observer.begins, *[TimeoutError] * 20]
     running = FakeRunning(script, KILLED, inside=observer)
     result = watched(running)
     assert result.outcome is not Outcome.THRASHING
