@@ -60,7 +60,7 @@ VERBS = {
         ],
     ),
     ("floor",): (
-        "Find the smallest RAM limit at which each strategy loads a model, and measure that load.",
+        "Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.",
         [
             "weighin floor gpt2-medium",
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",

@@ -88,8 +88,8 @@ def test_a_model_of_80_mib_under_1_gib_is_not_said_to_thrash() -> None:
 def test_a_search_for_floors_says_the_floors() -> None:
     results = a_search()
     assert paragraphs(series(results), results) == [
-        "mmap_assign needs the least RAM: 256 MiB (0.06 x the model). Next: streaming 4300 MiB"
-        " (1.05 x the model). No floor was found for broken.",
+        "mmap_assign needs the least RAM: 256 MiB (0.06 x the model), where it thrashes. Next: streaming"
+        " 4300 MiB (1.05 x the model). No floor was found for broken.",
         "Without a RAM limit, 2 of 3 strategies load gpt2-xl: streaming and mmap_assign."
         " The fastest is streaming, ready in 2.00 s. The smallest peak RSS is that of streaming:"
         " 1.000 GiB, 0.19 x the model above the import. Killed by the kernel for lack of memory:"
