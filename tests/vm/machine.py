@@ -39,7 +39,7 @@ SEARCHED = {
 
 _TREE = ("harness", "strategies", "configs", "tests", "pyproject.toml")
 _RAM_MIB = 4096
-_PATIENCE_S = 30 * 60
+_PATIENCE_S = 60 * 60
 _UNUSED_S = 7 * 24 * 3600  # after which a disk in the cache is taken to be of an older version
 
 
