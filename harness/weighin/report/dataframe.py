@@ -66,8 +66,11 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
         groups.setdefault(result.cell.series, []).append(result)
     rows = [_summary(group) for group in groups.values()]
     ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
-    return pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges]).astype(
+    # As objects: pandas would convert limits beside None to floats, of which some are no integers.
+    frame = pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges], dtype=object)
+    return frame.astype(
         dict.fromkeys(_TEXTS, "object")
+        | dict.fromkeys(("repeats", "ok"), "int64")
         | dict.fromkeys(_LIMITS, "Int64")
         | dict.fromkeys(ranges, "Float64")
     )
