@@ -95,9 +95,9 @@ def main() -> None:
     if asked.write:
         page = asked.write.read_text()
         block = re.compile(
-            r"(<!-- benchmarks/running_commands.py -->\n).*?(\n<!-- end -->)", re.DOTALL
+            r"(<!-- benchmarks/running_commands.py -->\n).*?(<!-- end -->)", re.DOTALL
         )
-        asked.write.write_text(block.sub(lambda match: f"{match[1]}{text}{match[2]}", page))
+        asked.write.write_text(block.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page))
 
 
 def _cases(folder: Path) -> list[Case]:
