@@ -140,7 +140,7 @@ class CommandSampler:
         step_bytes = max(MIB, _usage(sample) // 100)
         is_new = self._memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
         is_due = self._keeping.begin()
-        if is_new and (is_due or _usage(sample) > _MUCH_MORE * _usage(self._kept or sample)):
+        if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
             self._table.keep(self._memory.shares(self._memory.pids()))
             self._kept = sample
             self._keeping.end()
