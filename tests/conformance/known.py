@@ -70,6 +70,9 @@ KNOWN: dict[str, Case] = {
     "_apply is overridden": _case("KeepsDtype", APART, dtype="bfloat16"),
     "extra state that is a tensor": _case("ExtraTensor"),
     "extra state that is a dict": _case("ExtraDict"),
+    "extra state of a module with two names": _case(
+        Tree("plain", (("a", Leaf("ExtraDict", 3)),)), Checkpoint(), "same module again"
+    ),
     **{
         kind: _case(kind)
         for kind in (

@@ -45,7 +45,7 @@ def extra_values(
         return {}
     taken = {
         f"{path}.{torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".removeprefix(".")
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state
     }
     unused = [name for name in values if is_extra_state(name) and name not in taken]
