@@ -70,17 +70,25 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
     return out, result
 
 
+TRIES = 3
+"""On a machine with other work, a script may die between two stacks: then the record names no cause."""
+
+
 @pytest.mark.parametrize("case", DYING, ids=lambda case: case.script)
 def test_the_record_explains_why_a_script_died_and_where(
     case: Dying, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder, result = run(case, inputs, tmp_path)
-    text = "\n".join(answer(folder, result))
-    print(result.message, text, sep="\n")
-    cause = cause_of(result, read_samples(folder, result))
-    assert result.outcome == (Outcome.OOM_KILLED if case.dies else Outcome.OK)
+    for number in range(TRIES):
+        (attempt := tmp_path / str(number)).mkdir()
+        folder, result = run(case, inputs, attempt)
+        text = "\n".join(answer(folder, result))
+        print(result.message, text, sep="\n")
+        cause = cause_of(result, read_samples(folder, result))
+        assert result.outcome == (Outcome.OOM_KILLED if case.dies else Outcome.OK)
+        assert cause is None or cause.name == case.cause  # never a wrong one
+        if cause:
+            break
     assert cause
-    assert cause.name == case.cause
     named = set(re.findall(r"\w+\.py:\d+", text))
     assert named <= set(case.lines())  # never a wrong line
     assert bool(named) == case.dies
