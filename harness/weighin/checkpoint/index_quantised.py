@@ -15,11 +15,12 @@ from weighin.checkpoint.index_pretrained import described_in
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
 from weighin.errors import CheckpointError
+from weighin.formats.adapters import ARGUMENT
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised
 from weighin.models.dequantising import arguments_to_dequantise
-from weighin.models.pretrained import pretrained_class
+from weighin.models.pretrained import merged, pretrained_class
 from weighin.text import one_line
 
 
@@ -48,14 +49,16 @@ def index_quantised(
             "leave --format out",
         )
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    entries = _entries(kind, folder_of(checkpoint), found, arguments_to_dequantise(checkpoint))
+    arguments = arguments_to_dequantise(checkpoint)
+    adapter = kwargs.get(ARGUMENT, "")
+    entries = _entries(kind, folder_of(checkpoint), found, arguments, adapter)
     manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": time.monotonic() - started})
 
 
 def _entries(
-    kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any]
+    kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any], adapter: str
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
 
@@ -85,7 +88,7 @@ def _entries(
                 " quantization_config in config.json does not describe these tensors",
                 "write quantization_config as the library that quantised the model gives it",
             )
-        described = [*described_in(loaded)]
+        described = [*described_in(merged(loaded, adapter) if adapter else loaded)]
         for one in described:
             if one.shared_with is None:
                 of_tensor = sums.setdefault(one.name, {})

@@ -28,6 +28,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
 @_options.folder_choice
+@_options.adapter
 @_options.only_structure
 @_options.selection
 @_options.strategies

@@ -12,6 +12,7 @@ from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+from weighin.formats.lora import files_of
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
@@ -53,7 +54,7 @@ class LoadBench:
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         checkpoint = self.prepared[key]
         job = _job(self.task, planned, self.prepared)
-        files = formats.files(Path(job.checkpoint))
+        files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         if (
             checkpoint.in_place

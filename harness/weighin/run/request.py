@@ -15,6 +15,7 @@ from weighin.errors import (
     RecordError,
 )
 from weighin.formats import quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import code_of
 from weighin.formats.pretrained_library import library_of
@@ -108,7 +109,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
-    mounts = _existing((*map(Path, settings.mounts), *folders))
+    adapters = [adapter for model in models if (adapter := adapter_of(model))]
+    mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
     folder = request.folder or Path("results") / _name(request, models)
     check_folder(folder, settings.verb)
     settings = replace(

@@ -63,7 +63,7 @@ def choose(
             entry.source,
             entry.kwargs | (kwargs or {}) or None,
             selection,
-            choice,
+            replace(choice, adapter=entry.adapter or choice.adapter),
         )
         if weights and len(suite.models) > 1:
             raise ConfigError(

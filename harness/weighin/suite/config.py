@@ -166,6 +166,8 @@ class SuiteModel(Strict):
     """The prefix that each name in the checkpoint has before the model's name, as `--strip-prefix`: `module.`."""
     folder: str = ""
     """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
+    adapter: str = ""
+    """A folder with an adapter of LoRA to merge into the model, as `--adapter`."""
 
     @property
     def source(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
 from weighin.formats import gguf, quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
@@ -39,6 +40,10 @@ class Planned:
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
         if found := quantised.of_model(cell.model):
             skip = _obstacle(found, info, cell.operation) or skip
+        if adapter_of(cell.model) and cell.operation == "load" and not info.merges:
+            skip = "the model has an adapter; only --strategies streaming,peft_merge merge it"
+        if info.needs_adapter and not adapter_of(cell.model):
+            skip = f"{info.name} merges an adapter into the model: --adapter ADAPTER"
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and folder_library(cell.model) != info.pretrained:
