@@ -176,17 +176,16 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
-    own_format = formats.loaded_as(chosen.checkpoint, chosen.selection)
     return plan(
         CellMatrix(
             models=chosen.specs,
-            strategies=registry.chosen(suite, own_format),
+            strategies=registry.chosen(suite, chosen.own_format),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
-            dtype=chosen.dtype,
+            dtypes=chosen.dtypes,
             formats=tuple(formats.known(name) for name in suite.format),
-            own_format=own_format,
+            own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

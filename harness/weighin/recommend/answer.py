@@ -15,6 +15,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats import gguf, quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import TRANSFORMERS, library_in, library_of
@@ -342,6 +343,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if info.shares_load and question.ranks == 1:
             continue
         if (found := quantised.of_model(question.model)) and not info.loads(found):
+            continue
+        if not info.merges if adapter_of(question.model) else info.needs_adapter:
             continue
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large

@@ -99,7 +99,7 @@ class LoadBench:
         cell = result.cell
         key = f"{cell.model.title} {cell.dtype} {cell.device}"
         if key not in self.model_faults:
-            checkpoint = self.task.settings.checkpoint or Path(job.checkpoint)
+            checkpoint = self.task.settings.checkpoint_of(cell.model) or Path(job.checkpoint)
             self.model_faults[key] = model_fault.failure(
                 job, checkpoint, self.task.settings.selection
             )
@@ -170,7 +170,7 @@ def _ensure(
         cell.model,
         fmt,
         seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint,
+        checkpoint=task.settings.checkpoint_of(cell.model),
         selection=task.settings.selection,
         progress=progress,
         python_path=_python_path(task, cell),
@@ -179,12 +179,11 @@ def _ensure(
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned.cell)]
-    selects = (
-        planned.selection and task.settings.checkpoint
-    )  # in the user's own file, not in a cached copy
+    own = task.settings.checkpoint_of(planned.cell.model)
+    selects = planned.selection and own  # in the user's own file, not in a cached copy
     return Job(
         cell=planned.cell,
-        checkpoint=str(task.settings.checkpoint if selects else checkpoint.path),
+        checkpoint=str(own if selects else checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
         python_path=_python_path(task, planned.cell),
@@ -279,11 +278,10 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
     """Return the title and format of the checkpoint that a cell reads.
 
-    A save builds its model from ``task.settings.checkpoint`` in that checkpoint's own format, or without a
-    ``task.settings.checkpoint`` from a generated pt checkpoint.
+    A save builds its model from the user's checkpoint in that checkpoint's own format, or without one from
+    a generated pt checkpoint.
     """
     if cell.operation == "load":
         return cell.model.title, cell.format
-    return cell.model.title, formats.detect(
-        task.settings.checkpoint
-    ).NAME if task.settings.checkpoint else "pt"
+    own = task.settings.checkpoint_of(cell.model)
+    return cell.model.title, formats.detect(own).NAME if own else "pt"

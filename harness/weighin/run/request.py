@@ -67,8 +67,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    own_format = formats.loaded_as(checkpoint, chosen.selection)
-    strategies = registry.chosen(suite, own_format)
+    strategies = registry.chosen(suite, chosen.own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.known(name) for name in suite.format)
@@ -92,14 +91,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             vram_limits=tuple(suite.vram),
             isolation=isolation.name,
             device=suite.device,
-            dtype=chosen.dtype,
+            dtypes=chosen.dtypes,
             cache=suite.cache,
             repeats=suite.repeats,
             passes=suite.passes,
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=own_format,
+            own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
@@ -116,6 +115,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     settings = replace(
         settings,
         checkpoint=checkpoint,
+        checkpoints={title: str(path.absolute()) for title, path in chosen.checkpoints.items()},
         selection=chosen.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,

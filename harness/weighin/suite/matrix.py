@@ -1,6 +1,7 @@
 """Expand a matrix into cells, in the order in which they run."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
@@ -90,8 +91,9 @@ class CellMatrix:
     """The values to combine. ``ram_limits`` and ``vram_limits`` are in bytes; None is no limit.
 
     ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
-    that it supports. If no format is requested, each strategy runs with ``own_format``, which is
-    the format of the user's checkpoint, or else with the first format that the strategy declares.
+    that it supports. If no format is requested, each strategy runs with the model's one in
+    ``own_formats``, which is the format of the user's checkpoint, or else with the first format that the
+    strategy declares. ``own_formats`` and ``dtypes`` are by the models' titles.
     """
 
     models: tuple[ModelSpec, ...]
@@ -99,7 +101,7 @@ class CellMatrix:
     ram_limits: tuple[int | None, ...]
     isolation: str
     device: str = "cpu"
-    dtype: str = "float32"
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     cache: CacheState = "cold"
     repeats: int = 1
     passes: int = 1
@@ -107,7 +109,7 @@ class CellMatrix:
     formats: tuple[str, ...] = ()
     operation: Operation = "load"
     vram_limits: tuple[int | None, ...] = (None,)
-    own_format: str | None = None
+    own_formats: Mapping[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], ...] = ({},)
     ranks: tuple[int, ...] = (1,)
 
@@ -129,18 +131,18 @@ def plan(matrix: CellMatrix) -> list[Planned]:
             matrix.strategies,
         )
         if ranks > 1 or not info.shares_load or max(matrix.ranks) == 1
-        for fmt in _formats(matrix, info)
+        for fmt in _formats(matrix, model, info)
     ]
     return list({each.cell.id: each for each in planned}.values())
 
 
-def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
-    """Return the formats for one strategy.
+def _formats(matrix: CellMatrix, model: ModelSpec, info: StrategyInfo) -> list[str]:
+    """Return the formats for one model and strategy.
 
     If the strategy supports no requested format, return the first requested format, so that the
     cell is planned as skipped with a reason.
     """
-    own = matrix.own_format
+    own = matrix.own_formats.get(model.title)
     if not matrix.formats and own and (own in info.formats or own == gguf.NAME):
         return [
             own
@@ -167,7 +169,7 @@ def _planned(
         ram_limit_bytes=limits[0],
         vram_limit_bytes=limits[1],
         device=matrix.device,
-        dtype=matrix.dtype,
+        dtype=matrix.dtypes.get(model.title, "float32"),
         format=fmt,
         cache=matrix.cache,
         options=options,
@@ -179,7 +181,7 @@ def _planned(
         ranks=ranks,
     )
     planned = Planned.of(cell, info)
-    own = matrix.own_format
+    own = matrix.own_formats.get(model.title)
     if info.pretrained and own and fmt != own and not planned.skip:
         return replace(planned, skip=f"{info.name} loads the folder's own files, in format {own}")
     return planned
