@@ -34,6 +34,6 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("merge"):
         from peft import PeftModel  # imports hundreds of modules, which are part of this way
 
-        model = PeftModel.from_pretrained(model, job.adapter).merge_and_unload()
+        model = PeftModel.from_pretrained(model, str(job.adapter)).merge_and_unload()
     with job.phase("move"):
         return model.to(job.device)

@@ -85,7 +85,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
 
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
-        if (found := quantised.of_model(spec)) and chosen.checkpoint:
+        found = quantised.of_model(spec)
+        if found and chosen.checkpoint and not found.dequantises:
             raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])

@@ -176,7 +176,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     left_out: list[str] = []
     evidence = find([question.results], planned[0].cell, left_out.append)
     found = quantised.of_model(question.model)
-    if found and question.checkpoint and not evidence:  # and no prediction follows the load
+    if found and question.checkpoint and not (evidence or found.dequantises):  # nor a prediction
         raise found.error(question.checkpoint)
     predictions = predict(
         planned,
