@@ -116,8 +116,9 @@ def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
             chosen(name, checkpoint=Path("b.pt"))
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
-        with pytest.raises(ConfigError, match=f"{name} has weights of its own, and --checkpoint b"):
-            choose(check_suite({"models": ["gpt2-tiny", name]}), checkpoint=Path("b.pt"))
+    mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
+    with pytest.raises(ConfigError, match="mine has weights of its own, and --key=a is for all"):
+        choose(check_suite({"models": ["gpt2-tiny", mine]}), selection=Selection("a"))
 
 
 def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.cell import ModelSpec
+from weighin.cell import Cell, ModelSpec
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.suite import registry
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
@@ -160,9 +161,8 @@ def test_a_save_is_skipped_with_reasons_of_its_own() -> None:
 
 
 def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_skipped() -> None:
-    builder = "weighin.models.pretrained:from_config"
-    merged = ModelSpec("base+adapter", builder, {"adapter": "/somewhere/adapter"})
-    plain = ModelSpec("base", builder)
+    merged = ModelSpec("base+adapter", BUILDER, {"config": {}, "adapter": "/somewhere/adapter"})
+    plain = ModelSpec("base", BUILDER, {"config": {}})
     for name, needs in (("streaming", False), ("peft_merge", True), ("safetensors_mmap", None)):
         info = registry.strategy(name)
         info = replace(info, packages=())

@@ -108,7 +108,7 @@ def choose(
         dtypes[spec.title] = _dtype(spec, entry.dtype or suite.dtype)
         weights = _own(entry, spec, weights, checkpoint)
         if weights and len(suite.models) > 1:
-            _refuse_shared(entry, checkpoint, selection)
+            _refuse_shared(entry, selection)
             several[spec.title] = weights
         else:
             own = weights or own
@@ -136,12 +136,11 @@ def choose(
     )
 
 
-def _refuse_shared(entry: SuiteModel, checkpoint: Path | None, selection: Selection) -> None:
-    """Raise ConfigError if a model with weights of its own is in a suite with weights for all models."""
-    if checkpoint or selection:
-        given = f"--checkpoint {checkpoint}" if checkpoint else " ".join(selection.options)
+def _refuse_shared(entry: SuiteModel, selection: Selection) -> None:
+    """Raise ConfigError if a model with weights of its own is in a suite with one selection for all models."""
+    if selection:
         raise ConfigError(
-            f"{entry.title} has weights of its own, and {given} is for all models",
+            f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for all models",
             "measure it in a run of its own, and compare the runs: weighin compare",
         )
 
