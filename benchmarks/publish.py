@@ -68,7 +68,8 @@ def main() -> None:
         return
     if arguments.predict:
         for run in runs:
-            predict(run, PUBLISHED / run.name)
+            if run.name != "converting":  # a published run keeps no plan, which names its folders
+                predict(run, PUBLISHED / run.name, PUBLISHED / run.name)
         fill_pages()
         return
     print("\n".join(plan(runs)))
@@ -80,7 +81,7 @@ def main() -> None:
         measure(run)
     for run in runs:
         put_in_place(ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
-        predict(run, ROOT / PUBLISHED / run.name)
+        predict(run, ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
     shutil.rmtree(ROOT / PUBLISHING)
     fill_pages()
     print("done: check `git diff` and the texts around the tables, then commit")
@@ -246,14 +247,11 @@ def put_in_place(measured: Path, published: Path) -> None:
     ready.rename(published)
 
 
-def predict(run: Run, published: Path) -> None:
-    """Predict a run's loads, and store the predictions beside its records.
-
-    A published run keeps no plan, which names the folders of the models of converting.yaml.
-    """
-    if run.name == "converting" or any(one.cell.operation == "save" for one in run.results):
+def predict(run: Run, measured: Path, published: Path) -> None:
+    """Predict the loads of a measured run, and store the predictions beside its published records."""
+    if any(one.cell.operation == "save" for one in run.results):
         return
-    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published)]
+    command = [sys.executable, "-m", "weighin", "predict", "--check", str(measured)]
     subprocess.run(
         [*command, "--json", str(published / PREDICTED)], stdout=subprocess.DEVNULL, check=True
     )

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -357,7 +358,8 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
         checkpoint=read_folder(make(name)).checkpoint,
     )
     assert not streaming.cannot
-    wanted = sum(4 * one.numel() for one in plain_model(name).state_dict().values())
+    loaded = load_pretrained(make(name), dtype=torch.float32).state_dict()
+    wanted = sum(one.nbytes for one in loaded.values())
     assert streaming.model_bytes == pytest.approx(wanted, abs=4096)  # and its rotary frequencies
     assert "no prediction follows how transformers loads weights" in other.cannot
 
@@ -424,3 +426,11 @@ def test_an_adapter_that_nobody_adds_is_named(
     assert note in text
     assert json.loads((tmp_path / "inspected.json").read_text())["adapter"].startswith(note)
     assert note in run("predict", beside, "--strategies", "streaming")[1]
+
+
+def test_no_prediction_is_told_for_files_that_are_read_instead_of_mapped(make: Make) -> None:
+    (one,) = planned(make("fp8"), "transformers")
+    spec = replace(one.cell.model, kwargs={"architecture": "", "config": {"architectures": None}})
+    cell = replace(one.cell, model=spec, options={"disable_mmap": True})
+    (told,) = predict([replace(one, cell=cell, skip="")])
+    assert "which of the files' bytes disable_mmap keeps in memory" in told.cannot

@@ -80,6 +80,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
 
 def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list[Prediction]":
     """Return the predictions for a suite; ``name`` is the part of a pipeline that the suite loads."""
+    from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
 
@@ -88,6 +89,11 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
         found = quantised.of_model(spec)
         if found and chosen.checkpoint and not found.dequantises:
             raise found.error(chosen.checkpoint)
+    if chosen.checkpoints:
+        raise ConfigError(
+            f"the suite has {len(chosen.checkpoints)} models with weights of their own",
+            "predict each by its folder: weighin predict FOLDER; or a run of the suite: --check RUN",
+        )
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""

@@ -129,16 +129,26 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
         for results in series.values()
     ]
-    checkpoint = settings.get("checkpoint")
-    predictions = predict(
-        planned,
-        checkpoint=Path(checkpoint) if checkpoint else None,
-        selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
-        python_path=python_path,
-    )
+    of_models = settings.get("checkpoints", {})
+    by_checkpoint: dict[str, list[Planned]] = {}
+    for one in planned:
+        checkpoint = of_models.get(one.cell.model.title, settings.get("checkpoint")) or ""
+        by_checkpoint.setdefault(checkpoint, []).append(one)
+    predictions = {
+        prediction.cell.series: prediction
+        for checkpoint, cells in by_checkpoint.items()
+        for prediction in predict(
+            cells,
+            checkpoint=Path(checkpoint) if checkpoint else None,
+            selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
+            python_path=python_path,
+        )
+    }
     return [
-        Checked(one, tuple(_figures(one, results)), _unreclaimable(results))
-        for one, results in zip(predictions, series.values(), strict=True)
+        Checked(
+            predictions[name], tuple(_figures(predictions[name], results)), _unreclaimable(results)
+        )
+        for name, results in series.items()
     ]
 
 

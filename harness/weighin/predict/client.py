@@ -12,7 +12,7 @@ from weighin import child_process, formats
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries, staging
 from weighin.errors import ConfigError, HarnessError, UnknownName
-from weighin.formats import quantised
+from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_library import LIBRARIES, library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
@@ -127,10 +127,18 @@ def _not_followed(planned: Planned) -> str:
     found = quantised.of_model(planned.cell.model)
     if found and (planned.strategy.pretrained or not found.dequantises):
         return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
-    if planned.cell.options.get("offload_state_dict"):
-        return "no prediction follows weights that are written to a folder and read back"
+    if why := _not_followed_option(planned.cell):
+        return why
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
     return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
+
+
+def _not_followed_option(cell: Cell) -> str:
+    if cell.options.get("disable_mmap") and cell.format != gguf.NAME:
+        return "no prediction follows which of the files' bytes disable_mmap keeps in memory"
+    if cell.options.get("offload_state_dict"):
+        return "no prediction follows weights that are written to a folder and read back"
+    return ""
 
 
 def dtype_name(text: str) -> str:
