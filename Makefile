@@ -92,7 +92,7 @@ test-nightly: .venv/ready-dev  ## Test signals at random moments of five verbs, 
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
 
-checkpoints: .venv/ready-dev  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
+checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
 
 faults: .venv/ready-dev  ## Try every fault with real commands, and print what came of it: half an hour
@@ -135,8 +135,9 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	@touch $@
 
 # transformers imports torchvision if it is there, and its build may not fit torch's: it is no part of .venv.
+# timm needs it.
 .venv-zoo/ready: .venv/ready-dev
-	$(BIN)/pip install --no-deps --upgrade --constraint constraints.txt --target .venv-zoo torchvision
+	$(BIN)/pip install --no-deps --upgrade --constraint constraints.txt --target .venv-zoo torchvision timm
 	@touch $@
 
 .PHONY: $(TARGETS)

@@ -18,6 +18,10 @@ from fork_server import ForkServer
 from layouts import VERBS, Layout
 
 HERE: Final = Path(__file__).parent
+IN_ZOO: Final = "timm"
+"""A package that needs torchvision, which the environment of the zoo has."""
+
+_ZOO: Final = (HERE.parents[1] / ".venv-zoo", HERE.parent / "zoo" / "on_start")
 STRATEGIES: Final = ("streaming", "transformers", "baseline")
 _SETUP: Final = f"""
 import sys, warnings
@@ -44,14 +48,15 @@ class Missing(Exception):
 
 
 @contextmanager
-def server(cache: str | None = None) -> Iterator[ForkServer]:
+def server(cache: str | None = None, *, zoo: bool = False) -> Iterator[ForkServer]:
     """Start the process in whose forks everything runs: torch and transformers are imported once.
 
     ``cache`` is the folder for what weighin keeps: two processes with one of it wait for each other.
+    ``zoo`` adds the packages of ``.venv-zoo``.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     setup = f"import os; os.environ['WEIGHIN_CACHE'] = {cache!r}\n" if cache else ""
-    started = ForkServer(setup + _SETUP)
+    started = ForkServer(setup + _SETUP, path=_ZOO if zoo else ())
     try:
         yield started
     finally:
