@@ -49,20 +49,19 @@ class ForkServer:
 
     A fork runs code as ``python -c CODE ARGUMENTS`` does, with output and exit status of its own.
     Packages in ``missing``, and those that this process itself cannot import, cannot be imported, as
-    if they were not installed. ``path`` has folders where it, and processes that it starts, find modules
-    first.
+    if they were not installed. ``python`` is the interpreter.
     """
 
-    def __init__(self, setup: str, missing: Sequence[str] = (), path: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, setup: str, missing: Sequence[str] = (), python: Path | str = sys.executable
+    ) -> None:
         hidden = [*missing, *(name for name, module in sys.modules.items() if module is None)]
-        found = filter(None, [os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, json.dumps(hidden), setup],
+            [python, "-c", _SERVER, json.dumps(hidden), setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), *found])},
         )
 
     def run(
