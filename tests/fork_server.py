@@ -49,13 +49,15 @@ class ForkServer:
 
     A fork runs code as ``python -c CODE ARGUMENTS`` does, with output and exit status of its own.
     Packages in ``missing``, and those that this process itself cannot import, cannot be imported, as
-    if they were not installed.
+    if they were not installed. ``python`` is the interpreter.
     """
 
-    def __init__(self, setup: str, missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self, setup: str, missing: Sequence[str] = (), python: Path | str = sys.executable
+    ) -> None:
         hidden = [*missing, *(name for name, module in sys.modules.items() if module is None)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, json.dumps(hidden), setup],
+            [python, "-c", _SERVER, json.dumps(hidden), setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

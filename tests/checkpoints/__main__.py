@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import page  # noqa: E402
 from fork_server import ForkServer  # noqa: E402
 from layouts import VERBS, Layout, every  # noqa: E402
-from tried import Missing, Verdict, server, tried  # noqa: E402
+from tried import IN_ZOO, Missing, Verdict, server, tried  # noqa: E402
 
 
 def main() -> int:
@@ -32,20 +32,33 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [one for one in every() if (options.only or "") in f"{one.group} {one.name}"]
     verbs = options.verbs.split(",")
-    with ExitStack() as servers, ThreadPoolExecutor(options.processes) as pool:
-        free: Queue[ForkServer] = Queue()
-        for _ in range(options.processes):
-            # A cache each: two runs of bench would wait for each other.
-            cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
-            free.put(servers.enter_context(server(cache)))
-        found = list(pool.map(lambda one: _try(one, free, verbs), chosen))
-    answers = {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True) if verdicts}
+    found: dict[str, dict[str, Verdict]] = {}
+    for zoo in (False, True):
+        members = [one for one in chosen if (IN_ZOO in one.packages) is zoo]
+        found |= _try_all(members, verbs, min(options.processes, len(members)), zoo)
+    answers = {one.name: found[one.name] for one in chosen if found[one.name]}
     wrong = sum(one.state == "WRONG" for each in answers.values() for one in each.values())
     missing = len(chosen) - len(answers)
     print(f"{len(answers)} layouts, {wrong} wrong answers, {missing} without their package")
     if options.out:
         options.out.write_text(page.text(chosen, answers))
     return int(bool(wrong or missing))
+
+
+def _try_all(
+    chosen: list[Layout], verbs: list[str], processes: int, zoo: bool
+) -> dict[str, dict[str, Verdict]]:
+    """Try layouts, some at once, and return the verdicts of each by its name."""
+    if not chosen:
+        return {}
+    with ExitStack() as servers, ThreadPoolExecutor(processes) as pool:
+        free: Queue[ForkServer] = Queue()
+        for _ in range(processes):
+            # A cache each: two runs of bench would wait for each other.
+            cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+            free.put(servers.enter_context(server(cache, zoo=zoo)))
+        found = pool.map(lambda one: _try(one, free, verbs), chosen)
+        return {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True)}
 
 
 def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str, Verdict]:
