@@ -27,7 +27,10 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = ("kernel", "ordinary-user", "instrument", "killed", "floor", "outer-limit", "doctor")
+STEPS = (
+    *("kernel", "ordinary-user", "instrument", "killed", "floor", "outer-limit", "namespaces"),
+    "doctor",
+)
 """What the script ``inside`` does, in its order."""
 
 SEARCHED = {

@@ -136,3 +136,15 @@ def test_the_limit_of_the_scope_around_is_named_with_its_size(machine: Ended) ->
     assert re.search(
         r"the limit of 200\.000 MiB of the cgroup \S+\.scope around it", record["message"]
     )
+
+
+def test_runs_in_two_pid_namespaces_leave_each_others_live_cells_alone(machine: Ended) -> None:
+    said = machine.out("namespaces")
+    print(said)
+    # Each group is there with its processes after a weighin of the other namespace has looked.
+    owners = re.findall(r"^weighin\.\d+-\d+-(\d+)\.\d+ \d+$", said, re.MULTILINE)
+    assert len(owners) == len(set(owners)) == 2
+    assert "removed" not in (machine.folder / "namespaces.err").read_text()
+    for run in ("first", "second", "beside-second"):
+        (record,) = records(machine, run)
+        assert (record["outcome"], record["message"]) == ("ok", "")

@@ -13,6 +13,7 @@ from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.isolation.base import Isolation, Running
+from weighin.pipes import last_line
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import Memory, Result
@@ -230,10 +231,10 @@ def _probe(task: Run, job: Job) -> Memory:
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
                 raise ConfigError(f"no cell can run: {event['message']}")
-        stderr_lines = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
+        said = last_line(running.channel.stderr_tail)
     raise HarnessError(
         f"a worker under {task.isolation.name} ended before it had imported torch"
-        + (f": {one_line(stderr_lines[-1])}" if stderr_lines else ""),
+        + (f": {one_line(said)}" if said else ""),
         "weighin doctor says what works on this machine",
     )
 
