@@ -36,7 +36,9 @@ class Quantised:
         packages: the packages that from_pretrained needs beside transformers.
         obstacle: why from_pretrained does not give the weights; empty if it does.
         repair: the next step where there is an obstacle.
-        dequantises: whether ``load_streaming`` gives the weights, with the same packages.
+        dequantises: whether ``load_streaming`` gives the weights.
+        own: the method, if ``load_streaming`` gives them without transformers' quantiser and the packages,
+            while from_pretrained keeps the codes; empty if not.
     """
 
     method: str
@@ -48,6 +50,7 @@ class Quantised:
     obstacle: str = ""
     repair: str = ""
     dequantises: bool = False
+    own: str = ""
 
     @property
     def summary(self) -> str:
@@ -146,6 +149,7 @@ def of_folder(
         obstacle=named.obstacle,
         repair=named.repair,
         dequantises=named.dequantised and not named.obstacle,
+        own="" if named.obstacle else named.own,
     )
 
 

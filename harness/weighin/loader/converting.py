@@ -2,14 +2,14 @@
 
 transformers converts whole tensors: the codes, values in float32 and the result are in memory together.
 Most conversions that dequantise compute each row, or each expert, by itself. Such a conversion runs on
-a few rows after the other, with the same operations of transformers, and each result is copied to its
-place in the model. Every other conversion runs on whole tensors.
+a few rows after the other, with the same operations, and each result is copied to its place in the
+model. Every other conversion runs on whole tensors.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -18,32 +18,25 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import plain
+from weighin.loader.conversion_steps import (
+    PIECE_ELEMENTS,
+    Divide,
+    Source,
+    Step,
+    of_rows,
+    rows_in,
+    rows_of,
+)
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.fill import cache_threads, one_thread_each
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.lazy_state import read_whole
+from weighin.loader.own_steps import OF_OWN
+from weighin.models.own_dequantiser import Operation
 from weighin.models.pretrained_keys import Conversion
-
-_PIECE_ELEMENTS: Final = 64 * 1024
-"""The elements of one step: few enough that the C library keeps little of the freed memory."""
 
 _WORD_BITS: Final = 32  # compressed-tensors packs zero points along the rows into words
 _PACKED_BITS: Final = frozenset({4, 8})
-
-Source = tuple[str, TensorSlice]
-"""A tensor of the file, and the pattern of the converter that its name matched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A part of a conversion: parts of its sources, and the place in the result that they give.
-
-    ``shape`` is the value of a source that holds the shape of the codes, which differs for a part.
-    """
-
-    sources: tuple[Source, ...]
-    place: tuple[slice, ...]
-    shape: tuple[int, ...] = ()
 
 
 def convert(
@@ -58,6 +51,9 @@ def convert(
         CheckpointError: a result has another shape than its target, or the conversion fails.
     """
     sliced: list[tuple[Conversion, Iterable[Step]]] = []
+    targets = targets | {
+        one.name: targets[one.name].t() for one in conversions if _is_transposed(model, one)
+    }
     for one in conversions:
         steps = _steps(one, targets[one.name])
         if steps is None:
@@ -91,11 +87,9 @@ def _convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]
 def _convert_step(
     model: Any, one: Conversion, step: Step, target: torch.Tensor, reader: "_Reader"
 ) -> None:
-    collected: dict[str, Any] = {}
+    collected: dict[str, Any] = {pattern: [value] for pattern, value in step.given.items()}
     for pattern, source in step.sources:
-        is_shape = step.shape and pattern.endswith("weight_shape")
-        value = torch.tensor(step.shape) if is_shape else reader.read(source)
-        collected.setdefault(pattern, []).append(value)
+        collected.setdefault(pattern, []).append(reader.read(source))
     converter = one.converter
     for operation in converter.operations:
         collected = operation.convert(
@@ -167,6 +161,13 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
     return None
 
 
+def _is_transposed(model: Any, one: Conversion) -> bool:
+    """Tell whether the model has a matrix of a Linear as transformers' Conv1D, which GPT-2 has."""
+    module = model.get_submodule(one.name.rpartition(".")[0])
+    of_linear = isinstance(one.converter.operations[0], Operation)
+    return of_linear and type(module).__name__ == "Conv1D"
+
+
 def _is_plain(source: TensorSlice) -> bool:
     return source.contiguous and not source.parts and not source.encoding
 
@@ -205,13 +206,13 @@ def _of_fp8(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[S
 
     def part(first: int, last: int) -> tuple[Source, ...]:
         above, below = first // block, -(-last // block)
-        scale = _rows(scales, above, below) if of_scales > 1 else scales
-        return ("weight", _rows(codes, first, last)), ("weight_scale_inv", scale)
+        scale = rows_of(scales, above, below) if of_scales > 1 else scales
+        return ("weight", rows_of(codes, first, last)), ("weight_scale_inv", scale)
 
-    if block * codes.shape[1] <= _PIECE_ELEMENTS:
-        return _of_rows(range(rows), block, codes.shape[1], part)
+    if block * codes.shape[1] <= PIECE_ELEMENTS:
+        return of_rows(range(rows), block, codes.shape[1], part)
     blocks = (range(first, first + block) for first in range(0, rows, block))
-    return (step for one in blocks for step in _of_rows(one, 1, codes.shape[1], part))
+    return (step for one in blocks for step in of_rows(one, 1, codes.shape[1], part))
 
 
 def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
@@ -224,11 +225,11 @@ def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Ite
     packed = "weight_packed" in sources
     if packed and codes.shape[1] * _WORD_BITS not in {columns * bits for bits in _PACKED_BITS}:
         return None
-    of_rows = {name for name, one in sources.items() if one.shape and one.shape[0] == rows}
-    if prod(scales.shape) != 1 and "weight_scale" not in of_rows:
+    in_rows = {name for name, one in sources.items() if one.shape and one.shape[0] == rows}
+    if prod(scales.shape) != 1 and "weight_scale" not in in_rows:
         return None
     if zeros is not None and (
-        packed or ("weight_zero_point" in of_rows) != ("weight_scale" in of_rows)
+        packed or ("weight_zero_point" in in_rows) != ("weight_scale" in in_rows)
     ):
         return None
     if rows == 1:
@@ -236,12 +237,18 @@ def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Ite
 
     def part(first: int, last: int) -> tuple[Source, ...]:
         return tuple(
-            (name, _rows(one, first, last) if name in of_rows else one)
+            (name, rows_of(one, first, last) if name in in_rows else one)
             for name, one in sources.items()
+            if name != "weight_shape"
         )
 
-    steps = _of_rows(range(rows), _WORD_BITS, columns, part)
-    return (replace(one, shape=(one.place[0].stop - one.place[0].start, columns)) for one in steps)
+    steps = of_rows(range(rows), _WORD_BITS, columns, part)
+
+    def of_part(step: Step) -> Mapping[str, torch.Tensor]:
+        shape = torch.tensor((rows_in(step), columns))
+        return {"weight_shape": shape} if "weight_shape" in sources else {}
+
+    return (replace(step, given=of_part(step)) for step in steps)
 
 
 def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
@@ -253,7 +260,7 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
     if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
         return None
     experts, rows = blocks.shape[:2]
-    many = max(1, _PIECE_ELEMENTS // max(1, 2 * prod(blocks.shape[2:])))
+    many = max(1, PIECE_ELEMENTS // max(1, 2 * prod(blocks.shape[2:])))
     return (
         Step(
             (
@@ -267,37 +274,18 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
     )
 
 
-_OF_ROWS: Final[
-    dict[str, Callable[[dict[str, TensorSlice], torch.Tensor], Iterable[Step] | None]]
-] = {
+_OF_ROWS: Final[Mapping[str, Divide]] = {
     "Fp8Dequantize": _of_fp8,
     "CompressedTensorsDequantize": _of_compressed,
     "Mxfp4Dequantize": _of_mxfp4,
+    **OF_OWN,
 }
-"""The operations of transformers that compute each row, or each block of rows, by itself."""
-
-
-def _of_rows(
-    rows: range, unit: int, columns: int, part: Callable[[int, int], tuple[Source, ...]]
-) -> Iterator[Step]:
-    """Yield a step for each few of the rows: a multiple of ``unit``, except the last ones."""
-    many = max(1, _PIECE_ELEMENTS // max(1, unit * columns)) * unit
-    for first in rows[::many]:
-        last = min(first + many, rows.stop)
-        yield Step(part(first, last), (slice(first, last),))
-
-
-def _rows(where: TensorSlice, first: int, last: int) -> TensorSlice:
-    """Return some rows of a contiguous tensor."""
-    row_bytes = where.nbytes // where.shape[0]
-    return replace(
-        where, shape=(last - first, *where.shape[1:]), offset=where.offset + first * row_bytes
-    )
+"""The operations that compute each row, or each block of rows, by itself."""
 
 
 def _within(where: TensorSlice, number: int, first: int, last: int) -> TensorSlice:
     """Return some rows of one matrix of a stack of them, as a stack of one."""
-    one = _rows(where, number, number + 1)
+    one = rows_of(where, number, number + 1)
     inner = replace(one, shape=one.shape[1:], stride=one.stride[1:])
-    rows = _rows(inner, first, last)
+    rows = rows_of(inner, first, last)
     return replace(rows, shape=(1, *rows.shape), stride=(prod(rows.shape), *rows.stride))
