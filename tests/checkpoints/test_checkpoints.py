@@ -1,11 +1,13 @@
 """A sample of the layouts is right or refused with its reason; ``make checkpoints`` tries them all."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
+from nightly import nightly
 from tried import Missing, Verdict, server, tried
 
 QUICK = ("inspect", "convert", "load")
@@ -14,7 +16,7 @@ WITH_ALL_VERBS = (
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-SAMPLE = LAYOUTS[::10]
+SAMPLE = [*LAYOUTS[::20], *nightly(*LAYOUTS[10::20])]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def wrong(layout: Layout, folder: Path, forks: ForkServer, verbs: tuple[str, ...
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize("layout", SAMPLE, ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", SAMPLE, ids=attrgetter("name"))
 def test_a_layout_is_right_or_refused_with_its_reason(
     layout: Layout, tmp_path: Path, forks: ForkServer
 ) -> None:
@@ -42,7 +44,7 @@ def test_a_layout_is_right_or_refused_with_its_reason(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_ALL_VERBS)
+@pytest.mark.parametrize("name", [WITH_ALL_VERBS[0], *nightly(*WITH_ALL_VERBS[1:])])
 def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, forks: ForkServer) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
     assert wrong(layout, tmp_path, forks, VERBS) == []
