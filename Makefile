@@ -86,8 +86,8 @@ test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgr
 test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debian 12, without root and Docker: a quarter of an hour
 	$(BIN)/pytest -m fresh --require fresh -rP tests/fresh $(ARGS)
 
-test-nightly: .venv/ready-dev  ## Test signals at random moments of five verbs, and all verbs in a hostile folder: minutes for each SIGNALS=1
-	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m nightly -rP tests/integration $(ARGS)
+test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of all grids, and signals at random moments: minutes for each SIGNALS=1
+	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m "nightly and not vm" -rP $(ARGS)
 
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)

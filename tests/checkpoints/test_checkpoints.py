@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
+from nightly import nightly
 from tried import IN_ZOO, Missing, Verdict, server, tried
 
 QUICK = ("inspect", "convert", "load")
@@ -16,7 +18,7 @@ WITH_ALL_VERBS = (
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-SAMPLE = LAYOUTS[::10]
+SAMPLE = [*LAYOUTS[::20], *nightly(*LAYOUTS[10::20])]
 
 Servers = Callable[[bool], ForkServer]
 """Returns the process that runs the verbs, with or without the packages of .venv-zoo."""
@@ -40,7 +42,7 @@ def wrong(layout: Layout, folder: Path, servers: Servers, verbs: tuple[str, ...]
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize("layout", SAMPLE, ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", SAMPLE, ids=attrgetter("name"))
 def test_a_layout_is_right_or_refused_with_its_reason(
     layout: Layout, tmp_path: Path, servers: Servers
 ) -> None:
@@ -48,7 +50,7 @@ def test_a_layout_is_right_or_refused_with_its_reason(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_ALL_VERBS)
+@pytest.mark.parametrize("name", [WITH_ALL_VERBS[0], *nightly(*WITH_ALL_VERBS[1:])])
 def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, servers: Servers) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
     assert wrong(layout, tmp_path, servers, VERBS) == []

@@ -180,8 +180,7 @@ def test_a_missing_package_is_named(
         load_pretrained(write_folder(tmp_path / "folder", name))
 
 
-@pytest.mark.parametrize("dtype", [None, "fp32"])
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", "fp32"), ("mxfp4", None)])
 def test_a_conversion_to_the_keys_of_the_model_writes_the_weights(
     name: str, dtype: str | None, tmp_path: Path
 ) -> None:
