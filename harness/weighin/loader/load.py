@@ -28,7 +28,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import converted, fill
+from weighin.loader import converted, fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
@@ -165,12 +165,17 @@ def _load(
         modules = modules_of(model)
         if any(tensor.is_meta for tensor in tensors_of(modules)):
             raise _on_meta(model, path)
-    place = _Placer(modules, log, device, dtype)
     loads.sort(key=lambda load: _position(load.promise))
-    batches = _batches(loads, granularity)
+    batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
+    if any(others for _, others in batches):
+        place = _Placer(modules, log, device, dtype)
     while batches:
-        fills = list(place.all(batches.pop(0)))
+        groups, others = batches.pop(0)
+        small.fill_all(groups, threads)
+        if not others:
+            continue
+        fills = list(place.all(others))
         skeleton.give_back_heap()
         plain, computed = converted.split(fills)
         with fill.being_filled(plain, threads):

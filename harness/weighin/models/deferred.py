@@ -86,11 +86,13 @@ class _Write:
 class _Loads:
     """Loads to execute together.
 
+    ``whole`` has the storages that the loads replace completely. For all other storages,
     ``reached`` has the byte ranges of storages that the loads span; ``filled`` has the ranges that
     the loads fill completely.
     """
 
     chosen: list[DeferredLoad] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
     reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -146,8 +148,7 @@ class WriteLog:
         The promised tensors are not made; nothing may be recording.
         """
         for tensor, source in copies:
-            target = tensor.detach()
-            self._append_load(DeferredLoad(target, None, source))
+            self._append_load(DeferredLoad(tensor.detach(), None, source))
         torch.autograd.graph.increment_version(tensor for tensor, _ in copies)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -166,16 +167,19 @@ class WriteLog:
         """
         loads, live, touched, random = _Loads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
-        aliases = self._aliases()
+        aliases: Counter[int] | None = None
         for number in reversed(self._writes):
             write = self._writes[number]
             key = storage_key(write.target)
             if not touched.isdisjoint(write.touched) or (random and write.random):
                 necessary = True
+            elif key in loads.whole:
+                necessary = False
             elif write.load is not None and key not in self._promised:
                 necessary = not _choose(loads, key, write.load)
             else:
                 size = write.target.untyped_storage().nbytes()
+                aliases = self._aliases() if aliases is None else aliases
                 held = use_count(write.target) > aliases[key]
                 necessary = held and key not in ignored and not loads.covers(key, 0, size)
             if necessary:
@@ -385,6 +389,10 @@ def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
 
     The load is dropped if later loads fill its target completely.
     """
+    if key not in loads.reached and _is_whole_storage(load.target):
+        loads.chosen.append(load)
+        loads.whole.add(key)
+        return True
     start, end = extent(load.target)
     if loads.covers(key, start, end):
         return True
@@ -410,6 +418,15 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
         return start * size, start * size
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + last + 1) * size
+
+
+def _is_whole_storage(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is contiguous and has all elements of its storage."""
+    return (
+        tensor.is_contiguous()
+        and tensor.storage_offset() == 0
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
