@@ -162,14 +162,13 @@ def _load(
         # No name for the state: it would keep every tensor's source alive to the end of the load.
         load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
-        modules = modules_of(model)
-        if any(tensor.is_meta for tensor in tensors_of(modules)):
+        if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
     loads.sort(key=lambda load: _position(load.promise))
     batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
     if any(others for _, others in batches):
-        place = _Placer(modules, log, device, dtype)
+        place = _Placer(modules_of(model), log, device, dtype)
     while batches:
         groups, others = batches.pop(0)
         small.fill_all(groups, threads)

@@ -69,7 +69,7 @@ def divide(
             not 0 <= offset - end <= MOST_UNUSED_BYTES
             or last - start > PIECE_BYTES
             or len(run) == _MOST_TENSORS
-            or source.file != file
+            or (source.file is not file and source.file != file)
         ):
             close()
         if not run:

@@ -206,7 +206,7 @@ class _Plain:
         if not self._is_plain(module):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
-        for tensors in (module._parameters, module._buffers):
+        for tensors in filter(None, (module._parameters, module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is None or name in unsaved:
                     continue
@@ -214,9 +214,10 @@ class _Plain:
                 if source is None or not _fits(tensor, source):
                     return False
                 copies.append((tensor, source))
-        for name, child in module._modules.items():
-            if child is not None and not self._add(child, f"{prefix}{name}."):
-                return False
+        if module._modules:
+            for name, child in module._modules.items():
+                if child is not None and not self._add(child, f"{prefix}{name}."):
+                    return False
         return True
 
     def _is_plain(self, module: nn.Module) -> bool:
@@ -228,7 +229,8 @@ class _Plain:
                 getattr(kind, name) is original for name, original in _METHODS
             )
         own = module.__dict__
-        return self._are_plain[kind] and not any(name in own for name, _ in _METHODS)
+        changed = "_load_from_state_dict" in own or "set_extra_state" in own
+        return self._are_plain[kind] and not changed
 
 
 class _Walk:
