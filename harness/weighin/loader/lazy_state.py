@@ -97,9 +97,7 @@ class LazyState(Mapping[str, Any]):
         assert source is not None
         if count := _extent(source):
             memory, offsets = self._reserved
-            flat = torch.frombuffer(
-                memory, dtype=source.dtype, count=count, offset=offsets[number]
-            )
+            flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offsets[number])
             tensor = flat.as_strided(source.shape, source.stride)
         else:
             tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype)

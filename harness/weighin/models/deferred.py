@@ -609,8 +609,10 @@ def _is_valid(
     low, high = (a, b) if func is _UNIFORM else (mean, std)
     if func is _NORMAL and std < 0:
         return False
-    return abs(low) <= _LARGEST_NUMBER and abs(high) <= _LARGEST_NUMBER and (
-        func is _NORMAL or low <= high
+    return (
+        abs(low) <= _LARGEST_NUMBER
+        and abs(high) <= _LARGEST_NUMBER
+        and (func is _NORMAL or low <= high)
     )
 
 
