@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Converted(TensorSlice):
     """A tensor whose values ``fill`` computes, from the tensor at this place in the file and others.
 
