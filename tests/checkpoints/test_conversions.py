@@ -30,7 +30,11 @@ def test_a_conversion_gives_what_the_reference_gives(kind: str) -> None:
         max_examples=-(-DRAWS // len(MAKERS)),
         deadline=None,
         print_blob=True,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a case prints its draws; shrinking takes minutes
+        phases=[
+            Phase.explicit,
+            Phase.reuse,
+            Phase.generate,
+        ],  # a case prints its draws; shrinking takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(data=st.data(), number=st.integers(0, 2**16))

@@ -160,7 +160,9 @@ def test_the_codes_of_a_smaller_last_block_have_their_own_scale(kind: str, tmp_p
         if name.endswith("_scale_inv"):
             continue
         scales = state.get(f"{name}_scale_inv")
-        plain[name] = value if scales is None else (value.float() * in_full(scales, value)).bfloat16()
+        plain[name] = (
+            value if scales is None else (value.float() * in_full(scales, value)).bfloat16()
+        )
     wanted = pretrained_class(kind).from_pretrained(_plain(folder, plain)).state_dict()
     found = load_pretrained(folder).state_dict()
     assert found.keys() == wanted.keys()
