@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from model_differences import seed
 
-DRAWS = int(os.environ.get("WEIGHIN_DRAWS") or 48)
+DRAWS = int(os.environ.get("WEIGHIN_DRAWS") or 40)
 
 
 @pytest.mark.filterwarnings("ignore")  # of from_pretrained and peft, about what was drawn
