@@ -78,7 +78,7 @@ test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser 
 	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
-	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
+	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance tests/checkpoints/test_conversions.py $(ARGS)
 
 test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)

@@ -72,29 +72,6 @@ def refuse_codes_left(
             f" {first_names(left)}",
             "write quantization_config as the library that quantised the model gives it",
         )
-    _refuse_uneven_blocks(model, checkpoint, slices)
-
-
-def _refuse_uneven_blocks(
-    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice]
-) -> None:
-    """Raise CheckpointError if a last block is smaller: transformers then takes all blocks for equal ones.
-
-    Its values are therefore wrong, or it fails.
-    """
-    sizes = getattr(quantiser_of(model).quantization_config, "weight_block_size", None)  # type: ignore[union-attr]
-    if not sizes:
-        return
-    by_name = {one.name: one for one in slices}
-    for one in find_codes(slices):
-        shapes = zip(one.where.shape[-2:], by_name[one.scales].shape[-2:], sizes, strict=False)
-        if any(1 < count == -(-size // block) and size % block for size, count, block in shapes):
-            raise CheckpointError(
-                f"{checkpoint}: {plain(one.where.name)} has {first_names(map(str, one.where.shape))} codes in"
-                f" blocks of {first_names(map(str, sizes))}: transformers takes the smaller last block for"
-                " an equal one, and gives wrong values",
-                "load it with the library that quantised it",
-            )
 
 
 def _is_code(kind: torch.dtype) -> bool:

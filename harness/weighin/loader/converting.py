@@ -18,6 +18,7 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import plain
+from weighin.loader import smaller_blocks
 from weighin.loader.conversion_steps import (
     PIECE_ELEMENTS,
     Divide,
@@ -57,6 +58,10 @@ def convert(
     for one in conversions:
         steps = _steps(one, targets[one.name])
         if steps is None:
+            if smaller_blocks.has_smaller(
+                one.sources, smaller_blocks.sizes_of(one.converter.operations[0])
+            ):
+                raise _cannot_divide(one)
             _convert_whole(model, one, targets)
         else:
             sliced.append((one, steps))
@@ -92,7 +97,8 @@ def _convert_step(
         collected.setdefault(pattern, []).append(reader.read(source))
     converter = one.converter
     for operation in converter.operations:
-        collected = operation.convert(
+        collected = smaller_blocks.convert(
+            operation,
             collected,
             source_patterns=converter.source_patterns,
             target_patterns=converter.target_patterns,
@@ -115,6 +121,15 @@ def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
             f"{one.sources[0][1].file}: the codes of {plain(one.name)} become {kind}, and the model has {wanted}",
             "choose the class that the checkpoint was saved from, or correct quantization_config",
         )
+
+
+def _cannot_divide(one: Conversion) -> CheckpointError:
+    name, codes = plain(one.name), one.sources[0][1]
+    return CheckpointError(
+        f"{codes.file}: {name} has a smaller last block, and its codes have gaps between them:"
+        " transformers takes the smaller block for an equal one, and gives wrong values",
+        "save the codes as contiguous tensors",
+    )
 
 
 class _Queue:
@@ -157,7 +172,8 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
         return _of_experts(one, kind, rest, target)
     sources = dict(one.sources)
     if len(sources) == len(one.sources) and (steps := _OF_ROWS.get(kind)):
-        return steps(sources, target)
+        sizes = smaller_blocks.sizes_of(first)
+        return _of_fp8(sources, target, sizes) if sizes else steps(sources, target)
     return None
 
 
@@ -194,24 +210,27 @@ def _of_experts(
     )
 
 
-def _of_fp8(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
+def _of_fp8(
+    sources: dict[str, TensorSlice], target: torch.Tensor, sizes: tuple[int, ...] = ()
+) -> Iterable[Step] | None:
     """Fp8Dequantize: the rows of codes are divided equally among the rows of scales."""
     codes, scales = sources.get("weight"), sources.get("weight_scale_inv")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
         return None
     of_scales = scales.shape[0] if len(scales.shape) == 2 else 1
-    if not of_scales or codes.shape[0] % of_scales:
+    in_blocks = smaller_blocks.whole_sizes(codes.shape, scales.shape, sizes)[0]
+    if not of_scales or in_blocks % of_scales:
         return None  # transformers says what is wrong
-    rows, block = codes.shape[0], codes.shape[0] // of_scales
+    rows, block = codes.shape[0], in_blocks // of_scales
 
     def part(first: int, last: int) -> tuple[Source, ...]:
         above, below = first // block, -(-last // block)
         scale = rows_of(scales, above, below) if of_scales > 1 else scales
         return ("weight", rows_of(codes, first, last)), ("weight_scale_inv", scale)
 
-    if block * codes.shape[1] <= PIECE_ELEMENTS:
+    if block * codes.shape[1] <= PIECE_ELEMENTS and in_blocks == rows:
         return of_rows(range(rows), block, codes.shape[1], part)
-    blocks = (range(first, first + block) for first in range(0, rows, block))
+    blocks = (range(first, min(first + block, rows)) for first in range(0, rows, block))
     return (step for one in blocks for step in of_rows(one, 1, codes.shape[1], part))
 
 

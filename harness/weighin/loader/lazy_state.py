@@ -161,7 +161,11 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
 
 def read_whole(source: TensorSlice) -> torch.Tensor:
     """Read one tensor into fresh memory."""
-    target = torch.empty(source.shape, dtype=source.dtype)
+    return read_into(source, torch.empty(source.shape, dtype=source.dtype))
+
+
+def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
+    """Read one tensor into ``target``, which has its shape, and return ``target``."""
     if isinstance(source, Converted):
         source.fill(target)
     else:
