@@ -18,7 +18,10 @@ from small import edit, llama
 GROUP: Final = "Quantised models"
 _ADAPTERS: Final = "Adapters"
 _WEIGHTS: Final = all_but("inspect", "transformers")
-_OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4")
+_ALONE: Final = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
+"""What weighin dequantises without the packages of the methods."""
+
+_OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4", *_ALONE)
 """What load_pretrained, strategy streaming and convert --keys model dequantise."""
 
 _UNABLE: Final = ("baseline", "predict", "recommend")

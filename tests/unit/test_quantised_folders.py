@@ -53,7 +53,10 @@ UNREAD = {
 
 CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
 DEQUANTISED = ("fp8", "mxfp4")
-OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
+ALONE = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
+"""The folders that weighin dequantises without the packages of their methods."""
+
+OURS = (*DEQUANTISED, *ALONE, "compressed fp8", "compressed int8", "compressed int4")
 """The folders that weighin dequantises; the package compressed-tensors is in no extra of weighin."""
 
 
@@ -129,7 +132,7 @@ def test_a_file_of_codes_is_no_model_by_itself(make: Make, name: str, tmp_path: 
         registry.model(f"from:{make(name)}")
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "modelopt"])
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "quanto", "modelopt"])
 def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
     make: Make, name: str
 ) -> None:
@@ -244,7 +247,9 @@ def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
 ) -> None:
     ours, theirs, another = planned(make(name), "streaming", "transformers", "baseline")
     assert f"quantised with {LAYOUTS[name].method}" in another.skip
-    if name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
+    if name in ALONE:
+        assert not ours.skip
+    elif name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
         assert f"quantised with {LAYOUTS[name].method}" in ours.skip
     for missing in MISSING.get(name, ()):
         assert missing in theirs.skip
@@ -297,7 +302,7 @@ def test_the_load_is_measured_and_verified(
         assert found.dequantised_bytes == sum(sizes.values()) - buffers
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4"])
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4", "quanto"])
 def test_a_conversion_copies_codes_as_they_are_or_refuses(
     make: Make, name: str, tmp_path: Path
 ) -> None:
@@ -336,7 +341,7 @@ def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path
 
 
 @pytest.mark.parametrize("verb", ["recommend", "predict"])
-@pytest.mark.parametrize("name", ["fp8", "gptq", "modelopt"])
+@pytest.mark.parametrize("name", ["fp8", "gptq", "quanto", "modelopt"])
 def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     make: Make, name: str, verb: str
 ) -> None:
@@ -345,6 +350,21 @@ def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
     able = "streaming,transformers" if name in OURS else "transformers"
     assert UNREAD.get(name, f"weighin bench {make(name)} --strategies {able}") in text
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "gptq"])
+def test_a_load_is_verified_where_only_weighin_makes_weights(
+    make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    code, text = run(
+        "bench", make(name), "--strategies", "streaming", "--isolation", "process",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, text
+    (record,) = map(json.loads, (tmp_path / "run" / "records.jsonl").read_text().splitlines())
+    assert record["outcome"] == "ok"
 
 
 @pytest.mark.usefixtures("torch_threads_restored")

@@ -71,6 +71,11 @@ class Quantised:
         return ", ".join(["transformers", *self.packages])
 
     @property
+    def needed_here(self) -> str:
+        """The packages that ``load_streaming`` needs, for a text."""
+        return "transformers" if self.own else self.needed
+
+    @property
     def loaders(self) -> str:
         """Who loads them, for a text."""
         ours = "load_pretrained, strategy streaming and convert --keys model dequantise them, and "
@@ -84,7 +89,7 @@ class Quantised:
             bench = f"weighin bench {quote(str(folder_of(path)))}"
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
-                f"load it with load_pretrained (needs {self.needed}), or write the weights: weighin convert"
+                f"load it with load_pretrained (needs {self.needed_here}), or write the weights: weighin convert"
                 f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this load: {bench}"
                 " --strategies streaming,transformers",
             )

@@ -52,17 +52,14 @@ def convert(
         CheckpointError: a result has another shape than its target, or the conversion fails.
     """
     sliced: list[tuple[Conversion, Iterable[Step]]] = []
-    targets = targets | {
-        one.name: targets[one.name].t() for one in conversions if _is_transposed(model, one)
-    }
     for one in conversions:
-        steps = _steps(one, targets[one.name])
+        steps = _steps(one, _oriented(model, one, targets[one.name]))
         if steps is None:
             if smaller_blocks.has_smaller(
                 one.sources, smaller_blocks.sizes_of(one.converter.operations[0])
             ):
                 raise _cannot_divide(one)
-            _convert_whole(model, one, targets)
+            convert_whole(model, one, targets)
         else:
             sliced.append((one, steps))
     work = _Queue((one, step) for one, steps in sliced for step in steps)
@@ -70,7 +67,8 @@ def convert(
     def run() -> None:
         with torch.no_grad(), _Reader() as reader:
             for one, step in iter(work.take, None):
-                _convert_step(model, one, step, targets[one.name], reader)
+                target = _oriented(model, one, targets[one.name])
+                _convert_step(model, one, step, target, reader)
 
     if sliced:
         threads = cache_threads()
@@ -79,14 +77,16 @@ def convert(
                 future.result()
 
 
-def _convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]) -> None:
+def convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]) -> None:
+    """Fill the targets of a conversion with its results, computed from whole tensors."""
     tensors = [read_whole(source) for _, source in one.sources]
     if not one.reads_codes:
         tensors = [tensor.to(targets[one.name].dtype) for tensor in tensors]
     with torch.no_grad():
         for name, value in one.apply(model, tensors).items():
-            _check(one, value, targets[name])
-            targets[name].copy_(value)
+            target = _oriented(model, one, targets[name])
+            _check(one, value, target)
+            target.copy_(value)
 
 
 def _convert_step(
@@ -177,11 +177,11 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
     return None
 
 
-def _is_transposed(model: Any, one: Conversion) -> bool:
-    """Tell whether the model has a matrix of a Linear as transformers' Conv1D, which GPT-2 has."""
+def _oriented(model: Any, one: Conversion, target: torch.Tensor) -> torch.Tensor:
+    """Return the target as the matrix of a Linear: transformers' Conv1D, of GPT-2, has it transposed."""
     module = model.get_submodule(one.name.rpartition(".")[0])
     of_linear = isinstance(one.converter.operations[0], Operation)
-    return of_linear and type(module).__name__ == "Conv1D"
+    return target.t() if of_linear and type(module).__name__ == "Conv1D" else target
 
 
 def _is_plain(source: TensorSlice) -> bool:
