@@ -57,7 +57,7 @@ ALONE = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
 """The folders that weighin dequantises without the packages of their methods."""
 
 OURS = (*DEQUANTISED, *ALONE, "compressed fp8", "compressed int8", "compressed int4")
-"""The folders that weighin dequantises; the package compressed-tensors is in no extra of weighin."""
+"""The folders that weighin dequantises; the package compressed-tensors is in the extra dev alone."""
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +165,36 @@ def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> 
         assert torch.equal(value.float(), state[key].float())
 
 
-def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("method", [None, "of-another-library", "fp8"])
+def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
+    tmp_path: Path, method: str | None, dtype: torch.dtype
+) -> None:
     state = plain_model("fp8").state_dict()
     name = "model.layers.0.mlp.up_proj"
-    codes = state.pop(f"{name}.weight").float().mul(100).round().to(torch.int8)
+    codes = state.pop(f"{name}.weight").float().mul(100).round().to(dtype)
     state |= {f"{name}.weight": codes, f"{name}.step": torch.ones(1)}
     plain_model("fp8").save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    if method:
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": method}
+        (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(tmp_path)
-    assert caught.value.message == (
-        f"{tmp_path / 'model.safetensors'}: {name}.weight is int8 in the file and bfloat16 in the model,"
-        f" which has no {name}.step: such tensors are codes that mean something only with their scales"
+    kind = str(dtype).removeprefix("torch.")
+    words = (
+        f"{name}.weight is {kind} in the file, and the model has no {name}.step: such"
+        " tensors are codes that mean something only with their scales"
     )
+    assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
+    target = tmp_path / "written.safetensors"
+    code, text = run(
+        "convert", tmp_path / "model.safetensors", target, "--keys", "model", "--verify"
+    )
+    assert code == 2
+    assert words in text
+    assert not target.exists()
 
 
 def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def refuse_left_out_scales(
     """Raise CheckpointError if codes would be loaded without the keys beside them.
 
     Integers or 8-bit floats in the file that become wider floats in the model mean nothing without a
-    scale. The scale is then a key of the same module that the model does not have. ``slices`` are the
+    scale. The scale is then a key of the same module that the model does not have. Where the model's
+    quantiser dequantises, what it does not convert keeps the dtype of the file. ``slices`` are the
     tensors under the names in the file, ``mapped`` those under the names in the model.
     """
     left_out = {_module(name): name for name in mapped.unexpected}
@@ -36,12 +37,11 @@ def refuse_left_out_scales(
             scale
             and _is_code(one.dtype)
             and target.is_floating_point()
-            and target.dtype != one.dtype
+            and (target.dtype != one.dtype or quantiser_of(model))
         ):
-            kind = str(target.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file and {kind} in the model, which"
-                f" has no {plain(scale)}: such tensors are codes that mean something only with their scales",
+                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has no"
+                f" {plain(scale)}: such tensors are codes that mean something only with their scales",
                 "load it with the library that quantised it",
             )
 

@@ -83,7 +83,7 @@ def detach_quantiser(model: Any) -> None:
 
 
 def set_dtypes(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give tensors of a model, which have no values yet, other dtypes."""
+    """Give tensors of a model, which have no values yet, other dtypes; no parameter has integers."""
     for name, dtype in dtypes.items():
-        if tensors[name].dtype != dtype:
+        if tensors[name].dtype != dtype and dtype.is_floating_point:
             tensors[name].data = torch.empty_like(tensors[name].data, dtype=dtype)
