@@ -1,8 +1,9 @@
 """Tabulate the time of each strategy over the models of a run: one column for each model."""
 
 from collections.abc import Sequence
-from math import isnan
 from typing import Final
+
+import pandas as pd
 
 from weighin.record import Result
 from weighin.report import captions
@@ -28,4 +29,4 @@ def markdown_models(results: Sequence[Result]) -> str:
 
 
 def _text(seconds: float | None) -> str:
-    return _MISSING if seconds is None or isnan(seconds) else f"{seconds:.2f}"
+    return _MISSING if seconds is None or pd.isna(seconds) else f"{seconds:.2f}"
