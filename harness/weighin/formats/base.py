@@ -7,7 +7,7 @@ process calls the other functions and must not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -40,7 +40,7 @@ class Part:
 Kind = TypeVar("Kind")
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen_in_types(kind: type[Kind]) -> type[Kind]:
     """Make a slotted dataclass that only mypy keeps from changes.
 

@@ -262,32 +262,33 @@ class _Machine:
         describe anything unusual.
         """
         found = _TENSOR.match(self._text_read, at)
-        if found is None:
-            return 0, 0
+        try:
+            return self._usual_tensor(found, left) if found else (0, 0)
+        except (KeyError, Malformed, NotTensors):
+            return 0, 0  # the instructions, one by one, give the value or the error
+
+    def _usual_tensor(self, found: re.Match[bytes], left: int) -> tuple[int, int]:
+        """Run the instructions of a match of ``_TENSOR``; change nothing before the last check."""
         (_, storage_at, kind_at, length, key, key_put, location_at, numel, id_put, offset, shape,
          shape_put, stride, stride_put, hooks_at, hooks_put, arguments_put, put) = found.groups()  # fmt: skip
         memo = self._memo
-        try:
-            kind, word = memo[kind_at[0]], memo[storage_at[0]]
-            location, hooks = memo[location_at[0]], memo[hooks_at[0]]
-        except KeyError:
-            return 0, 0
-        known = word == "storage" and isinstance(kind, Named) and hooks == _HOOKS
-        if not known or length[0] != len(key) or self._left_objects < _MADE_IN_TENSOR:
-            return 0, 0
         key_text, (elements,), (first,) = key.decode(), _integers(numel), _integers(offset)
-        identity = (word, kind, key_text, location, elements)
-        try:
-            storage = tensor_refs.persistent(identity)
-        except (Malformed, NotTensors):
-            return 0, 0
+        word, kind = memo[storage_at[0]], memo[kind_at[0]]
+        identity = (word, kind, key_text, memo[location_at[0]], elements)
+        storage = tensor_refs.persistent(identity)
         sizes, steps = _integers(shape), _integers(stride)
-        before = self.storages.get(key_text, storage)
-        if not isinstance(storage, StorageRef) or before.nbytes != storage.nbytes:
+        count = _IN_TENSOR + 2 * (len(sizes) + 1 + (len(sizes) > 3))
+        if (
+            not isinstance(storage, StorageRef)
+            or memo[hooks_at[0]] != _HOOKS
+            or length[0] != len(key)
+            or self._left_objects < _MADE_IN_TENSOR
+            or self.storages.get(key_text, storage).nbytes != storage.nbytes
+            or count > left
+        ):
             return 0, 0
         tensor = tensor_refs.usual_tensor(storage, first, sizes, steps)
-        count = _IN_TENSOR + 2 * (len(sizes) + 1 + (len(sizes) > 3))
-        if tensor is None or count > left:
+        if tensor is None:
             return 0, 0
         self.storages.setdefault(key_text, storage)
         self._count(_MADE_IN_TENSOR)

@@ -206,7 +206,7 @@ class _Plain:
         if not self._is_plain(module):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
-        for tensors in filter(None, (module._parameters, module._buffers)):
+        for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or name in unsaved:
                     continue
