@@ -82,8 +82,9 @@ def _untie(model: Any, apart: Sequence[str]) -> None:
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
     """Return the configuration of a class, which may be that of one part of the whole model's."""
     kind, part = kind.config_class, config
-    if kind.base_config_key and isinstance(config.get(kind.base_config_key), Mapping):
-        part = config[kind.base_config_key]
+    key = kind.base_config_key
+    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # a list in one class
+        part = config[key]
     if part.get("model_type", kind.model_type) != kind.model_type:
         for value in part.values():
             if isinstance(value, Mapping) and value.get("model_type") == kind.model_type:
