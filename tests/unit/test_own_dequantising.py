@@ -44,7 +44,8 @@ def stream(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the values that lie one after the other in the words of each column, bit by bit."""
     single = (words.long()[:, None] >> torch.arange(32).view(1, -1, 1)) & 1
     values = single.reshape(-1, bits, words.shape[1]) << torch.arange(bits).view(1, -1, 1)
-    return torch.sum(values, 1)
+    summed: torch.Tensor = values.sum(1)
+    return summed
 
 
 def plain_gptq(bits: int, less: int) -> Dequantise:
