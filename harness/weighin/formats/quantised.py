@@ -144,6 +144,7 @@ def of_folder(
         return None
     beside = companions(slices, codes)
     dtype = _dtype(config, slices, {one.where.name for one in codes} | beside)
+    dequantises = named.dequantised and not named.obstacle and bool(codes or not named.own)
     return Quantised(
         method=named.name or codes[0].method,
         weights=len(codes),
@@ -153,8 +154,8 @@ def of_folder(
         packages=named.packages,
         obstacle=named.obstacle,
         repair=named.repair,
-        dequantises=named.dequantised and not named.obstacle,
-        own="" if named.obstacle else named.own,
+        dequantises=dequantises,
+        own=named.own if dequantises else "",
     )
 
 
