@@ -177,6 +177,8 @@ def measure(run: Run) -> None:
     for word in run.command:
         if (path := Path(word)).parent == FOLDERS and not path.exists():
             save_folder(path)
+        if path.name == "converting.yaml":
+            subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
@@ -226,16 +228,18 @@ def _refuse_other_code(folder: Path) -> None:
 def put_in_place(measured: Path, published: Path) -> None:
     """Replace a published run's records and timeline by the new run's records and timeline.
 
-    The samples are not kept, because only the timeline is drawn from them. A run under several
-    limits has no timeline, which would have dozens of panels. ``fill_pages`` draws all other
+    Paths in the repository become relative to it, as in the path of an adapter. The samples are not
+    kept, because only the timeline is drawn from them. A run under several
+    limits, or of several models, has no timeline, which would have dozens of panels. ``fill_pages`` draws all other
     pictures again.
     """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir()
-    shutil.copy2(measured / run_folder.RECORDS, ready)
+    records = (measured / run_folder.RECORDS).read_text(encoding="utf-8")
+    (ready / run_folder.RECORDS).write_text(records.replace(f"{ROOT}/", ""), encoding="utf-8")
     results = run_folder.read(measured).results
-    if len({one.cell.ram_limit_bytes for one in results}) == 1:
+    if len({(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}) == 1:
         with (ready / f"{TIMELINE}.svg").open("wb") as file:
             style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)
@@ -243,8 +247,11 @@ def put_in_place(measured: Path, published: Path) -> None:
 
 
 def predict(run: Run, published: Path) -> None:
-    """Predict a run's loads, and store the predictions beside its records."""
-    if any(one.cell.operation == "save" for one in run.results):
+    """Predict a run's loads, and store the predictions beside its records.
+
+    A published run keeps no plan, which names the folders of the models of converting.yaml.
+    """
+    if run.name == "converting" or any(one.cell.operation == "save" for one in run.results):
         return
     command = [sys.executable, "-m", "weighin", "predict", "--check", str(published)]
     subprocess.run(

@@ -22,6 +22,7 @@ DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity", "key", "strip_prefix")
 MAPS_KEYS = True
 DEQUANTISES = True
+MERGES = True
 
 
 def load(job: Load) -> torch.nn.Module:

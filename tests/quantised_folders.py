@@ -307,32 +307,35 @@ LAYOUTS: Mapping[str, Layout] = {
 """Folders by name: first those that from_pretrained loads on a CPU, with packages of their own."""
 
 
-def plain_model(name: str) -> Any:
-    """Return the model, in bfloat16, whose matrices are codes in the folder of this name."""
+def plain_model(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
+    """Return the model, in bfloat16, whose matrices are codes in the folder of this name.
+
+    ``sizes`` replace settings of the small model.
+    """
     kind, settings = ("LlamaForCausalLM", LLAMA)
     if name == "mxfp4":
         kind, settings = ("GptOssForCausalLM", GPT_OSS)
     made = pretrained_class(kind)
     torch.manual_seed(0)
-    return made(made.config_class(**settings)).to(torch.bfloat16)
+    return made(made.config_class(**{**settings, **(sizes or {})})).to(torch.bfloat16)
 
 
-def quantised_state(name: str) -> State:
-    """Return the tensors in the folder of this name."""
+def quantised_state(name: str, model: Any = None) -> State:
+    """Return the tensors in the folder of this name, or those of another model's folder."""
     state: State = {}
-    for key, value in plain_model(name).state_dict().items():
+    for key, value in (model or plain_model(name)).state_dict().items():
         module = key.removesuffix(".weight")
         is_packed = value.ndim == 3 if name == "mxfp4" else "_proj" in key
         state |= LAYOUTS[name].pack(module, value.float()) if is_packed else {key: value}
     return {key: value.clone().contiguous() for key, value in state.items()}
 
 
-def write_folder(folder: Path, name: str) -> Path:
-    """Write the folder of this name, and return it."""
-    layout, model = LAYOUTS[name], plain_model(name)
+def write_folder(folder: Path, name: str, sizes: Mapping[str, Any] | None = None) -> Path:
+    """Write the folder of this name, and return it; ``sizes`` are those of ``plain_model``."""
+    layout, model = LAYOUTS[name], plain_model(name, sizes)
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
-    save_file(quantised_state(name), folder / "model.safetensors", {"format": "pt"})
+    save_file(quantised_state(name, model), folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"} | layout.config
     (folder / "config.json").write_text(json.dumps(config))

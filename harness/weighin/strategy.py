@@ -91,6 +91,11 @@ class Load(Protocol):
         """The arguments of ``pretrained_class`` for the model of a Hugging Face folder."""
         ...
 
+    @property
+    def adapter(self) -> Path | None:
+        """The folder with the adapter to merge into the model; None for a model without one."""
+        ...
+
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
         ...

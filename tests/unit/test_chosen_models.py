@@ -116,8 +116,24 @@ def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
             chosen(name, checkpoint=Path("b.pt"))
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
-        with pytest.raises(ConfigError, match=f"{name} has a checkpoint of its own, and a run has"):
-            choose(check_suite({"models": ["gpt2-tiny", name]}))
+    mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
+    with pytest.raises(ConfigError, match="mine has weights of its own, and --key=a is for all"):
+        choose(check_suite({"models": ["gpt2-tiny", mine]}), selection=Selection("a"))
+
+
+def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None:
+    torch.save(TENSORS, "w.pt")
+    torch.save(TENSORS, "v.pt")
+    models = [
+        "gpt2-tiny",
+        {"name": "w", "checkpoint": "w.pt", "builder": "torch.nn:Module"},
+        {"name": "v", "checkpoint": "v.pt", "builder": "torch.nn:Module", "dtype": "bf16"},
+    ]
+    found = choose(check_suite({"models": models}))
+    assert found.checkpoint is None
+    assert found.checkpoints == {"w": Path("w.pt"), "v": Path("v.pt")}
+    assert found.dtypes == {"gpt2-tiny": "float32", "w": "float32", "v": "bfloat16"}
+    assert found.own_formats == {"w": "pt", "v": "pt"}
 
 
 def test_a_selection_needs_a_checkpoint() -> None:

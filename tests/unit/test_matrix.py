@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.cell import ModelSpec
+from weighin.cell import Cell, ModelSpec
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.suite import registry
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
@@ -157,3 +158,17 @@ def test_a_save_is_skipped_with_reasons_of_its_own() -> None:
     ]
     planned = plan(matrix(operation="save", formats=("dcp",), strategies=((info("a"), {}),)))
     assert [one.skip for one in planned] == ["a does not write dcp, only pt"]
+
+
+def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_skipped() -> None:
+    merged = ModelSpec("base+adapter", BUILDER, {"config": {}, "adapter": "/somewhere/adapter"})
+    plain = ModelSpec("base", BUILDER, {"config": {}})
+    for name, needs in (("streaming", False), ("peft_merge", True), ("safetensors_mmap", None)):
+        info = registry.strategy(name)
+        info = replace(info, packages=())
+        skips = [
+            Planned.of(Cell(model, name, "process", format="safetensors"), info).skip
+            for model in (merged, plain)
+        ]
+        assert ("merge it" in skips[0]) == (needs is None)
+        assert ("--adapter ADAPTER" in skips[1]) == bool(needs)

@@ -43,7 +43,7 @@ def predicted(
     strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = tuple(
         (registry.strategy(name), {}) for name in names
     )
-    matrix = CellMatrix((spec,), strategies, (None,), "process", device, dtype)
+    matrix = CellMatrix((spec,), strategies, (None,), "process", device, {spec.title: dtype})
     return predict(plan(matrix), **settings)
 
 
@@ -96,7 +96,11 @@ def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
 def with_options(name: str, fmt: str, dtype: str = "float32", **options: Any) -> Prediction:
     pair = (registry.strategy(name), options)
     (one,) = predict(
-        plan(CellMatrix((SPEC,), (pair,), (None,), "process", "cpu", dtype, formats=(fmt,)))
+        plan(
+            CellMatrix(
+                (SPEC,), (pair,), (None,), "process", "cpu", {SPEC.title: dtype}, formats=(fmt,)
+            )
+        )
     )
     return one
 

@@ -228,13 +228,14 @@ def test_the_recommended_code_loads_the_folder(make: Make, strategy: str) -> Non
 def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Make) -> None:
     folder = make("experts")
     found = read_folder(folder)
+    spec = registry.model(str(folder))
     planned = plan(
         CellMatrix(
-            models=(registry.model(str(folder)),),
+            models=(spec,),
             strategies=tuple((registry.strategy(name), {}) for name in ("baseline", "dcp")),
             ram_limits=(None,),
             isolation="process",
-            own_format="safetensors",
+            own_formats={spec.title: "safetensors"},
         )
     )
     for one in client.predict(planned, checkpoint=found.checkpoint):

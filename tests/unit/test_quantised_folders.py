@@ -86,9 +86,10 @@ def planned(folder: Path, *strategies: str, operation: Any = "load") -> list[Pla
     pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
         (registry.strategy(name, operation), {}) for name in strategies
     ]
+    spec = registry.model(str(folder))
     matrix = CellMatrix(
-        (registry.model(str(folder)),), tuple(pairs), (None,), "process", operation=operation,
-        own_format="safetensors",
+        (spec,), tuple(pairs), (None,), "process", operation=operation,
+        own_formats={spec.title: "safetensors"},
     )  # fmt: skip
     return plan(matrix)
 

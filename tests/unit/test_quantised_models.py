@@ -140,7 +140,12 @@ def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec)
         (registry.strategy(name), {}) for name in ("streaming", "safetensors_copy")
     ]
     matrix = CellMatrix(
-        (spec,), tuple(pairs), (None,), "process", dtype="bfloat16", formats=("safetensors",)
+        (spec,),
+        tuple(pairs),
+        (None,),
+        "process",
+        dtypes={spec.title: "bfloat16"},
+        formats=("safetensors",),
     )
     for one in predict(plan(matrix)):
         assert one.cannot == ""

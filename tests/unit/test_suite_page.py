@@ -135,11 +135,6 @@ def test_a_selection_that_a_suite_cannot_make(
     ("models", "text"),
     [
         (
-            "[gpt2-tiny, {name: mine, builder: 'n:b', checkpoint: w.pt}]",
-            "mine has weights of its own, and a run has one checkpoint\nleave the other models out, and"
-            " write a suite for each model with weights of its own",
-        ),
-        (
             "{folder: ./f, kwargs: {a: 1}}",
             "the folder ./f brings its own code and weights\nleave builder, kwargs and checkpoint out",
         ),
@@ -151,7 +146,7 @@ def test_a_selection_that_a_suite_cannot_make(
         (
             "{name: n, build: 'n:b'}",
             "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, key,"
-            " strip_prefix, folder",
+            " strip_prefix, folder, adapter, dtype",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_ent
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.lora import files_of
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
@@ -113,7 +114,7 @@ def ensure(
         if in_place and library_of(model.builder) is None:
             in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
-        for file in formats.files(checkpoint):
+        for file in [*formats.files(checkpoint), *files_of(model)]:
             state = file.stat()
             origin += [file.name, state.st_size, state.st_mtime_ns]
     else:

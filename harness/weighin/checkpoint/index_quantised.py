@@ -16,13 +16,14 @@ from weighin.checkpoint.index_pretrained import described_in
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
 from weighin.errors import CheckpointError
+from weighin.formats.adapters import ARGUMENT
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised
 from weighin.loader.converting import convert_whole
 from weighin.loader.load import load_streaming
 from weighin.models.dequantising import arguments_to_dequantise
-from weighin.models.pretrained import from_config, pretrained_class
+from weighin.models.pretrained import from_config, merged, pretrained_class
 from weighin.models.pretrained_keys import map_keys
 from weighin.models.skeleton import build_skeleton, construct
 from weighin.text import one_line
@@ -52,18 +53,25 @@ def index_quantised(
             f"{checkpoint}: {found.summary}; from_pretrained reads them from {own}, not from {fmt}",
             "leave --format out",
         )
+    adapter = kwargs.get(ARGUMENT, "")
+    if found.own and adapter:
+        raise CheckpointError(
+            f"{checkpoint}: {found.summary}; an adapter is not merged into these codes",
+            f"write the weights first: weighin convert {checkpoint} FOLDER --keys model",
+        )
     if found.own:
         entries = _own_entries(kwargs, checkpoint)
     else:
         kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-        entries = _entries(kind, folder_of(checkpoint), found, arguments_to_dequantise(checkpoint))
+        arguments = arguments_to_dequantise(checkpoint)
+        entries = _entries(kind, folder_of(checkpoint), found, arguments, adapter)
     manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": time.monotonic() - started})
 
 
 def _entries(
-    kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any]
+    kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any], adapter: str
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
 
@@ -93,7 +101,7 @@ def _entries(
                 " quantization_config in config.json does not describe these tensors",
                 "write quantization_config as the library that quantised the model gives it",
             )
-        described = [*described_in(loaded)]
+        described = [*described_in(merged(loaded, adapter) if adapter else loaded)]
         for one in described:
             if one.shared_with is None:
                 of_tensor = sums.setdefault(one.name, {})

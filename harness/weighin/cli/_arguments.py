@@ -38,6 +38,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "variant",
     "model_class",
     "revision",
+    "adapter",
 }
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 _BESIDE_SUITE |= {"key", "strip_prefix"}
@@ -105,7 +106,9 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
         empty = {"model_option": None, "kwargs": "{}", "checkpoint": None}
-        empty |= {"key": "", "strip_prefix": "", "variant": "", "model_class": "", "revision": ""}
+        empty |= dict.fromkeys(
+            ("key", "strip_prefix", "variant", "model_class", "revision", "adapter"), ""
+        )
     if typed - _BESIDE_SUITE:
         empty["suite"] = None
     return {name: value for name, value in empty.items() if name in params and name not in typed}
@@ -178,7 +181,7 @@ def choice(typed: dict[str, Any]) -> "FolderChoice":
     """Return the weights and the class to load from a Hugging Face folder."""
     from weighin.formats.pretrained_choice import FolderChoice
 
-    names = ("variant", "model_class", "revision", "trust_remote_code")
+    names = ("variant", "model_class", "revision", "trust_remote_code", "adapter")
     return FolderChoice(**{name: typed[name] for name in names if name in typed})
 
 

@@ -196,6 +196,13 @@ folder_choice = several(
         " class of transformers.",
     ),
 )
+adapter = click.option(
+    "--adapter",
+    default="",
+    metavar="FOLDER",
+    help="A folder with an adapter of LoRA, which peft saved: it is merged into the weights of the"
+    " Hugging Face folder or GGUF file.",
+)
 base_image = click.option(
     "--base-image",
     envvar="WEIGHIN_BASE_IMAGE",

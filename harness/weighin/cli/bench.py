@@ -43,6 +43,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.folder_choice
+@_options.adapter
 @_options.generated
 @_options.selection
 @click.option(

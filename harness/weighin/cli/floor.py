@@ -23,7 +23,16 @@ EXAMPLES = (
 )
 _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
-    *("model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code"),
+    *(
+        "model",
+        "model_option",
+        "kwargs",
+        "variant",
+        "revision",
+        "model_class",
+        "trust_remote_code",
+        "adapter",
+    ),
     *("checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "ranks", "seed"),
     *("base_image", "wait"),
 }
@@ -33,6 +42,7 @@ _OF_MODELS = {
 @_options.model
 @_options.command
 @_options.folder_choice
+@_options.adapter
 @_options.generated
 @_options.selection
 @_options.strategies

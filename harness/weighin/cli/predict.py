@@ -28,6 +28,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
 @_options.folder_choice
+@_options.adapter
 @_options.only_structure
 @_options.selection
 @_options.strategies
@@ -84,7 +85,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
 
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
-        if (found := quantised.of_model(spec)) and chosen.checkpoint:
+        found = quantised.of_model(spec)
+        if found and chosen.checkpoint and not found.dequantises:
             raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
@@ -175,17 +177,16 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
-    own_format = formats.loaded_as(chosen.checkpoint, chosen.selection)
     return plan(
         CellMatrix(
             models=chosen.specs,
-            strategies=registry.chosen(suite, own_format),
+            strategies=registry.chosen(suite, chosen.own_format),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
-            dtype=chosen.dtype,
+            dtypes=chosen.dtypes,
             formats=tuple(formats.known(name) for name in suite.format),
-            own_format=own_format,
+            own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

@@ -24,6 +24,7 @@ NOTHING_FITS_EXIT = 1
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.folder_choice
+@_options.adapter
 @_options.only_structure
 @_options.selection
 @click.option(

@@ -73,7 +73,7 @@ def _caches() -> Path:
 def check(task: Run, jobs: int) -> None:
     """Raise ConfigError if the cells of a run cannot be measured ``jobs`` at a time."""
     cells = [each.cell for each in task.planned if not each.skip]
-    if task.settings.checkpoint:
+    if task.settings.checkpoint or task.settings.checkpoints:
         raise ConfigError(
             "--jobs with a checkpoint of your own: cells that run at once would share its pages in the"
             " page cache, and the kernel charges a page to the cell that read it first",

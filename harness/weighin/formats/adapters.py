@@ -10,9 +10,19 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError
+from weighin.formats.pretrained_library import TRANSFORMERS
 
 ADAPTER: Final = "adapter_config.json"
+ARGUMENT: Final = "adapter"
+"""The argument of a model's builder that names the folder of an adapter to merge."""
+
+
+def adapter_of(spec: ModelSpec) -> Path | None:
+    """Return the folder of the adapter that is merged into a model; None for a model without one."""
+    named = spec.kwargs.get(ARGUMENT) if spec.builder == TRANSFORMERS.builder else None
+    return Path(named) if named else None
 
 
 def note(folder: Path) -> str:

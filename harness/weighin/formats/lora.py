@@ -7,16 +7,18 @@ than to add scaled products of two matrices, because peft merges that one in ano
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
 from weighin import formats
-from weighin.errors import CheckpointError
-from weighin.formats.adapters import ADAPTER
+from weighin.cell import ModelSpec
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.adapters import ADAPTER, ARGUMENT, adapter_of
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_library import TRANSFORMERS
 
 WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX: Final = "base_model.model."
@@ -83,6 +85,31 @@ def read(adapter: Path) -> dict[str, Addition]:
         )
         for (module, is_embedding), pair in found.items()
     }
+
+
+def merged_into(spec: ModelSpec, adapter: Path) -> ModelSpec:
+    """Return the model of ``spec`` with the adapter in a folder merged into its weights.
+
+    Raises:
+        CheckpointError: as for ``read``.
+        ConfigError: the model is not of transformers, whose models alone peft merges.
+    """
+    if spec.builder != TRANSFORMERS.builder:
+        raise ConfigError(
+            f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
+            "leave --adapter out",
+        )
+    read(adapter)  # refuses what is no plain LoRA before anything is measured
+    kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
+    return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
+
+
+def files_of(spec: ModelSpec) -> list[Path]:
+    """Return the files of the adapter that is merged into a model; empty for a model without one."""
+    adapter = adapter_of(spec)
+    if adapter is None:
+        return []
+    return [file for name in (ADAPTER, *WEIGHTS) if (file := adapter / name).is_file()]
 
 
 def _config(file: Path) -> Mapping[str, Any]:

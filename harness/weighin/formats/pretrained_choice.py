@@ -14,12 +14,15 @@ class FolderChoice:
             the class that ``config.json`` names.
         revision: the revision of a model in the Hub's cache: a branch, a tag or a commit.
         trust_remote_code: whether the code that the folder brings may run.
+        adapter: a folder with an adapter of LoRA to merge into the model, as the argument of
+            ``PeftModel.from_pretrained``; empty for none.
     """
 
     variant: str = ""
     model_class: str = ""
     revision: str = ""
     trust_remote_code: bool = False
+    adapter: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -28,6 +31,7 @@ class FolderChoice:
             "variant": self.variant,
             "class": self.model_class,
             "revision": self.revision,
+            "adapter": self.adapter,
         }
         return tuple(f"--{name}={value}" for name, value in values.items() if value)
 

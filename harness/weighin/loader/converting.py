@@ -62,6 +62,16 @@ def convert(
             convert_whole(model, one, targets)
         else:
             sliced.append((one, steps))
+    if sliced:
+        fill_in_steps(model, sliced, targets)
+
+
+def fill_in_steps(
+    model: Any,
+    sliced: Sequence[tuple[Conversion, Iterable[Step]]],
+    targets: dict[str, torch.Tensor],
+) -> None:
+    """Fill the targets of conversions step by step, on several threads."""
     work = _Queue((one, step) for one, steps in sliced for step in steps)
 
     def run() -> None:
@@ -70,11 +80,10 @@ def convert(
                 target = _oriented(model, one, targets[one.name])
                 _convert_step(model, one, step, target, reader)
 
-    if sliced:
-        threads = cache_threads()
-        with one_thread_each, ThreadPoolExecutor(threads) as pool:
-            for future in [pool.submit(run) for _ in range(threads)]:
-                future.result()
+    threads = cache_threads()
+    with one_thread_each, ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(run) for _ in range(threads)]:
+            future.result()
 
 
 def convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]) -> None:

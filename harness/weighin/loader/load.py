@@ -188,7 +188,17 @@ def _load(
         converting.convert(model, mapped.conversions, model.state_dict(keep_vars=True))
     if mapped:
         detach_quantiser(model)
+        _merge(model)
     return model, was_meta
+
+
+def _merge(model: torch.nn.Module) -> None:
+    """Merge the adapter that the model's builder named, if it named one."""
+    if adapter := getattr(model, "adapter_to_merge", ""):
+        from weighin.loader.merge import merge_adapter  # few loads need this import
+
+        del model.adapter_to_merge
+        merge_adapter(model, Path(str(adapter)))
 
 
 def _names(model: torch.nn.Module) -> Iterator[str]:

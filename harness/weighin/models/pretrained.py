@@ -12,6 +12,7 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.adapters import ARGUMENT
 from weighin.formats.misfit import misfit
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
@@ -32,6 +33,7 @@ def from_config(
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),
     quantised: Mapping[str, Any] | None = None,
+    adapter: str = "",
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -45,6 +47,7 @@ def from_config(
         apart: names of tensors in the file that differ, although the class may tie them.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The model
             is built with weights of torch's default dtype, and has the quantiser that dequantises.
+        adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
@@ -64,6 +67,8 @@ def from_config(
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
+    if adapter:
+        model.adapter_to_merge = adapter
     model.eval()
     return cast(torch.nn.Module, model)
 
@@ -168,7 +173,25 @@ def reference(
             "try another version of transformers; for the tensors without their class:"
             f" from:{checkpoint}",
         ) from error
+    if adapter := kwargs.get(ARGUMENT):
+        model = merged(model, adapter)
     return model, sorted(info["missing_keys"])
+
+
+def merged(model: Any, adapter: Path | str) -> Any:
+    """Return the model into which peft merged the adapter in a folder, as ``merge_and_unload`` does.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"weighin compares the values of a merged model with those of peft: {error}",
+            "pip install peft",
+        ) from None
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
 def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
@@ -299,6 +322,7 @@ def example_inputs(
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),  # noqa: ARG001 (the builder's arguments)
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
+    adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture, code, config)

@@ -124,7 +124,8 @@ def _not_followed(planned: Planned) -> str:
         return "no prediction follows what ranks send to each other"
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
-    if found := quantised.of_model(planned.cell.model):
+    found = quantised.of_model(planned.cell.model)
+    if found and (planned.strategy.pretrained or not found.dequantises):
         return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
     if planned.cell.options.get("offload_state_dict"):
         return "no prediction follows weights that are written to a folder and read back"

@@ -19,8 +19,10 @@ import torch
 
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
+from weighin.units import MIB
 
 _CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
+_OF_A_STEP_BYTES: Final = 2 * MIB  # the codes, float32 values and result of 64 Ki elements
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
 
 
@@ -160,6 +162,18 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     from weighin.loader import converted, fill
     from weighin.loader.reads import Fillable
 
+    before = ledger.own_anon_bytes
+    from weighin.loader import converting  # which few loads import
+
+    ledger.other_anon_bytes += ledger.own_anon_bytes - before
+
+    def fill_in_steps(_model: Any, sliced: Any, targets: dict[str, torch.Tensor]) -> None:
+        with ledger.holding(fill.cache_threads() * _OF_A_STEP_BYTES):
+            for one, _steps in sliced:
+                ledger.write(targets[one.name])
+                sources = sum(source.nbytes for _, source in one.sources)
+                ledger.work["read_direct_bytes"] += sources
+
     @contextmanager
     def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
         yield
@@ -181,6 +195,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     with (
         patch.object(fill, "being_filled", being_filled),
         patch.object(converted, "fill_all", fill_all),
+        patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield
 

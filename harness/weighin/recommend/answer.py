@@ -15,6 +15,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats import gguf, quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import TRANSFORMERS, library_in, library_of
@@ -175,7 +176,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     left_out: list[str] = []
     evidence = find([question.results], planned[0].cell, left_out.append)
     found = quantised.of_model(question.model)
-    if found and question.checkpoint and not evidence:  # and no prediction follows the load
+    if found and question.checkpoint and not (evidence or found.dequantises):  # nor a prediction
         raise found.error(question.checkpoint)
     predictions = predict(
         planned,
@@ -342,6 +343,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if info.shares_load and question.ranks == 1:
             continue
         if (found := quantised.of_model(question.model)) and not info.loads(found):
+            continue
+        if not info.merges if adapter_of(question.model) else info.needs_adapter:
             continue
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large

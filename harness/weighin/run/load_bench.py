@@ -13,6 +13,7 @@ from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
+from weighin.formats.lora import files_of
 from weighin.isolation.base import Isolation, Running
 from weighin.pipes import last_line
 from weighin.probes import environment
@@ -55,7 +56,7 @@ class LoadBench:
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         checkpoint = self.prepared[key]
         job = _job(self.task, planned, self.prepared)
-        files = formats.files(Path(job.checkpoint))
+        files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         if (
             checkpoint.in_place
@@ -102,7 +103,7 @@ class LoadBench:
         cell = result.cell
         key = f"{cell.model.title} {cell.dtype} {cell.device}"
         if key not in self.model_faults:
-            checkpoint = self.task.settings.checkpoint or Path(job.checkpoint)
+            checkpoint = self.task.settings.checkpoint_of(cell.model) or Path(job.checkpoint)
             self.model_faults[key] = model_fault.failure(
                 job, checkpoint, self.task.settings.selection
             )
@@ -173,7 +174,7 @@ def _ensure(
         _loaded_model(planned),
         fmt,
         seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint,
+        checkpoint=task.settings.checkpoint_of(cell.model),
         selection=task.settings.selection,
         progress=progress,
         python_path=_python_path(task, planned.cell),
@@ -191,12 +192,11 @@ def _loaded_model(planned: Planned) -> ModelSpec:
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned)]
-    selects = (
-        planned.selection and task.settings.checkpoint
-    )  # in the user's own file, not in a cached copy
+    own = task.settings.checkpoint_of(planned.cell.model)
+    selects = planned.selection and own  # in the user's own file, not in a cached copy
     return Job(
         cell=planned.cell,
-        checkpoint=str(task.settings.checkpoint if selects else checkpoint.path),
+        checkpoint=str(own if selects else checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
         python_path=_python_path(task, planned.cell),
@@ -293,13 +293,12 @@ def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
 
     The title tells, too, whether the load gives another model than the cell's.
 
-    A save builds its model from ``task.settings.checkpoint`` in that checkpoint's own format, or without a
-    ``task.settings.checkpoint`` from a generated pt checkpoint.
+    A save builds its model from the user's checkpoint in that checkpoint's own format, or without one from
+    a generated pt checkpoint.
     """
     cell = planned.cell
     if cell.operation == "load":
         kept = "" if _loaded_model(planned) is cell.model else " with its codes"
         return f"{cell.model.title}{kept}", cell.format
-    return cell.model.title, formats.detect(
-        task.settings.checkpoint
-    ).NAME if task.settings.checkpoint else "pt"
+    own = task.settings.checkpoint_of(cell.model)
+    return cell.model.title, formats.detect(own).NAME if own else "pt"

@@ -15,6 +15,7 @@ from weighin.errors import (
     RecordError,
 )
 from weighin.formats import quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import code_of
 from weighin.formats.pretrained_library import library_of
@@ -66,8 +67,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    own_format = formats.loaded_as(checkpoint, chosen.selection)
-    strategies = registry.chosen(suite, own_format)
+    strategies = registry.chosen(suite, chosen.own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.known(name) for name in suite.format)
@@ -91,14 +91,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             vram_limits=tuple(suite.vram),
             isolation=isolation.name,
             device=suite.device,
-            dtype=chosen.dtype,
+            dtypes=chosen.dtypes,
             cache=suite.cache,
             repeats=suite.repeats,
             passes=suite.passes,
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=own_format,
+            own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
@@ -108,12 +108,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
-    mounts = _existing((*map(Path, settings.mounts), *folders))
+    adapters = [adapter for model in models if (adapter := adapter_of(model))]
+    mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
     folder = request.folder or Path("results") / _name(request, models)
     check_folder(folder, settings.verb)
     settings = replace(
         settings,
         checkpoint=checkpoint,
+        checkpoints={title: str(path.absolute()) for title, path in chosen.checkpoints.items()},
         selection=chosen.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from weighin.cell import ModelSpec
 from weighin.formats.selection import WHOLE, Selection
 from weighin.records.floor import Aim
 from weighin.records.shard import Shard, parse
@@ -18,6 +19,8 @@ class RunSettings:
     Attributes:
         seed: of the weights of generated checkpoints.
         checkpoint: the user's checkpoint; None for a generated one.
+        checkpoints: the user's checkpoint of each model, by title, in a suite of models with weights of
+            their own.
         selection: the weights to load from the user's checkpoint.
         timeout_s: the time after which a cell is stopped, in seconds.
         steady: whether free memory is written before each load.
@@ -49,6 +52,12 @@ class RunSettings:
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
     command: CommandSettings | None = None
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+
+    def checkpoint_of(self, model: ModelSpec) -> Path | None:
+        """Return the user's checkpoint of a model; None for a generated one."""
+        own = self.checkpoints.get(model.title)
+        return Path(own) if own else self.checkpoint
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings for plan.json."""
@@ -60,7 +69,7 @@ class RunSettings:
             del values["aim"]
         if self.command:
             values["command"] = self.command.as_json()
-        optional = ("within", "engine", "shard", "command")
+        optional = ("within", "engine", "shard", "command", "checkpoints")
         return {name: one for name, one in values.items() if one or name not in optional}
 
     @classmethod

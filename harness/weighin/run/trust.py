@@ -14,6 +14,7 @@ from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
 from weighin.suite import registry, user_code
 from weighin.suite.config import read_model
@@ -85,6 +86,7 @@ def foreign(
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
             lines[f"base image {one_line(base_image)}"] = None
     listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
+    listed |= {str(adapter) for cell in cells if (adapter := adapter_of(cell.model))}
     lines |= {f"mount {one_line(path)}": None for path in mounts if path not in listed}
     return list(lines)
 

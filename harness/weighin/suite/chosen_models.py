@@ -3,7 +3,8 @@
 Every verb that takes a model uses ``choose``, so that all of them take the same.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ class ChosenModels:
     """The models of a run.
 
     Attributes:
-        checkpoint: the user's own weights; None for weights that weighin generates.
+        checkpoint: the user's own weights of all models; None for weights that weighin generates, and for
+            models that each have ``checkpoints``.
         selection: the part of the checkpoint that holds the weights.
-        dtype: the dtype of the loads, which is the models' own dtype for "auto".
+        dtypes: the dtype of each model's loads, by title, which is the model's own dtype for "auto".
+        checkpoints: the weights of each model's own, by title, in a suite of several models.
         python_path: the folders from which to import the models' builders.
         notes: what the user may not expect of the checkpoint, and what lies beside it.
     """
@@ -33,9 +36,41 @@ class ChosenModels:
     specs: tuple[ModelSpec, ...]
     checkpoint: Path | None
     selection: Selection
-    dtype: str
+    dtypes: Mapping[str, str]
     python_path: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    checkpoints: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def own_format(self) -> str | None:
+        """The format in which all models' own checkpoint is loaded; None if they have none, or several."""
+        return formats.loaded_as(self.checkpoint, self.selection)
+
+    @property
+    def own_formats(self) -> Mapping[str, str]:
+        """The format in which each model's own checkpoint is loaded, by title."""
+        loaded = {
+            spec.title: formats.loaded_as(
+                self.checkpoints.get(spec.title, self.checkpoint), self.selection
+            )
+            for spec in self.specs
+        }
+        return {title: fmt for title, fmt in loaded.items() if fmt}
+
+    @property
+    def dtype(self) -> str:
+        """The one dtype of all loads.
+
+        Raises:
+            ConfigError: the models have different dtypes.
+        """
+        dtypes = set(self.dtypes.values())
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"the models have different dtypes: {', '.join(sorted(dtypes))}",
+                "choose one for all: --dtype bf16",
+            )
+        return dtypes.pop()
 
 
 def choose(
@@ -58,21 +93,25 @@ def choose(
     """
     typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
+    several: dict[str, Path] = {}
+    dtypes: dict[str, str] = {}
     for entry in suite.models:
         spec, weights = registry.model_and_checkpoint(
             entry.source,
             entry.kwargs | (kwargs or {}) or None,
             selection,
-            choice,
+            replace(choice, adapter=entry.adapter or choice.adapter),
         )
-        if weights and len(suite.models) > 1:
-            raise ConfigError(
-                f"{entry.source} has a checkpoint of its own, and a run has one checkpoint",
-                "measure it in a run of its own, and compare the runs: weighin compare",
-            )
-        own = _own(entry, spec, weights, checkpoint) or own
         is_named = entry.name and entry.name != entry.source
-        specs.append(replace(spec, name=entry.name) if is_named else spec)
+        spec = replace(spec, name=entry.name) if is_named else spec
+        specs.append(spec)
+        dtypes[spec.title] = _dtype(spec, entry.dtype or suite.dtype)
+        weights = _own(entry, spec, weights, checkpoint)
+        if weights and len(suite.models) > 1:
+            _refuse_shared(entry, selection)
+            several[spec.title] = weights
+        else:
+            own = weights or own
     if selection and own is None:
         options, path = ("--key and --strip-prefix", "--checkpoint PATH")
         if not typed:
@@ -86,14 +125,24 @@ def choose(
         python_path = user_code.import_path(suite.sources)
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
-    if own:
-        formats.detect(own)  # names a file that is no checkpoint before anything is made
-    notes: tuple[str, ...] = ()
-    if own and any(map(is_folder, specs)):
-        beside = adapters.note(folder_of(own))
-        notes = (*([beside] if beside else []), *registry.notes_on(own, choice, selection))
-    dtype = _dtype(specs, suite.dtype)
-    return ChosenModels(tuple(specs), own, selection, dtype, python_path, notes)
+    notes: list[str] = []
+    for weights in [own] if own else several.values():
+        formats.detect(weights)  # names a file that is no checkpoint before anything is made
+        if any(map(is_folder, specs)):
+            notes += filter(None, [adapters.note(folder_of(weights))])
+            notes += registry.notes_on(weights, choice, selection)
+    return ChosenModels(
+        tuple(specs), own, selection, dtypes, python_path, tuple(dict.fromkeys(notes)), several
+    )
+
+
+def _refuse_shared(entry: SuiteModel, selection: Selection) -> None:
+    """Raise ConfigError if a model with weights of its own is in a suite with one selection for all models."""
+    if selection:
+        raise ConfigError(
+            f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for all models",
+            "measure it in a run of its own, and compare the runs: weighin compare",
+        )
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:
@@ -128,22 +177,16 @@ def _own(
     )
 
 
-def _dtype(specs: list[ModelSpec], asked: str) -> str:
-    """Return the dtype of all loads.
+def _dtype(spec: ModelSpec, asked: str) -> str:
+    """Return the dtype of a model's loads.
 
     Raises:
-        ConfigError: "auto" differs between the models, or is a dtype that no cell has.
+        ConfigError: "auto" is a dtype that no cell has.
     """
-    dtypes = {own_dtype(spec) if asked == "auto" else asked for spec in specs}
-    if len(dtypes) > 1:
-        raise ConfigError(
-            f"the models have different dtypes: {', '.join(sorted(dtypes))}",
-            "choose one for all: --dtype bf16",
-        )
-    dtype = dtypes.pop()
+    dtype = own_dtype(spec) if asked == "auto" else asked
     if dtype not in DTYPES.values():
         raise ConfigError(
-            f"{specs[0].title} has the dtype {dtype}, in which weighin measures no load",
+            f"{spec.title} has the dtype {dtype}, in which weighin measures no load",
             "choose another one for the load: --dtype float32",
         )
     return dtype

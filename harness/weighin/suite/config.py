@@ -105,6 +105,7 @@ def _as_builder(value: str) -> str:
 MOST_RANKS = 64
 LEAST_RAM = 64 * MIB
 """Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
+_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
@@ -166,6 +167,10 @@ class SuiteModel(Strict):
     """The prefix that each name in the checkpoint has before the model's name, as `--strip-prefix`: `module.`."""
     folder: str = ""
     """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
+    adapter: str = ""
+    """A folder with an adapter of LoRA to merge into the model, as `--adapter`."""
+    dtype: Annotated[_Dtype | None, BeforeValidator(_as_dtype)] = None
+    """The dtype of this model after a load. Default: the suite's `dtype`."""
 
     @property
     def source(self) -> str:
@@ -200,16 +205,6 @@ def _check_model(model: SuiteModel) -> SuiteModel:
             "leave builder, kwargs and checkpoint out",
         )
     return model
-
-
-def _check_models(models: list[SuiteModel]) -> list[SuiteModel]:
-    own = [model for model in models if model.checkpoint or model.folder]
-    if own and len(models) > 1:
-        raise ValueError(
-            f"{own[0].title} has weights of its own, and a run has one checkpoint",
-            "leave the other models out, and write a suite for each model with weights of its own",
-        )
-    return models
 
 
 def _as_strategies(value: object) -> object:
@@ -250,7 +245,6 @@ class Suite(Strict):
     models: Annotated[
         list[Annotated[SuiteModel, AfterValidator(_check_model)]],
         BeforeValidator(_as_models),
-        AfterValidator(_check_models),
         Field(min_length=1),
     ]
     """The models: a name of `weighin list models`, the path of a Hugging Face folder or of a checkpoint, `from:PATH`, a builder, or a mapping with the keys of a model."""
@@ -271,9 +265,7 @@ class Suite(Strict):
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     """How a cell is limited and measured. Name one in a gate: figures of different isolations are not comparable."""
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)
-    ] = "auto"
+    dtype: Annotated[_Dtype, BeforeValidator(_as_dtype)] = "auto"
     """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""

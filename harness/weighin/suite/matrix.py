@@ -1,11 +1,13 @@
 """Expand a matrix into cells, in the order in which they run."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
 from weighin.formats import gguf, quantised
+from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
@@ -39,6 +41,10 @@ class Planned:
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
         if found := quantised.of_model(cell.model):
             skip = _obstacle(found, info, cell.operation) or skip
+        if adapter_of(cell.model) and cell.operation == "load" and not info.merges:
+            skip = "the model has an adapter; only --strategies streaming,peft_merge merge it"
+        if info.needs_adapter and not adapter_of(cell.model):
+            skip = f"{info.name} merges an adapter into the model: --adapter ADAPTER"
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and folder_library(cell.model) != info.pretrained:
@@ -85,8 +91,9 @@ class CellMatrix:
     """The values to combine. ``ram_limits`` and ``vram_limits`` are in bytes; None is no limit.
 
     ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
-    that it supports. If no format is requested, each strategy runs with ``own_format``, which is
-    the format of the user's checkpoint, or else with the first format that the strategy declares.
+    that it supports. If no format is requested, each strategy runs with the model's one in
+    ``own_formats``, which is the format of the user's checkpoint, or else with the first format that the
+    strategy declares. ``own_formats`` and ``dtypes`` are by the models' titles.
     """
 
     models: tuple[ModelSpec, ...]
@@ -94,7 +101,7 @@ class CellMatrix:
     ram_limits: tuple[int | None, ...]
     isolation: str
     device: str = "cpu"
-    dtype: str = "float32"
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     cache: CacheState = "cold"
     repeats: int = 1
     passes: int = 1
@@ -102,7 +109,7 @@ class CellMatrix:
     formats: tuple[str, ...] = ()
     operation: Operation = "load"
     vram_limits: tuple[int | None, ...] = (None,)
-    own_format: str | None = None
+    own_formats: Mapping[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], ...] = ({},)
     ranks: tuple[int, ...] = (1,)
 
@@ -124,18 +131,18 @@ def plan(matrix: CellMatrix) -> list[Planned]:
             matrix.strategies,
         )
         if ranks > 1 or not info.shares_load or max(matrix.ranks) == 1
-        for fmt in _formats(matrix, info)
+        for fmt in _formats(matrix, model, info)
     ]
     return list({each.cell.id: each for each in planned}.values())
 
 
-def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
-    """Return the formats for one strategy.
+def _formats(matrix: CellMatrix, model: ModelSpec, info: StrategyInfo) -> list[str]:
+    """Return the formats for one model and strategy.
 
     If the strategy supports no requested format, return the first requested format, so that the
     cell is planned as skipped with a reason.
     """
-    own = matrix.own_format
+    own = matrix.own_formats.get(model.title)
     if not matrix.formats and own and (own in info.formats or own == gguf.NAME):
         return [
             own
@@ -162,7 +169,7 @@ def _planned(
         ram_limit_bytes=limits[0],
         vram_limit_bytes=limits[1],
         device=matrix.device,
-        dtype=matrix.dtype,
+        dtype=matrix.dtypes.get(model.title, "float32"),
         format=fmt,
         cache=matrix.cache,
         options=options,
@@ -174,7 +181,7 @@ def _planned(
         ranks=ranks,
     )
     planned = Planned.of(cell, info)
-    own = matrix.own_format
+    own = matrix.own_formats.get(model.title)
     if info.pretrained and own and fmt != own and not planned.skip:
         return replace(planned, skip=f"{info.name} loads the folder's own files, in format {own}")
     return planned

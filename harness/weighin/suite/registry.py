@@ -18,7 +18,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, pretrained_folder, quantised, sniff, structure
+from weighin.formats import gguf, lora, pretrained_folder, quantised, sniff, structure
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
@@ -61,7 +61,8 @@ class StrategyInfo:
     load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
     reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
     ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
-    does; ``loads`` tells it for one method.
+    does; ``loads`` tells it for one method. ``merges`` tells whether the strategy merges an adapter into
+    the model, and ``needs_adapter`` whether it does nothing else.
     """
 
     name: str
@@ -76,6 +77,8 @@ class StrategyInfo:
     shares_load: bool = False
     dequantises: bool = False
     weights_only: bool = False
+    merges: bool = False
+    needs_adapter: bool = False
 
     def loads(self, found: quantised.Quantised) -> bool:
         """Tell whether the strategy loads these quantised weights: with its library, or with weighin."""
@@ -200,6 +203,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         shares_load=_flag(tree, "SHARES_LOAD"),
         weights_only=_flag(tree, "WEIGHTS_ONLY"),
         dequantises=_flag(tree, "DEQUANTISES"),
+        merges=_flag(tree, "MERGES") or _flag(tree, "NEEDS_ADAPTER"),
+        needs_adapter=_flag(tree, "NEEDS_ADAPTER"),
     )
 
 
@@ -246,19 +251,23 @@ def model_and_checkpoint(
             raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
-        return gguf_spec.spec_of(file), file
+        return _merged(gguf_spec.spec_of(file), choice), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
         if folder.names_model:
-            return spec_of(folder, selection), folder.checkpoint
-    if choice.model_class:
-        raise _no_folder(name, (f"--class={choice.model_class}",))
+            return _merged(spec_of(folder, selection), choice), folder.checkpoint
+    if ignored := replace(choice, variant="", revision="").options:
+        raise _no_folder(name, ignored)
     weights = weights_of(path, replace(choice, revision=""))
     _, slices = formats.read(weights, selection)
     formats.refuse_empty(weights, slices)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights
+
+
+def _merged(spec: ModelSpec, choice: FolderChoice) -> ModelSpec:
+    return lora.merged_into(spec, Path(choice.adapter)) if choice.adapter else spec
 
 
 def _no_folder(name: str, options: Iterable[str]) -> ConfigError:

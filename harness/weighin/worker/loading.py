@@ -39,6 +39,12 @@ class WorkerLoad:
         names = ("architecture", "config")
         return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
 
+    @property
+    def adapter(self) -> Path | None:
+        from weighin.formats.adapters import adapter_of
+
+        return adapter_of(self.model)
+
     def build_model(self) -> torch.nn.Module:
         return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
 
