@@ -57,12 +57,11 @@ def check(made: Folder) -> str:
 
     Return ``COMPARED``, or why the folder was refused.
     """
+    wanted, raised = None, None
     try:
         wanted = made.reference()
     except Exception as error:
-        wanted, raised = None, error
-    else:
-        raised = None
+        raised = error
     try:
         found = load_pretrained(made.path, dtype=made.dtype, **made.options)
     except (CheckpointError, ConfigError) as error:
@@ -88,7 +87,8 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    return model.state_dict() | dict(model.named_buffers())
+    tensors: dict[str, torch.Tensor] = model.state_dict() | dict(model.named_buffers())
+    return tensors
 
 
 def _shared(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
@@ -195,7 +195,7 @@ def _save(folder: Path, state: State, count: int) -> None:
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         return
     (folder / "model.safetensors").unlink()
-    places = {}
+    places: dict[str, str] = {}
     for number in range(count):
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
         part = {key: one for at, (key, one) in enumerate(state.items()) if at % count == number}
@@ -262,7 +262,8 @@ def _smaller_blocks_right(block: tuple[int, int]) -> Iterator[None]:
         ):
             return usual(self, codes, scales, output_dtype)
         wide = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        return (codes.float() * wide[: codes.shape[0], : codes.shape[1]]).to(output_dtype)
+        whole: torch.Tensor = codes.float() * wide[: codes.shape[0], : codes.shape[1]]
+        return whole.to(output_dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fp8Dequantize, "_dequantize_one", dequantize)
@@ -397,7 +398,7 @@ def _lora(draw: Draw, folder: Path) -> Folder:
     for name, parameter in made.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter).to(of_adapter)
-    made.save_pretrained(adapter)
+    made.save_pretrained(str(adapter))
 
     def reference() -> Any:
         loaded = kind.from_pretrained(base, dtype=dtype)

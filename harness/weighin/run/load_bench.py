@@ -174,7 +174,7 @@ def _ensure(
         _loaded_model(planned),
         fmt,
         seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint_of(cell.model),
+        checkpoint=task.settings.checkpoint_of(planned.cell.model),
         selection=task.settings.selection,
         progress=progress,
         python_path=_python_path(task, planned.cell),
