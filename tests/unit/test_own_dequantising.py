@@ -53,8 +53,8 @@ def plain_gptq(bits: int, less: int) -> Dequantise:
         groups = parts["g_idx"].long()
         zeros = (stream(parts["qzeros"].t(), bits).t() + less) % 2**bits
         codes = stream(parts["qweight"], bits)
-        whole: torch.Tensor = (codes - zeros[groups]).float() * parts["scales"][groups].float()
-        return whole.t().to(dtype)
+        values: torch.Tensor = (codes - zeros[groups]).float() * parts["scales"][groups].float()
+        return values.t().to(dtype)
 
     return weight
 
