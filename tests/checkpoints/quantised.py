@@ -24,7 +24,6 @@ _ALONE: Final = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
 _OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4", *_ALONE)
 """What load_pretrained, strategy streaming and convert --keys model dequantise."""
 
-_UNABLE: Final = ("baseline", "predict", "recommend")
 _METHOD: Final = "quantised with {}: .* codes that mean something only with their scales"
 
 _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -71,7 +70,7 @@ def _layout(name: str) -> Layout:
         return Layout(f"{name}: codes that from_pretrained does not read", GROUP, _folder(name),
                       refused(f"{words}.*{why}", all_but("inspect")),
                       notes={})  # fmt: skip
-    told = refused(words, _UNABLE if name in _OURS else _WEIGHTS)
+    told = refused(words, ("baseline",) if name in _OURS else _WEIGHTS)
     if asked := _ASKS.get(name):
         told |= {"transformers": f"needs .*{asked}"}
     return Layout(name, GROUP, _folder(name), told, packages=_PACKAGES.get(name, ()))

@@ -161,8 +161,12 @@ def test_a_save_is_skipped_with_reasons_of_its_own() -> None:
 
 
 def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_skipped() -> None:
-    merged = ModelSpec("base+adapter", BUILDER, {"config": {}, "adapter": "/somewhere/adapter"})
-    plain = ModelSpec("base", BUILDER, {"config": {}})
+    merged = ModelSpec(
+        "base+adapter",
+        BUILDER,
+        {"config": {"architectures": None}, "adapter": "/somewhere/adapter"},
+    )
+    plain = ModelSpec("base", BUILDER, {"config": {"architectures": None}})
     for name, needs in (("streaming", False), ("peft_merge", True), ("safetensors_mmap", None)):
         info = registry.strategy(name)
         info = replace(info, packages=())

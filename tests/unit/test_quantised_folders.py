@@ -23,6 +23,7 @@ from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.models.skeleton import construct, resolve_builder
+from weighin.predict.client import predict
 from weighin.recommend.calibration import Calibration
 from weighin.suite import registry
 from weighin.suite.matrix import CellMatrix, Planned, plan
@@ -359,15 +360,28 @@ def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path
 
 
 @pytest.mark.parametrize("verb", ["recommend", "predict"])
-@pytest.mark.parametrize("name", ["fp8", "gptq", "quanto", "modelopt"])
+@pytest.mark.parametrize("name", ["quanto", "modelopt"])
 def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     make: Make, name: str, verb: str
 ) -> None:
     code, text = run(verb, make(name))
     assert code == 2
     assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
-    able = "streaming,transformers" if name in OURS else "transformers"
-    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies {able}") in text
+    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
+    make: Make, name: str
+) -> None:
+    streaming, other = predict(
+        planned(make(name), "streaming", "transformers"),
+        checkpoint=read_folder(make(name)).checkpoint,
+    )
+    assert not streaming.cannot
+    wanted = sum(4 * one.numel() for one in plain_model(name).state_dict().values())
+    assert streaming.model_bytes == pytest.approx(wanted, abs=4096)  # and its rotary frequencies
+    assert "no prediction follows how transformers loads weights" in other.cannot
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
