@@ -6,8 +6,10 @@ Examples:
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,17 +54,26 @@ def _try_all(
     if not chosen:
         return {}
     with ExitStack() as servers, ThreadPoolExecutor(processes) as pool:
-        free: Queue[ForkServer] = Queue()
-        for _ in range(processes):
+
+        def start() -> ForkServer:
             # A cache each: two runs of bench would wait for each other.
             cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
-            free.put(servers.enter_context(server(cache, zoo=zoo)))
-        found = pool.map(lambda one: _try(one, free, verbs), chosen)
+            return servers.enter_context(server(cache, zoo=zoo))
+
+        free: Queue[ForkServer] = Queue()
+        for _ in range(processes):
+            free.put(start())
+        found = pool.map(lambda one: _try(one, free, start, verbs), chosen)
         return {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True)}
 
 
-def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str, Verdict]:
-    """Try a layout, print what came of it, and return the verdicts; none if a package is missing."""
+def _try(
+    layout: Layout, free: Queue[ForkServer], start: Callable[[], ForkServer], verbs: list[str]
+) -> dict[str, Verdict]:
+    """Try a layout, print what came of it, and return the verdicts; none if a package is missing.
+
+    A command that takes too long ends the process in whose fork it runs: ``start`` starts another.
+    """
     forks = free.get()
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         try:
@@ -70,6 +81,9 @@ def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str,
         except Missing as error:
             print(f"{layout.name}: needs {error}", flush=True)
             return {}
+        except subprocess.TimeoutExpired as error:
+            forks = start()
+            found = dict.fromkeys(verbs, Verdict("WRONG", f"took over {error.timeout} s"))
         finally:
             free.put(forks)
         verdicts = {verb: page.masked(one, Path(folder)) for verb, one in found.items()}

@@ -71,8 +71,7 @@ LAYOUTS: Final = [
         "an architecture that timm does not have",
         GROUP,
         _unknown,
-        NO_FOLDER
-        | refused("has no model 'resnet_of_tomorrow'", all_but("inspect", "transformers")),
+        refused("has no model 'resnet_of_tomorrow'", all_but("inspect")),
         packages=PACKAGES,
     ),
 ]
