@@ -341,6 +341,21 @@ def test_an_interrupted_command_leaves_nothing(
     assert names(source.parent) == ["model.pt"]
 
 
+def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = convert_request.run_maker
+
+    def run(*arguments: Any, **options: Any) -> None:
+        maker(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_request, "run_maker", run)
+    target = source.with_name("new.safetensors")
+    done = convert_request.convert(wish(source, target), Console())
+    assert done.bytes == target.stat().st_size
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
