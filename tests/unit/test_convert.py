@@ -351,7 +351,7 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convert_request, "run_maker", run)
-    target = source.with_name("new.safetensors")
+    target = source.with_name("new.pt")
     done = convert_request.convert(wish(source, target), Console())
     assert done.bytes == target.stat().st_size
 
