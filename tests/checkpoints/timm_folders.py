@@ -64,7 +64,7 @@ LAYOUTS: Final = [
         "another number of classes than in the file",
         GROUP,
         _another_number_of_classes,
-        NO_FOLDER | refused("fc.weight", all_but("inspect", "transformers")),
+        refused("has no values for fc.bias, fc.weight", all_but("inspect")),
         packages=PACKAGES,
     ),
     Layout(
