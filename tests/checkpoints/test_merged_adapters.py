@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from small import llama, transformers
 
 from weighin import load_pretrained
+from weighin.checkpoint.convert import Conversion, convert
 from weighin.errors import CheckpointError
+from weighin.formats.pretrained_choice import FolderChoice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {"hidden_size": 96, "intermediate_size": 160}
@@ -69,6 +71,20 @@ def test_an_adapter_beside_its_model_is_merged_if_it_is_named(tmp_path: Path) ->
     for file in adapter.iterdir():
         file.rename(base / file.name)
     found = load_pretrained(base, adapter=base).state_dict()
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_merged_weights_are_written_as_they_are_loaded(tmp_path: Path, is_tied: bool) -> None:
+    base = base_in(tmp_path, tie_word_embeddings=is_tied)
+    adapter, target = adapter_in(tmp_path), tmp_path / "merged.pt"
+    order = Conversion(
+        "pt", torch.bfloat16, 2**30, model_keys=True, choice=FolderChoice(adapter=str(adapter))
+    )
+    convert(base / "model.safetensors", target, order)
+    expected = load_pretrained(base, dtype=torch.bfloat16, adapter=adapter).state_dict()
+    found = torch.load(target)
+    assert found.keys() == expected.keys()
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
 
 

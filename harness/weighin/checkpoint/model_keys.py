@@ -36,7 +36,7 @@ def read_with_model_keys(
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
     gets the tensor of the name that it is tied to. Codes become weights in ``dtype``, or in the dtype
     of the folder's model if it is None. ``selection`` is the part of the folder's checkpoint that holds
-    the weights.
+    the weights. The adapter that ``choice`` names is merged in ``dtype``, or in each tensor's own dtype.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
@@ -46,7 +46,7 @@ def read_with_model_keys(
     if is_pipeline(source):
         raise sniff.no_model(source)
     if formats.detect(source) is gguf:
-        return _of_gguf(gguf.file_of(source))
+        return _of_gguf(gguf.file_of(source), choice.adapter, dtype)
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
             f"--keys model needs the model's class, and {folder} has no config.json",
@@ -59,16 +59,16 @@ def read_with_model_keys(
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
     builder = resolve_builder(found.library.builder)
-    spec = plain_spec_of(found, selection)
+    spec = plain_spec_of(found, selection, merges=bool(choice.adapter))
     kind = (
         dtype or getattr(torch, auto_dtype(found, selection)) if of_model(spec) else torch.float32
     )
     model = build_skeleton(builder, spec.kwargs, dtype=kind)
     slices = formats.read(source, selection)[1]
-    return _in_order(source, model, slices, map_keys(model, slices))
+    return _in_order(source, model, slices, map_keys(model, slices), choice.adapter, dtype)
 
 
-def _of_gguf(file: Path) -> Slices:
+def _of_gguf(file: Path, adapter: str, dtype: "torch.dtype | None") -> Slices:
     from weighin.models.gguf_keys import map_gguf_keys
     from weighin.models.gguf_spec import spec_of
     from weighin.models.pretrained import from_config
@@ -76,11 +76,16 @@ def _of_gguf(file: Path) -> Slices:
 
     model = build_skeleton(from_config, spec_of(file).kwargs)
     slices = formats.read(file)[1]
-    return _in_order(file, model, slices, map_gguf_keys(model, slices))
+    return _in_order(file, model, slices, map_gguf_keys(model, slices), adapter, dtype)
 
 
 def _in_order(
-    source: Path, model: "torch.nn.Module", slices: Sequence[TensorSlice], mapped: "MappedKeys"
+    source: Path,
+    model: "torch.nn.Module",
+    slices: Sequence[TensorSlice],
+    mapped: "MappedKeys",
+    adapter: str,
+    dtype: "torch.dtype | None",
 ) -> Slices:
     """Return the tensors in the order of the model's state dict, with its tied names."""
     from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
@@ -103,7 +108,12 @@ def _in_order(
             " them while it loads, or would draw them at random",
             "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
         )
-    return Slices(replace(one, name=name) for name, one in sources.items() if one is not None)
+    found = {name: one for name, one in sources.items() if one is not None}
+    if adapter:
+        from weighin.checkpoint.merged import merged  # imports transformers, as few conversions do
+
+        found = merged(model, found, Path(adapter), dtype)
+    return Slices(replace(one, name=name) for name, one in found.items())
 
 
 def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> "Converted":

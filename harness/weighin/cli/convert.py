@@ -14,6 +14,7 @@ EXAMPLES = (
     "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
     "weighin convert training.pt model.pt --key model --strip-prefix module.",
     "weighin convert ./folder model.safetensors --keys model",
+    "weighin convert ./folder merged.safetensors --adapter ./adapter",
     "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
 )
 
@@ -66,6 +67,7 @@ EXAMPLES = (
     " joins and renames tensors as from_pretrained does.",
 )
 @_options.folder_choice
+@_options.adapter
 @_options.selection
 @_options.json
 def convert(
@@ -80,6 +82,7 @@ def convert(
     revision: str,
     model_class: str,
     trust_remote_code: bool,
+    adapter: str,
     key: str,
     strip_prefix: str,
     json_file: str | None,
@@ -92,7 +95,8 @@ def convert(
     from weighin.suite.registry import notes_on, weights_of
 
     selection = Selection(key, strip_prefix)
-    choice = FolderChoice(variant, model_class, revision, trust_remote_code)
+    choice = FolderChoice(variant, model_class, revision, trust_remote_code, adapter)
+    keys = "model" if adapter else keys  # an adapter names the model's modules
     if model_class and keys == "file":
         raise ConfigError(
             "--class names the model whose keys are written, so it would be ignored",

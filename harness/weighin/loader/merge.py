@@ -28,13 +28,7 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
     Raises:
         CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.
     """
-    additions = lora.read(adapter)
-    modules = [
-        (additions.pop(name), module) for name, module in model.named_modules() if name in additions
-    ]
-    others = [one.module for one, module in modules if not fits(one, module)]
-    if others or additions:
-        raise lora.missing(adapter, [*others, *additions], type(model).__name__)
+    modules = modules_of(model, adapter)
     with torch.no_grad():
         for one, module in modules:
             if one.base:
@@ -46,6 +40,18 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
                 memory[device] = allocate(_elements(one), torch.float32, device)
             add(one, module.weight, memory[device], is_turned=is_turned(one, module))
     give_back_heap()
+
+
+def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, Any]]:
+    """Return what an adapter adds, each with its module of ``model``; raise as ``merge_adapter``."""
+    additions = lora.read(adapter)
+    modules = [
+        (additions.pop(name), module) for name, module in model.named_modules() if name in additions
+    ]
+    others = [one.module for one, module in modules if not fits(one, module)]
+    if others or additions:
+        raise lora.missing(adapter, [*others, *additions], type(model).__name__)
+    return modules
 
 
 def fits(one: Addition, module: Any) -> bool:

@@ -1,0 +1,62 @@
+"""Merge an adapter of LoRA into the tensors of a checkpoint that is being written."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weighin.checkpoint.reader import read_pieces
+from weighin.formats.base import TensorSlice
+from weighin.formats.converted import Converted
+from weighin.formats.lora import Addition
+from weighin.loader import merge
+
+
+def merged(
+    model: Any, sources: Mapping[str, TensorSlice], adapter: Path, dtype: torch.dtype | None
+) -> dict[str, TensorSlice]:
+    """Return the tensors of a model, of which those that the adapter changes are computed one by one.
+
+    Args:
+        model: the model, of which no values are needed.
+        sources: the places of its tensors, by their names.
+        dtype: the dtype in which the tensors are merged; None for the dtype of each.
+
+    Raises:
+        CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.
+    """
+    changed = dict(sources)
+    wanted = model.state_dict(keep_vars=True)
+    for one, module in merge.modules_of(model, adapter):
+        names = [name for name, tensor in wanted.items() if tensor is module.weight]
+        base = one.base or sources[names[0]]
+        kind = dtype or sources[names[0]].dtype
+        fill = partial(_fill, base, one, is_turned=merge.is_turned(one, module))
+        for name in names:
+            changed[name] = Converted(
+                name=name,
+                shape=base.shape,
+                stride=module.weight.stride(),
+                dtype_name=str(kind).removeprefix("torch."),
+                file=base.file,
+                offset=base.offset,
+                storage_offset=base.storage_offset,
+                storage_bytes=base.storage_bytes,
+                fill=fill,
+            )
+    return changed
+
+
+def _fill(base: TensorSlice, one: Addition, memory: torch.Tensor, *, is_turned: bool) -> None:
+    """Write the values of ``base`` and the adapter's product into ``memory``."""
+    if isinstance(base, Converted):
+        base.fill(memory)
+    else:
+        at = 0
+        for piece in read_pieces(base):
+            memory.view(-1)[at : at + len(piece)] = piece
+            at += len(piece)
+    with torch.no_grad():
+        merge.add(one, memory, is_turned=is_turned)
