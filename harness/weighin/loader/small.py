@@ -104,6 +104,11 @@ def _group(run: Sequence[DeferredLoad]) -> Group:
     )
 
 
+def buffer_bytes(groups: Sequence[Group], threads: int | None) -> int:
+    """Return the size of all threads' buffers in bytes where no file is cached."""
+    return sum(sorted(group.end - group.start for group in groups)[-(threads or DISK_THREADS) :])
+
+
 def fill_all(groups: Sequence[Group], threads: int | None) -> None:
     """Read the values of all groups; the first error ends the load.
 
