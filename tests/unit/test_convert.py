@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from weighin import child_process, formats
 from weighin.checkpoint import convert, convert_request
+from weighin.checkpoint.subprocess_client import run_maker
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
 from weighin.formats import per_param
@@ -344,10 +345,8 @@ def test_an_interrupted_command_leaves_nothing(
 def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maker = convert_request.run_maker
-
     def run(*arguments: Any, **options: Any) -> None:
-        maker(*arguments, **options)
+        run_maker(*arguments, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convert_request, "run_maker", run)

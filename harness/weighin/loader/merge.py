@@ -34,10 +34,10 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
             if one.base:
                 module.weight.copy_(read_whole(one.base))
         memory: dict[torch.device, torch.Tensor] = {}
-        for one, module in sorted(modules, key=lambda each: -_elements(each[0])):
+        for one, module in sorted(modules, key=lambda each: -elements(each[0])):
             device = module.weight.device
             if device not in memory:
-                memory[device] = allocate(_elements(one), torch.float32, device)
+                memory[device] = allocate(elements(one), torch.float32, device)
             add(one, module.weight, memory[device], is_turned=is_turned(one, module))
     give_back_heap()
 
@@ -85,8 +85,8 @@ def _conv1d() -> Any:
     return Conv1D
 
 
-def _elements(one: Addition) -> int:
-    """Return the size of the memory that ``add`` needs."""
+def elements(one: Addition) -> int:
+    """Return the number of float32 elements of the memory that ``add`` needs."""
     rows, columns = one.b.shape[0], one.a.shape[1]
     return _aligned(rows * columns) + _aligned(prod(one.b.shape)) + _aligned(prod(one.a.shape))
 
