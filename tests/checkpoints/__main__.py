@@ -56,7 +56,7 @@ def _try_all(
     with ExitStack() as servers, ThreadPoolExecutor(processes) as pool:
 
         def start() -> ForkServer:
-            # A cache each: two runs of bench would wait for each other.
+            # A cache and a lock each: two runs of bench would wait for each other.
             cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
             return servers.enter_context(server(cache, zoo=zoo))
 
