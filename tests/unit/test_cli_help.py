@@ -148,6 +148,7 @@ VERBS = {
             "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
             "weighin convert training.pt model.pt --key model --strip-prefix module.",
             "weighin convert ./folder model.safetensors --keys model",
+            "weighin convert ./folder merged.safetensors --adapter ./adapter",
             "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
         ],
     ),
