@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from plain_dequantisation import (
+    Dequantise,
+    expected,
+    plain_awq,
+    plain_gptq,
+    plain_int8,
+    plain_nf4,
+)
 from quantised_folders import (
     GROUP_SIZE,
     State,
@@ -26,7 +34,6 @@ from weighin.errors import CheckpointError
 from weighin.models.pretrained import pretrained_class
 
 Pack = Callable[[str, torch.Tensor], State]
-Dequantise = Callable[[dict[str, torch.Tensor], torch.dtype], torch.Tensor]
 
 QWEN: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,54 +45,6 @@ MIXTURE: dict[str, Any] = QWEN | {
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def stream(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the values that lie one after the other in the words of each column, bit by bit."""
-    single = (words.long()[:, None] >> torch.arange(32).view(1, -1, 1)) & 1
-    values = single.reshape(-1, bits, words.shape[1]) << torch.arange(bits).view(1, -1, 1)
-    summed: torch.Tensor = values.sum(1)
-    return summed
-
-
-def plain_gptq(bits: int, less: int) -> Dequantise:
-    def weight(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        groups = parts["g_idx"].long()
-        zeros = (stream(parts["qzeros"].t(), bits).t() + less) % 2**bits
-        codes = stream(parts["qweight"], bits)
-        values: torch.Tensor = (codes - zeros[groups]).float() * parts["scales"][groups].float()
-        return values.t().to(dtype)
-
-    return weight
-
-
-def plain_awq(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    def values(words: torch.Tensor) -> torch.Tensor:
-        mixed = stream(words.t(), 4).t().reshape(len(words), -1, 8)
-        plain = torch.empty_like(mixed)
-        plain[:, :, [0, 2, 4, 6, 1, 3, 5, 7]] = mixed
-        return plain.flatten(1)
-
-    groups = torch.arange(len(parts["qweight"])) // GROUP_SIZE
-    codes, zeros = values(parts["qweight"]), values(parts["qzeros"])
-    return ((codes - zeros[groups]).float() * parts["scales"][groups].float()).t().to(dtype)
-
-
-def plain_int8(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return (parts["weight"].float() * parts["SCB"][:, None] * 7.874015718698502e-3).to(dtype)
-
-
-def plain_nf4(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
-    scales = parts["weight.absmax"]
-    if "weight.nested_absmax" in parts:
-        number = torch.arange(len(scales)) // state["nested_blocksize"]
-        table = parts["weight.nested_quant_map"][scales.long()]
-        scales = table * parts["weight.nested_absmax"][number] + state["nested_offset"]
-    halves = torch.stack([parts["weight"] >> 4, parts["weight"] & 15], -1).flatten().long()
-    number = torch.arange(len(halves)) // state["blocksize"]
-    values = parts["weight.quant_map"][halves] * scales[number]
-    return values[: torch.Size(state["shape"]).numel()].view(state["shape"]).bfloat16().to(dtype)
 
 
 def gptq_config(bits: int = 4, **more: Any) -> dict[str, Any]:
@@ -149,26 +108,6 @@ def write(
     config |= {"architectures": [kind], "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def expected(folder: Path, plain: Dequantise, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights of the coded matrices, by the names that they have before the quantisation."""
-    state = load_file(folder / "model.safetensors")
-    beside = ("qweight", "SCB", "weight.absmax")
-    modules = {
-        name.removesuffix(f".{end}") for name in state for end in beside if name.endswith(end)
-    }
-    return {
-        f"{module}.weight": plain(
-            {
-                name.removeprefix(f"{module}."): value
-                for name, value in state.items()
-                if name.startswith(f"{module}.")
-            },
-            dtype,
-        )
-        for module in modules
-    }
 
 
 @pytest.mark.parametrize(
