@@ -78,7 +78,7 @@ test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser 
 	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
-	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
+	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance tests/checkpoints/test_conversions.py $(ARGS)
 
 test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
@@ -86,20 +86,20 @@ test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgr
 test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debian 12, without root and Docker: a quarter of an hour
 	$(BIN)/pytest -m fresh --require fresh -rP tests/fresh $(ARGS)
 
-test-nightly: .venv/ready-dev  ## Test signals at random moments of five verbs, and all verbs in a hostile folder: minutes for each SIGNALS=1
-	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m nightly -rP tests/integration $(ARGS)
+test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of all grids, and signals at random moments: minutes for each SIGNALS=1
+	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m "nightly and not vm" -rP $(ARGS)
 
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
 
-checkpoints: .venv/ready-dev  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
+checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
 
 faults: .venv/ready-dev  ## Try every fault with real commands, and print what came of it: half an hour
 	$(BIN)/python -W ignore tests/faults $(ARGS)
 
 zoo: .venv-zoo/ready  ## Test the loader and the strategies over torch's and torchvision's models
-	PYTHONPATH=.venv-zoo OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
 test-versions:  ## Test with other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
@@ -135,8 +135,10 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	@touch $@
 
 # transformers imports torchvision if it is there, and its build may not fit torch's: it is no part of .venv.
-.venv-zoo/ready: .venv/ready-dev
-	$(BIN)/pip install --no-deps --upgrade --constraint constraints.txt --target .venv-zoo torchvision
+# timm needs it. This environment has the two packages, and all of .venv's.
+.venv-zoo/ready: .venv/ready-dev tests/zoo/environment.py
+	$(BIN)/python tests/zoo/environment.py
+	$(BIN)/pip --python .venv-zoo/bin/python install --no-deps --constraint constraints.txt torchvision timm
 	@touch $@
 
 .PHONY: $(TARGETS)

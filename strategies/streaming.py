@@ -2,8 +2,8 @@
 
 Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
 state dict with values, and a read that bypasses the page cache adds no pages to it. Elements are
-converted to the wanted dtype while they are read. Codes of fp8, mxfp4 and compressed-tensors are dequantised
-a few rows at a time.
+converted to the wanted dtype while they are read. Codes of fp8, mxfp4, compressed-tensors,
+bitsandbytes, gptq and awq are dequantised a few rows at a time.
 
 Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16), granularity
 (which tensors are read together: "all", those of one "module", or a single "tensor"), key and strip_prefix

@@ -199,6 +199,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.name, len(LONGEST)))
 
 
+def _use_one_thread() -> None:
+    """Let torch use one thread in each of several test processes, which have the processors together.
+
+    With more threads than processors, threads of OpenMP wait for each other in loops: the tests of
+    conformance took nearly twice the processor time. Processes that tests start are not affected.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare Docker and cgroups before the first test, because this removes leftovers of dead runs.
@@ -207,6 +217,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if session.config.option.collectonly:
         return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _use_one_thread()
     lock = Path(tempfile.gettempdir()) / f"weighin-test-preparing-{os.getuid()}.lock"
     with FileLock(lock):  # one process builds the image, the others use it
         for marker in ("docker", "cgroup"):

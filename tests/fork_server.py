@@ -48,14 +48,18 @@ class ForkServer:
     """A process that runs ``setup`` once, such as imports, and then code in forks of itself.
 
     A fork runs code as ``python -c CODE ARGUMENTS`` does, with output and exit status of its own.
-    Packages in ``missing``, and those that this process itself cannot import, cannot be imported, as
-    if they were not installed.
+    Packages in ``missing`` cannot be imported, as if they were not installed. Nor can those that this
+    process itself cannot import, unless ``python`` names another interpreter.
     """
 
-    def __init__(self, setup: str, missing: Sequence[str] = ()) -> None:
-        hidden = [*missing, *(name for name, module in sys.modules.items() if module is None)]
+    def __init__(
+        self, setup: str, missing: Sequence[str] = (), python: Path | str = sys.executable
+    ) -> None:
+        hidden = [*missing]
+        if python == sys.executable:
+            hidden += [name for name, module in sys.modules.items() if module is None]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, json.dumps(hidden), setup],
+            [python, "-c", _SERVER, json.dumps(hidden), setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

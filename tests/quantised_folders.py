@@ -1,7 +1,7 @@
 """Hugging Face folders of a small model whose matrices are codes, named as the libraries name them.
 
-The codes of fp8, mxfp4 and compressed-tensors are real, because from_pretrained loads them on a CPU.
-Those of other libraries have the right names, shapes and dtypes.
+The codes of the methods that weighin dequantises are real. Those of other libraries have the right names,
+shapes and dtypes.
 """
 
 import json
@@ -28,7 +28,14 @@ GPT_OSS: Mapping[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "num_local_experts": 4,
     "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
-_GROUP = 32
+GROUP_SIZE = 32
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+"""bitsandbytes' table of nf4, in every file of such codes."""
 
 
 def fp8_blocks(name: str, matrix: torch.Tensor) -> State:
@@ -57,7 +64,7 @@ def int8_channels(name: str, matrix: torch.Tensor) -> State:
 
 
 def int4_packed(name: str, matrix: torch.Tensor) -> State:
-    grouped = matrix.reshape(matrix.shape[0], -1, _GROUP)
+    grouped = matrix.reshape(matrix.shape[0], -1, GROUP_SIZE)
     scale = grouped.abs().amax(2) / 7
     codes = (grouped / scale[..., None]).round().clamp(-8, 7).reshape(matrix.shape).int() + 8
     packed = torch.zeros(matrix.shape[0], matrix.shape[1] // 8, dtype=torch.int32)
@@ -80,33 +87,67 @@ def bitsandbytes_int8(name: str, matrix: torch.Tensor) -> State:
 
 
 def bitsandbytes_nf4(name: str, matrix: torch.Tensor) -> State:
-    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(matrix.shape)})
+    blocks = -(-matrix.numel() // 64)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(matrix.shape)}
     return {
-        f"{name}.weight": torch.zeros(matrix.numel() // 2, 1, dtype=torch.uint8),
-        f"{name}.weight.absmax": matrix.abs().reshape(-1, 64).amax(1),
-        f"{name}.weight.quant_map": torch.linspace(-1, 1, 16),
-        f"{name}.weight.quant_state.bitsandbytes__nf4": torch.tensor([*state.encode()]).byte(),
+        f"{name}.weight": torch.randint(0, 256, (-(-matrix.numel() // 2), 1), dtype=torch.uint8),
+        f"{name}.weight.absmax": torch.rand(blocks) / 50,
+        f"{name}.weight.quant_map": NF4.clone(),
+        f"{name}.weight.quant_state.bitsandbytes__nf4": _text(state),
     }
 
 
-def gptq(name: str, matrix: torch.Tensor) -> State:
+def bitsandbytes_nested(name: str, matrix: torch.Tensor) -> State:
+    """Return codes of nf4 whose scales are codes, too (double quantisation)."""
+    state = bitsandbytes_nf4(name, matrix)
+    text = f"{name}.weight.quant_state.bitsandbytes__nf4"
+    blocks = len(state[f"{name}.weight.absmax"])
+    more = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.015625}
+    settings = json.loads(bytes(state[text].tolist())) | more
+    return state | {
+        f"{name}.weight.absmax": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
+        f"{name}.weight.nested_absmax": torch.rand(-(-blocks // 256)) / 100,
+        f"{name}.weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        text: _text(settings),
+    }
+
+
+def _text(state: Mapping[str, Any]) -> torch.Tensor:
+    return torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+
+
+def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return words of 32 bits that hold the values of each column one after the other, lowest bits first."""
+    stream = (values[:, None].long() >> torch.arange(bits).view(1, -1, 1)) & 1
+    stream = stream.reshape(-1, 32, values.shape[1]) << torch.arange(32).view(1, -1, 1)
+    return stream.sum(1).to(torch.int32)  # keeps the lowest 32 bits
+
+
+def gptq(name: str, matrix: torch.Tensor, bits: int = 4, *, in_order: bool = True) -> State:
     rows, columns = matrix.shape
-    groups = -(-columns // _GROUP)
+    groups = torch.arange(columns) // GROUP_SIZE
+    count = int(groups[-1]) + 1
+    zeros = torch.randint(0, 2**bits, (count, rows))
     return {
-        f"{name}.qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
-        f"{name}.qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
-        f"{name}.scales": torch.ones(groups, rows, dtype=torch.float16),
-        f"{name}.g_idx": (torch.arange(columns) // _GROUP).int(),
+        f"{name}.qweight": packed(torch.randint(0, 2**bits, (columns, rows)), bits),
+        f"{name}.qzeros": packed(zeros.t(), bits).t().contiguous(),
+        f"{name}.scales": (torch.rand(count, rows) / 50).half(),
+        f"{name}.g_idx": (groups if in_order else groups[torch.randperm(columns)]).int(),
     }
 
 
 def awq(name: str, matrix: torch.Tensor) -> State:
     rows, columns = matrix.shape
-    groups = -(-columns // _GROUP)
+    groups = columns // GROUP_SIZE
+
+    def words(values: torch.Tensor) -> torch.Tensor:
+        mixed = values.view(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+        return packed(mixed.t(), 4).t().contiguous()
+
     return {
-        f"{name}.qweight": torch.zeros(columns, rows // 8, dtype=torch.int32),
-        f"{name}.qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
-        f"{name}.scales": torch.ones(groups, rows, dtype=torch.float16),
+        f"{name}.qweight": words(torch.randint(0, 16, (columns, rows))),
+        f"{name}.qzeros": words(torch.randint(0, 16, (groups, rows))),
+        f"{name}.scales": (torch.rand(groups, rows) / 50).half(),
     }
 
 
@@ -134,8 +175,8 @@ def mlx(name: str, matrix: torch.Tensor) -> State:
     rows, columns = matrix.shape
     return {
         f"{name}.weight": torch.zeros(rows, columns // 8, dtype=torch.int32).view(torch.uint32),
-        f"{name}.scales": torch.ones(rows, columns // _GROUP, dtype=torch.float16),
-        f"{name}.biases": torch.zeros(rows, columns // _GROUP, dtype=torch.float16),
+        f"{name}.scales": torch.ones(rows, columns // GROUP_SIZE, dtype=torch.float16),
+        f"{name}.biases": torch.zeros(rows, columns // GROUP_SIZE, dtype=torch.float16),
     }
 
 
@@ -233,7 +274,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "compressed int4": Layout(
         int4_packed,
-        {"quantization_config": _compressed("int", "pack-quantized", 4, strategy="group", group_size=_GROUP)},
+        {"quantization_config": _compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP_SIZE)},
         "compressed-tensors (pack-quantized)",
     ),
     "bitsandbytes int8": Layout(
@@ -242,8 +283,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "bitsandbytes nf4": Layout(
         bitsandbytes_nf4, _named("bitsandbytes", **_FOUR_BITS), "bitsandbytes 4-bit (nf4)"
     ),
-    "gptq": Layout(gptq, _named("gptq", bits=4, group_size=_GROUP), "gptq (4 bits)"),
-    "awq": Layout(awq, _named("awq", bits=4, group_size=_GROUP), "awq (4 bits)"),
+    "gptq": Layout(gptq, _named("gptq", bits=4, group_size=GROUP_SIZE), "gptq (4 bits)"),
+    "awq": Layout(awq, _named("awq", bits=4, group_size=GROUP_SIZE), "awq (4 bits)"),
     "quanto": Layout(quanto_int8, _named("quanto", weights="int8"), "quanto"),
     "hqq": Layout(
         hqq,
@@ -258,7 +299,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "mlx": Layout(
         mlx,
-        {name: {"group_size": _GROUP, "bits": 4} for name in ("quantization", "quantization_config")},
+        {name: {"group_size": GROUP_SIZE, "bits": 4} for name in ("quantization", "quantization_config")},
         "mlx",
     ),
     "scaled fp8": Layout(scaled_fp8, {}, "scaled fp8"),

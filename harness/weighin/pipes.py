@@ -70,7 +70,12 @@ def write(descriptor: int, data: bytes) -> None:
             left = left[os.write(descriptor, left) :]
 
 
+def printed_lines(printed: bytes) -> list[str]:
+    """Return the lines that a process printed, without blank ones before and after them."""
+    return printed.decode(errors="replace").strip().splitlines()
+
+
 def last_line(printed: bytes) -> str:
     """Return the last line of what a process printed; empty if it printed nothing."""
-    lines = printed.decode(errors="replace").strip().splitlines()
+    lines = printed_lines(printed)
     return lines[-1].strip() if lines else ""

@@ -6,8 +6,10 @@ Examples:
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import page  # noqa: E402
 from fork_server import ForkServer  # noqa: E402
 from layouts import VERBS, Layout, every  # noqa: E402
-from tried import Missing, Verdict, server, tried  # noqa: E402
+from tried import IN_ZOO, Missing, Verdict, server, tried  # noqa: E402
 
 
 def main() -> int:
@@ -32,14 +34,11 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [one for one in every() if (options.only or "") in f"{one.group} {one.name}"]
     verbs = options.verbs.split(",")
-    with ExitStack() as servers, ThreadPoolExecutor(options.processes) as pool:
-        free: Queue[ForkServer] = Queue()
-        for _ in range(options.processes):
-            # A cache each: two runs of bench would wait for each other.
-            cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
-            free.put(servers.enter_context(server(cache)))
-        found = list(pool.map(lambda one: _try(one, free, verbs), chosen))
-    answers = {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True) if verdicts}
+    found: dict[str, dict[str, Verdict]] = {}
+    for zoo in (False, True):
+        members = [one for one in chosen if (IN_ZOO in one.packages) is zoo]
+        found |= _try_all(members, verbs, min(options.processes, len(members)), zoo)
+    answers = {one.name: found[one.name] for one in chosen if found[one.name]}
     wrong = sum(one.state == "WRONG" for each in answers.values() for one in each.values())
     missing = len(chosen) - len(answers)
     print(f"{len(answers)} layouts, {wrong} wrong answers, {missing} without their package")
@@ -48,8 +47,33 @@ def main() -> int:
     return int(bool(wrong or missing))
 
 
-def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str, Verdict]:
-    """Try a layout, print what came of it, and return the verdicts; none if a package is missing."""
+def _try_all(
+    chosen: list[Layout], verbs: list[str], processes: int, zoo: bool
+) -> dict[str, dict[str, Verdict]]:
+    """Try layouts, some at once, and return the verdicts of each by its name."""
+    if not chosen:
+        return {}
+    with ExitStack() as servers, ThreadPoolExecutor(processes) as pool:
+
+        def start() -> ForkServer:
+            # A cache and a lock each: two runs of bench would wait for each other.
+            cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+            return servers.enter_context(server(cache, zoo=zoo))
+
+        free: Queue[ForkServer] = Queue()
+        for _ in range(processes):
+            free.put(start())
+        found = pool.map(lambda one: _try(one, free, start, verbs), chosen)
+        return {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True)}
+
+
+def _try(
+    layout: Layout, free: Queue[ForkServer], start: Callable[[], ForkServer], verbs: list[str]
+) -> dict[str, Verdict]:
+    """Try a layout, print what came of it, and return the verdicts; none if a package is missing.
+
+    A command that takes too long ends the process in whose fork it runs: ``start`` starts another.
+    """
     forks = free.get()
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         try:
@@ -57,6 +81,9 @@ def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str,
         except Missing as error:
             print(f"{layout.name}: needs {error}", flush=True)
             return {}
+        except subprocess.TimeoutExpired as error:
+            forks = start()
+            found = dict.fromkeys(verbs, Verdict("WRONG", f"took over {error.timeout} s"))
         finally:
             free.put(forks)
         verdicts = {verb: page.masked(one, Path(folder)) for verb, one in found.items()}

@@ -77,7 +77,10 @@ def converted() -> None:
 
 
 def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
+    """Return the model that its library loads; codes that weighin dequantises are dequantised here, too."""
     import transformers
+
+    from weighin.models.dequantising import arguments_to_dequantise
 
     config = json.loads((path / "config.json").read_text())
     if "_class_name" in config:
@@ -94,6 +97,7 @@ def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
     options: dict[str, Any] = {
         key: one for key, one in layout.options.items() if key in ("variant", "revision")
     }
+    options |= arguments_to_dequantise(path / "model.safetensors")
     kind = getattr(transformers, str(name).removeprefix("transformers."), None)
     if kind is None:
         from diffusers.pipelines.stable_diffusion import safety_checker

@@ -1,12 +1,16 @@
 """A sample of the layouts is right or refused with its reason; ``make checkpoints`` tries them all."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
-from tried import Missing, Verdict, server, tried
+from nightly import nightly
+from tried import IN_ZOO, Missing, Verdict, server, tried
 
 QUICK = ("inspect", "convert", "load")
 WITH_ALL_VERBS = (
@@ -14,38 +18,42 @@ WITH_ALL_VERBS = (
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-SAMPLE = LAYOUTS[::10]
+SAMPLE = [*LAYOUTS[::20], *nightly(*LAYOUTS[10::20])]
+
+Servers = Callable[[bool], ForkServer]
+"""Returns the process that runs the verbs, with or without the packages of .venv-zoo."""
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    with server() as started:
-        yield started
+def servers() -> Iterator[Servers]:
+    with ExitStack() as started:
+        yield cache(lambda zoo: started.enter_context(server(zoo=zoo)))
 
 
-def wrong(layout: Layout, folder: Path, forks: ForkServer, verbs: tuple[str, ...]) -> list[str]:
+def wrong(layout: Layout, folder: Path, servers: Servers, verbs: tuple[str, ...]) -> list[str]:
     try:
-        found = tried(layout, folder, forks, verbs)
+        found = tried(layout, folder, servers(IN_ZOO in layout.packages), verbs)
     except Missing as missing:
         assert str(missing) in layout.packages, (
             f"{layout.name} needs {missing}, and does not say it"
         )
-        pytest.skip(f"needs {missing}")
+        how = ": make .venv-zoo/ready" if str(missing) == IN_ZOO else ""
+        pytest.skip(f"needs {missing}{how}")
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize("layout", SAMPLE, ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", SAMPLE, ids=attrgetter("name"))
 def test_a_layout_is_right_or_refused_with_its_reason(
-    layout: Layout, tmp_path: Path, forks: ForkServer
+    layout: Layout, tmp_path: Path, servers: Servers
 ) -> None:
-    assert wrong(layout, tmp_path, forks, QUICK) == []
+    assert wrong(layout, tmp_path, servers, QUICK) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_ALL_VERBS)
-def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, forks: ForkServer) -> None:
+@pytest.mark.parametrize("name", [WITH_ALL_VERBS[0], *nightly(*WITH_ALL_VERBS[1:])])
+def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, servers: Servers) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
-    assert wrong(layout, tmp_path, forks, VERBS) == []
+    assert wrong(layout, tmp_path, servers, VERBS) == []
 
 
 def test_the_page_names_every_layout_and_no_wrong_answer() -> None:
@@ -54,8 +62,9 @@ def test_the_page_names_every_layout_and_no_wrong_answer() -> None:
     assert "WRONG" not in text
 
 
-def test_values_that_differ_are_called_wrong(tmp_path: Path, forks: ForkServer) -> None:
+def test_values_that_differ_are_called_wrong(tmp_path: Path, servers: Servers) -> None:
     """The judge is tried with a layout that lies about its values."""
+    forks = servers(False)
     (honest,) = (one for one in LAYOUTS if one.name == "a file of safetensors")
     assert tried(honest, tmp_path, forks, QUICK)["load"] == Verdict("right")
     truth = tmp_path / "truth.pt"

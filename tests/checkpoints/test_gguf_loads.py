@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from conversions import assert_equal
 from layouts import Made
 from safetensors.torch import load_file
 from small import llama, transformers
@@ -53,24 +54,6 @@ peak = status("VmHWM") - before
 size = sum(tensor.nbytes for tensor in model.state_dict().values())
 import json; print(json.dumps([peak, size]))
 """
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    assert ours.training is theirs.training
-    tensors, expected = ours.state_dict(), theirs.state_dict()
-    assert tensors.keys() == expected.keys()
-    tensors |= dict(ours.named_buffers())
-    for name, one in (expected | dict(theirs.named_buffers())).items():
-        assert tensors[name].dtype == one.dtype, name
-        assert torch.equal(bits(tensors[name]), bits(one)), name
-    assert ours.config.dtype == theirs.config.dtype
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes; not a number is one value, whose sign depends on the processor's unit."""
-    flat = tensor.reshape(-1)
-    return torch.where(flat.isnan(), torch.nan, flat).contiguous().view(torch.uint8)
 
 
 def reference(folder: Path, **options: Any) -> Any:

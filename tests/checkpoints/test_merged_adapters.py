@@ -127,6 +127,11 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own use
+@pytest.mark.filterwarnings(
+    "ignore:Model (has|with) `tie_word_embeddings:UserWarning",
+    "ignore:Setting `save_embedding:UserWarning",
+)
 @pytest.mark.parametrize("name", ["linear", "embedding", "transposed"])
 def test_the_merge_equals_that_of_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")

@@ -64,15 +64,14 @@ LAYOUTS: Final = [
         "another number of classes than in the file",
         GROUP,
         _another_number_of_classes,
-        NO_FOLDER | refused("fc.weight", all_but("inspect", "transformers")),
+        refused("has no values for fc.bias, fc.weight", all_but("inspect")),
         packages=PACKAGES,
     ),
     Layout(
         "an architecture that timm does not have",
         GROUP,
         _unknown,
-        NO_FOLDER
-        | refused("has no model 'resnet_of_tomorrow'", all_but("inspect", "transformers")),
+        refused("has no model 'resnet_of_tomorrow'", all_but("inspect")),
         packages=PACKAGES,
     ),
 ]

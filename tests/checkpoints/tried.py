@@ -18,6 +18,10 @@ from fork_server import ForkServer
 from layouts import VERBS, Layout
 
 HERE: Final = Path(__file__).parent
+IN_ZOO: Final = "timm"
+"""A package that needs torchvision, which the environment of the zoo has."""
+
+_ZOO: Final = HERE.parents[1] / ".venv-zoo" / "bin" / "python"
 STRATEGIES: Final = ("streaming", "transformers", "baseline")
 _SETUP: Final = f"""
 import sys, warnings
@@ -44,14 +48,18 @@ class Missing(Exception):
 
 
 @contextmanager
-def server(cache: str | None = None) -> Iterator[ForkServer]:
+def server(cache: str | None = None, *, zoo: bool = False) -> Iterator[ForkServer]:
     """Start the process in whose forks everything runs: torch and transformers are imported once.
 
-    ``cache`` is the folder for what weighin keeps: two processes with one of it wait for each other.
+    ``cache`` is the folder for what weighin keeps, and for the lock of bench: two processes with one of
+    them wait for each other.
+    ``zoo`` takes the interpreter of ``.venv-zoo``, if that is there.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    setup = f"import os; os.environ['WEIGHIN_CACHE'] = {cache!r}\n" if cache else ""
-    started = ForkServer(setup + _SETUP)
+    variables = {"WEIGHIN_CACHE": cache, "WEIGHIN_LOCK": f"{cache}/lock"} if cache else {}
+    setup = f"import os; os.environ.update({variables!r})\n"
+    python = _ZOO if zoo and _ZOO.exists() else sys.executable
+    started = ForkServer(setup + _SETUP, python=python)
     try:
         yield started
     finally:

@@ -11,9 +11,7 @@ from cases import Case, cases, check
 from hypothesis import HealthCheck, example, given, settings
 from known import KNOWN
 
-DRAWS = int(
-    os.environ.get("WEIGHIN_DRAWS") or {"ci": 2000}.get(settings.get_current_profile_name(), 300)
-)
+DRAWS = int(os.environ.get("WEIGHIN_DRAWS") or 300)
 
 
 @settings(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched, phases_of
+from nightly import isolations, nightly
 
 from weighin.record import Outcome, Result
 from weighin.run import supervisor
@@ -109,7 +110,7 @@ def test_an_end_says_how_and_where(bench: Bench, process: Watched, how: str) -> 
     assert result.message == ENDED[how]
 
 
-@pytest.mark.parametrize("how", ["exits_at_once", "segfaults", "kills_itself"])
+@pytest.mark.parametrize("how", ["kills_itself", *nightly("exits_at_once", "segfaults")])
 def test_a_sudden_end_is_not_taken_for_lack_of_memory(
     bench: Bench, limiting: Watched, how: str
 ) -> None:
@@ -160,6 +161,7 @@ def test_one_wrong_value_is_caught_under_every_isolation(bench: Bench, isolation
     assert result.ready_ns  # it was read through before it was judged
 
 
+@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
 @pytest.mark.parametrize(
     "how",
     [

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from cells import Bench, Watched, known_file, names_of, phases_of
+from nightly import nightly
 
 from weighin.probes.cgroup import memory_hierarchy
 from weighin.record import Outcome
@@ -23,7 +24,7 @@ LIMIT_OF_A_CHILD = 448 * MIB
 KILLED_CHILD = "the kernel killed a process of the worker for lack of memory"
 
 
-@pytest.mark.parametrize("limit_mib", [8, 32, 96])
+@pytest.mark.parametrize("limit_mib", [8, 96, *nightly(32)])
 def test_a_limit_below_the_import_kills_before_the_load(
     bench: Bench, limiting: Watched, limit_mib: int
 ) -> None:

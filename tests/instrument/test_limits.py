@@ -57,35 +57,34 @@ def test_the_same_allocation_lives_without_a_limit(bench: Bench, isolation: Watc
     assert (result.outcome, result.message) == (Outcome.OK, "")
 
 
-def test_swap_is_off_for_the_cell(bench: Bench, limiting: Watched) -> None:
-    seen: dict[str, str] = {}
+@pytest.fixture(scope="module")
+def held(bench: Bench, limiting: Watched) -> tuple[dict[str, str], str]:
+    """Return the swap settings of a running cell, and its limit after it was lifted."""
+    seen: list[tuple[dict[str, str], str]] = []
 
     def look(phase: str) -> None:
         if phase == "hold":
             assert limiting.running and limiting.running.cgroup
-            seen.update(swap_settings(limiting.running.cgroup))
+            group = MemoryCgroup(limiting.running.cgroup)
+            swap = swap_settings(limiting.running.cgroup)
+            group.raise_limit()
+            seen.append((swap, group.limit_path.read_text().strip()))
 
     bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
-    assert seen in (
+    (found,) = seen
+    return found
+
+
+def test_swap_is_off_for_the_cell(held: tuple[dict[str, str], str]) -> None:
+    assert held[0] in (
         {"memory.swap.max": "0"},
         {"memory.swappiness": "0", "memory.memsw.limit_in_bytes": str(LIMIT)},
         {"memory.swappiness": "0"},  # a kernel that does not account swap by cgroup
     )
 
 
-def test_the_limit_of_a_running_cell_can_be_lifted(bench: Bench, limiting: Watched) -> None:
-    seen: list[str] = []
-
-    def look(phase: str) -> None:
-        if phase == "hold":
-            assert limiting.running and limiting.running.cgroup
-            group = MemoryCgroup(limiting.running.cgroup)
-            group.raise_limit()
-            seen.append(group.limit_path.read_text().strip())
-
-    bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
-    (limit,) = seen
-    assert limit == "max" or int(limit) > 2**60  # v1 rounds "no limit" to whole pages
+def test_the_limit_of_a_running_cell_can_be_lifted(held: tuple[dict[str, str], str]) -> None:
+    assert held[1] == "max" or int(held[1]) > 2**60  # v1 rounds "no limit" to whole pages
 
 
 def swap_settings(cgroup: Path) -> dict[str, str]:

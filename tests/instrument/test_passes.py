@@ -4,6 +4,7 @@ import mmap
 
 import pytest
 from cells import LARGE, Bench, Watched, names_of
+from nightly import isolations
 
 from weighin.record import Outcome, Phase, Result
 from weighin.units import MIB
@@ -16,6 +17,7 @@ def passes_of(result: Result) -> list[Phase]:
     return [phase for phase in result.phases if phase.name == "forward"]
 
 
+@pytest.mark.parametrize("isolation", isolations("process"), indirect=True)
 def test_each_pass_is_a_phase_and_no_pass_is_none(bench: Bench, isolation: Watched) -> None:
     result = bench("mmap_assign", isolation, passes=3)
     assert names_of(result)[-4:] == ["touch", "forward", "forward", "forward"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched, prepared_isolation
+from nightly import nightly
 
 from weighin.record import Outcome, Result
 from weighin.suite.registry import strategies as all_strategies
@@ -62,7 +63,7 @@ def test_samples_are_those_of_all_ranks_together_and_of_each_rank(
 
 
 @pytest.mark.cgroup
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, *nightly(0)])
 def test_the_rank_that_the_kernel_killed_is_named(bench: Bench, rank: int) -> None:
     isolation = prepared_isolation("cgroup")
     result = bench(
@@ -125,7 +126,7 @@ def test_a_cell_is_as_slow_as_its_slowest_rank(bench: Bench, process: Watched) -
     assert result.ready_ns == max(rank.ready_ns or 0 for rank in result.ranks)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
 @pytest.mark.parametrize("name", SHARING)
 def test_strategies_that_divide_a_load_leave_the_right_model_in_each_rank(
     bench: Bench, process: Watched, name: str, dtype: str
@@ -141,7 +142,7 @@ def test_dcp_reads_hugging_face_files_into_shards(bench: Bench, process: Watched
     assert (result.outcome, result.message) == ("ok", "")
 
 
-@pytest.mark.parametrize("name", ["baseline", "mmap_assign", "streaming"])
+@pytest.mark.parametrize("name", ["streaming", *nightly("baseline", "mmap_assign")])
 def test_a_strategy_of_one_process_runs_in_each_rank(
     bench: Bench, limiting: Watched, name: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
+from nightly import isolations
 
 from weighin.record import Outcome
 from weighin.suite.config import DEFAULT_SAVING
@@ -10,6 +11,7 @@ from weighin.units import MIB
 TIED_BYTES = 32768 * 768 * 4  # of LARGE: cloned name by name, its tied head is copied twice
 
 
+@pytest.mark.parametrize("isolation", isolations("process"), indirect=True)
 @pytest.mark.parametrize("strategy", DEFAULT_SAVING)
 def test_a_strategy_writes_the_model(bench: Bench, isolation: Watched, strategy: str) -> None:
     result = bench(strategy, isolation, model_name="tied-tiny", operation="save")

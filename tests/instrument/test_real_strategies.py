@@ -2,12 +2,14 @@
 
 import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
+from nightly import isolations
 
 from weighin.record import Outcome
 from weighin.suite.config import DEFAULT_STRATEGIES
 from weighin.units import MIB
 
 
+@pytest.mark.parametrize("isolation", isolations("process"), indirect=True)
 @pytest.mark.parametrize("strategy", DEFAULT_STRATEGIES)
 @pytest.mark.parametrize("model_name", ["tied-tiny", "gpt2-tiny"])
 def test_a_strategy_leaves_a_right_model(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from commands import ROOT, CommandLine
 from documented import commands, words
+from nightly import nightly
 from safetensors.torch import save_file
 
 from weighin.models.pretrained import pretrained_class
@@ -51,6 +53,16 @@ def quick() -> list[str]:
     return [one for one in found.values() if not any(word in one for word in (*LONG, *OTHERS))]
 
 
+def one_of_each(lines: list[str]) -> list[str]:
+    """Return one command of those with the same verb and the same options; each shard is needed."""
+    found = {}
+    for line in lines:
+        verb, *rest = words(line)
+        options = {word for word in rest if word.startswith("-")}
+        found[verb, frozenset(options), line if "--shard" in options else ""] = line
+    return list(found.values())
+
+
 @pytest.fixture(scope="module")
 def prepared(disk: Path) -> Path:
     """A folder with the files that the commands name."""
@@ -81,8 +93,9 @@ def prepared(disk: Path) -> Path:
 
 @pytest.mark.cgroup
 @pytest.mark.slow
+@pytest.mark.parametrize("choose", [one_of_each, *nightly(list)])
 def test_the_commands_that_need_no_hour_run_as_they_stand(
-    command: CommandLine, prepared: Path
+    command: CommandLine, prepared: Path, choose: Callable[[list[str]], list[str]]
 ) -> None:
     shutil.copytree(prepared, command.folder, symlinks=True, dirs_exist_ok=True)
     # The defaults of the machine, not of the commands: without them, every bench has six cells.
@@ -95,7 +108,7 @@ def test_the_commands_that_need_no_hour_run_as_they_stand(
     frozen = command.run("check", "results/RUN", "--baseline", "baseline.yaml", "--update")
     assert frozen.code == 0, frozen.err
     failed = {}
-    for line in quick():
+    for line in choose(quick()):
         done = command.run(*words(line), patience_s=600)
         allowed = {0, 1} if words(line)[0] in ("doctor", "check") else {0}
         if done.code not in allowed:

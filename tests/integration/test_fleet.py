@@ -12,6 +12,7 @@ import leftovers
 import pytest
 from clusters import Nodes, cluster
 from commands import CommandLine, Started
+from nightly import nightly
 
 pytestmark = [pytest.mark.ray, pytest.mark.cgroup, pytest.mark.slow]
 
@@ -198,7 +199,7 @@ def test_a_cell_above_its_limit_is_killed_and_its_node_goes_on(
 def test_all_strategies_are_measured_though_a_node_and_the_driver_are_lost(
     command: CommandLine, nodes: Nodes
 ) -> None:
-    suite = "models: gpt2-small\nstrategies: all\nram: none\nisolation: cgroup\n"
+    suite = "models: gpt2-tiny\nstrategies: all\nram: none\nisolation: cgroup\n"
     (command.folder / "suite.yaml").write_text(suite)
     three = nodes.grow(3)
     started = start(command, nodes)
@@ -272,7 +273,7 @@ def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, 
     assert len(records(command)) == CELLS - 2
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("after_s", [0.0, 1.5, *nightly(0.5)])
 def test_sigterm_in_the_first_seconds_is_as_ctrl_c(
     command: CommandLine, nodes: Nodes, hold: Path, after_s: float
 ) -> None:

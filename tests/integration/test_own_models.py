@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ROOT, CommandLine, Ended
-from pytest import mark, param
+from nightly import isolations
 
 from weighin.units import MIB
 
@@ -72,9 +72,7 @@ def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: C
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "isolation", ["process", param("cgroup", marks=mark.cgroup), param("docker", marks=mark.docker)]
-)
+@pytest.mark.parametrize("isolation", isolations("process", "docker"))
 @pytest.mark.parametrize("place", ["file", "pythonpath"])
 def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, place: str) -> None:
     folder = command.folder / "lib" / "parts"
@@ -238,19 +236,17 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "isolation", ["process", param("cgroup", marks=mark.cgroup), param("docker", marks=mark.docker)]
-)
+@pytest.mark.parametrize("isolation", isolations("process", "docker"))
 def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
     training_checkpoint(command.folder)
-    options = ["--model", "from:train.pt", "--key", "model", "-s", "baseline,mmap_assign,streaming"]
+    options = ["--model", "from:train.pt", "--key", "model", "-s", "mmap_assign,streaming"]
     ended = command.run("bench", *options, "--isolation", isolation, "--out", "run")
     assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok"] * 3
+    assert outcomes(command.folder / "run") == ["ok"] * 2
     (command.folder / "run/records.jsonl").unlink()
     ended = command.run("bench", "--resume", "run")
     assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok"] * 3
+    assert outcomes(command.folder / "run") == ["ok"] * 2
     ended = command.run("predict", *options)
     assert ended.code == 0, ended.err
     ended = command.run("recommend", "--model", "from:train.pt", "--key", "model")

@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, CommandLine
+from nightly import nightly
 
 
 @pytest.mark.slow
 @pytest.mark.cgroup
+@pytest.mark.parametrize("every", [8, *nightly(1)])
 def test_over_a_grid_of_limits_recommendations_are_kept(
-    command: CommandLine, shared_cache: Path
+    command: CommandLine, shared_cache: Path, every: int
 ) -> None:
     script = ROOT / "benchmarks" / "recommending.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--every", "3", "--out", str(command.folder / "run")],
+        [sys.executable, str(script), "--every", str(every), "--out", str(command.folder / "run")],
         env=os.environ | {"PYTHONPATH": str(ROOT / "harness"), "WEIGHIN_CACHE": str(shared_cache)},
         cwd=command.folder,
         capture_output=True,

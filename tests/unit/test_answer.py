@@ -38,7 +38,7 @@ COPIES = {
 LOADED_TO_CPU = {
     name
     for name, info in registry.strategies().items()
-    if "cpu" in info.devices and not info.shares_load
+    if "cpu" in info.devices and not info.shares_load and not info.needs_adapter
 }
 
 Asked = list[Sequence[Planned]]

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,23 @@ def test_every_verb_example_and_exit_code_is_in_it() -> None:
         assert f"\n{summary}\n" in text
         assert all(f"\n{example}\n" in text for example in examples)
     assert all(f"\\fB{code}\\fR\n" in text for code in exit_codes.MEANINGS)
+
+
+WRITE_AND_ASK = """
+from click.testing import CliRunner
+from weighin.cli.app import app
+from weighin.cli.manual import manual
+manual()
+for words in (["-h"], ["bench", "-h"], ["cache", "list", "-h"]):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+"""
+
+
+def test_the_verbs_take_h_after_the_page_is_written_in_the_same_process() -> None:
+    command = [sys.executable, "-c", WRITE_AND_ASK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_groff_reads_it_without_a_warning() -> None:

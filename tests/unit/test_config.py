@@ -50,7 +50,8 @@ def test_each_suite_of_ours_loads() -> None:
             continue
         suite = read_suite(path)
         for name in suite.sources:
-            model(name)
+            if not name.startswith("results/folders/"):  # which a benchmark makes
+                model(name)
 
 
 def test_a_model(tmp_path: Path) -> None:

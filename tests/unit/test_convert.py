@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from weighin import child_process, formats
 from weighin.checkpoint import convert, convert_request
+from weighin.checkpoint.subprocess_client import run_maker
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
 from weighin.formats import per_param
@@ -339,6 +340,19 @@ def test_an_interrupted_command_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         convert_request.convert(wish(source, source.with_name("new")), Console())
     assert names(source.parent) == ["model.pt"]
+
+
+def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: Any, **options: Any) -> None:
+        run_maker(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_request, "run_maker", run)
+    target = source.with_name("new.pt")
+    done = convert_request.convert(wish(source, target), Console())
+    assert done.bytes == target.stat().st_size
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(

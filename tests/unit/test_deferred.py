@@ -102,3 +102,41 @@ def test_other_threads_build_as_ever() -> None:
     thread.join()
     torch.manual_seed(3)
     assert torch.equal(found[0].get_parameter("weight"), nn.Linear(3, 3).weight)
+
+
+class Initialises(nn.Module):
+    """Calls the functions of ``torch.nn.init`` in several ways, and keeps what some refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.one = nn.Parameter(torch.empty(5, 6))
+        nn.init.normal_(self.one, 1, 0.5)
+        self.two = nn.Parameter(torch.empty(5, 6).t())
+        nn.init.kaiming_uniform_(self.two, mode="fan_out", nonlinearity="relu")
+        self.three = nn.Parameter(torch.empty(4, 6, dtype=torch.bfloat16))
+        nn.init.uniform_(tensor=self.three, a=-2, b=3)
+        self.four = nn.Parameter(torch.empty(2, 6))
+        nn.init.kaiming_uniform_(self.four, 1, mode="fan_out")
+        self.five = nn.Parameter(torch.empty(2, 6))
+        nn.init.uniform_(self.five, generator=torch.Generator().manual_seed(3))
+        self.refused = ""
+        try:
+            nn.init.kaiming_uniform_(torch.empty(3))  # as torch refuses it
+        except ValueError as error:
+            self.refused = str(error)
+        self.last = nn.Conv2d(2, 3, 2)
+
+
+def test_functions_of_torch_nn_init_draw_the_numbers_of_a_real_construction() -> None:
+    model, log = recorded(Initialises)
+    log.finish()
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    right = Initialises()
+    assert torch.equal(after, torch.rand(3))
+    assert "Fan in" in str(right.refused)
+    assert model.refused == right.refused
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+        assert dict(model.named_parameters())[name]._version > 0

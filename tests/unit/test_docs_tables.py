@@ -1,10 +1,11 @@
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_result
+from factories import make_cell, make_result
 from sweeps import a_sweep
 
 from weighin.errors import RecordError
@@ -82,6 +83,18 @@ def test_a_block_can_tell_of_survival_or_compare_searches(tmp_path: Path) -> Non
         "| --- | ---: | ---: |",
         "| baseline | - | - |",
     ]
+
+
+def test_a_block_has_a_column_for_each_model(tmp_path: Path) -> None:
+    folder = tmp_path / "results/published/x"
+    for model in ("few", "many"):
+        for strategy in ("mmap_assign", "streaming"):
+            cell = make_cell(strategy, model=replace(make_cell().model, name=model))
+            run_folder.append(folder, make_result(cell))
+    lines = fill("<!-- results/published/x models -->\n<!-- end -->", tmp_path).splitlines()
+    assert lines[1:3] == ["| strategy | few s | many s |", "| --- | ---: | ---: |"]
+    assert [line.split(" ")[1] for line in lines[3:5]] == ["mmap_assign", "streaming"]
+    assert all(float(text) > 0 for line in lines[3:5] for text in line.split("|")[2:4])
 
 
 def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:

@@ -61,14 +61,15 @@ def test_every_model_file_has_the_known_keys_and_its_own_name(path: Path) -> Non
     resolve_builder(config["builder"])
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("tensors-200", 200), ("tensors-20000", 20_000)])
-def test_stacks_of_one_size_have_few_or_many_tensors(name: str, tensors: int) -> None:
-    config = read(name)
+@pytest.mark.parametrize("kind", ["", "-nested"])
+@pytest.mark.parametrize("tensors", [200, 2000, 20_000])
+def test_stacks_of_one_size_have_few_or_many_tensors(tensors: int, kind: str) -> None:
+    config = read(f"tensors-{tensors}{kind}")
     with torch.device("meta"):
         state = resolve_builder(config["builder"])(**config["kwargs"]).state_dict()
     assert len(state) == tensors
     assert sum(tensor.nbytes for tensor in state.values()) == 20_000 * 64 * 64 * 4
-    model = stack.stack(layers=2, width=8)
+    model = stack.nested(blocks=3, layers=2, width=8, inner=5)
     assert model(stack.example_inputs(width=8)).shape == (1, 8)
 
 

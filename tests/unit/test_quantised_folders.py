@@ -55,8 +55,11 @@ UNREAD = {
 
 CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
 DEQUANTISED = ("fp8", "mxfp4")
-OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
-"""The folders that weighin dequantises; the package compressed-tensors is in no extra of weighin."""
+ALONE = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
+"""The folders that weighin dequantises without the packages of their methods."""
+
+OURS = (*DEQUANTISED, *ALONE, "compressed fp8", "compressed int8", "compressed int4")
+"""The folders that weighin dequantises; the package compressed-tensors is in the extra dev alone."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +135,7 @@ def test_a_file_of_codes_is_no_model_by_itself(make: Make, name: str, tmp_path: 
         registry.model(f"from:{make(name)}")
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "modelopt"])
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "quanto", "modelopt"])
 def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
     make: Make, name: str
 ) -> None:
@@ -165,19 +168,36 @@ def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> 
         assert torch.equal(value.float(), state[key].float())
 
 
-def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("method", [None, "of-another-library", "fp8"])
+def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
+    tmp_path: Path, method: str | None, dtype: torch.dtype
+) -> None:
     state = plain_model("fp8").state_dict()
     name = "model.layers.0.mlp.up_proj"
-    codes = state.pop(f"{name}.weight").float().mul(100).round().to(torch.int8)
+    codes = state.pop(f"{name}.weight").float().mul(100).round().to(dtype)
     state |= {f"{name}.weight": codes, f"{name}.step": torch.ones(1)}
     plain_model("fp8").save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    if method:
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": method}
+        (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(tmp_path)
-    assert caught.value.message == (
-        f"{tmp_path / 'model.safetensors'}: {name}.weight is int8 in the file and bfloat16 in the model,"
-        f" which has no {name}.step: such tensors are codes that mean something only with their scales"
+    kind = str(dtype).removeprefix("torch.")
+    words = (
+        f"{name}.weight is {kind} in the file, and the model has no {name}.step: such"
+        " tensors are codes that mean something only with their scales"
     )
+    assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
+    target = tmp_path / "written.safetensors"
+    code, text = run(
+        "convert", tmp_path / "model.safetensors", target, "--keys", "model", "--verify"
+    )
+    assert code == 2
+    assert words in text
+    assert not target.exists()
 
 
 def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> None:
@@ -247,7 +267,9 @@ def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
 ) -> None:
     ours, theirs, another = planned(make(name), "streaming", "transformers", "baseline")
     assert f"quantised with {LAYOUTS[name].method}" in another.skip
-    if name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
+    if name in ALONE:
+        assert not ours.skip
+    elif name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
         assert f"quantised with {LAYOUTS[name].method}" in ours.skip
     for missing in MISSING.get(name, ()):
         assert missing in theirs.skip
@@ -300,7 +322,7 @@ def test_the_load_is_measured_and_verified(
         assert found.dequantised_bytes == sum(sizes.values()) - buffers
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4"])
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4", "quanto"])
 def test_a_conversion_copies_codes_as_they_are_or_refuses(
     make: Make, name: str, tmp_path: Path
 ) -> None:
@@ -362,6 +384,21 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     wanted = sum(one.nbytes for one in loaded.values())
     assert streaming.model_bytes == pytest.approx(wanted, abs=4096)  # and its rotary frequencies
     assert "no prediction follows how transformers loads weights" in other.cannot
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "gptq"])
+def test_a_load_is_verified_where_only_weighin_makes_weights(
+    make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    code, text = run(
+        "bench", make(name), "--strategies", "streaming", "--isolation", "process",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, text
+    (record,) = map(json.loads, (tmp_path / "run" / "records.jsonl").read_text().splitlines())
+    assert record["outcome"] == "ok"
 
 
 @pytest.mark.usefixtures("torch_threads_restored")

@@ -309,6 +309,7 @@ def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
 
 PASSED_ON = {
     "streaming": {"threads", "granularity", "key", "strip_prefix"},
+    "peft_merge": {"disable_mmap", "device_map"},
     "diffusers": {"disable_mmap", "device_map"},
     "transformers": {"disable_mmap", "device_map"},
 }
@@ -344,8 +345,8 @@ def test_a_suite_by_its_name_from_any_folder(
         registry.suite_file("saveing")
     assert str(caught.value) == (
         "no suite is called 'saveing'\n"
-        "did you mean 'saving'? known: allocators, ci, commands, cuda-transfers, half-precision, layouts,"
-        " notebook, ram-sweep, saving, training-checkpoint; for a file of your own: --suite ./mine.yaml"
+        "did you mean 'saving'? known: allocators, ci, commands, converting, cuda-transfers, half-precision,"
+        " layouts, many-tensors, notebook, ram-sweep, saving, training-checkpoint; for a file of your own: --suite ./mine.yaml"
     )
 
 

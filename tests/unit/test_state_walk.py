@@ -133,6 +133,7 @@ def test_a_load_of_many_layers_calls_no_function_of_torch_for_each_pair_of_layer
 ) -> None:
     layers, path = 1500, tmp_path / "model.pt"
     target = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
+    target[3].register_load_state_dict_post_hook(lambda *_: None)  # else nobody compares keys
     torch.save(target.state_dict(), path)
     compared = 0
 

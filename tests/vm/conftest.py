@@ -48,13 +48,24 @@ def floor_bytes(disk: Path, checkpoints: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def machine(disk: Path, checkpoints: Path, programs: Path, floor_bytes: int) -> machines.Ended:
-    """What the virtual machine left, after a bench 2 % and 16 MiB below the floor, and as far above it."""
-    distance = 0.02 * floor_bytes + 16 * MIB
-    below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
+def machine(
+    request: pytest.FixtureRequest, disk: Path, checkpoints: Path, programs: Path
+) -> machines.Ended:
+    """What the virtual machine left, of the steps of the tests that are selected.
+
+    In a nightly run, one is a bench 2 % and 16 MiB below the floor, and as far above it.
+    """
+    asked: dict[str, str] = {}
+    steps = machines.STEPS
+    if any(item.get_closest_marker("nightly") for item in request.session.items):
+        steps = (*machines.NIGHTLY_STEPS, *steps)
+        floor_bytes = request.getfixturevalue("floor_bytes")
+        distance = 0.02 * floor_bytes + 16 * MIB
+        below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
+        asked = {**machines.SEARCHED, "ram": f"{below}m,{above}m"}
     folder = disk / "machine"
     folder.mkdir()
     try:
-        return machines.run(folder, checkpoints, programs, f"{below}m,{above}m")
+        return machines.run(folder, checkpoints, programs, asked, steps)
     except machines.MachineError as error:
         pytest.fail(str(error), pytrace=False)

@@ -13,7 +13,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -27,8 +27,10 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = ("kernel", "ordinary-user", "instrument", "killed", "floor", "outer-limit", "doctor")
+STEPS = ("kernel", "instrument", "killed", "floor", "outer-limit", "namespaces", "doctor")
 """What the script ``inside`` does, in its order."""
+NIGHTLY_STEPS = ("ordinary-user", "more-loads")
+"""What it does before in a nightly run: a load imports torch, which takes half a minute there."""
 
 SEARCHED = {
     "model": "weighin.models.gpt2:gpt2",
@@ -64,19 +66,22 @@ class Ended:
         return (self.folder / f"{step}.out").read_text()
 
 
-def run(folder: Path, checkpoints: Path, programs: Path, ram: str) -> Ended:
-    """Boot the machine, have it do its steps, and return what it left.
+def run(
+    folder: Path, checkpoints: Path, programs: Path, asked: Mapping[str, str], steps: Sequence[str]
+) -> Ended:
+    """Boot the machine, have it do ``steps``, and return what it left.
 
     ``folder`` is empty, and on a disk; ``checkpoints`` is a cache that the machine begins with;
-    ``programs`` are those of ``known_commands``, since the machine has no compiler; ``ram`` are the
-    limits of its bench.
+    ``programs`` are those of ``known_commands``, since the machine has no compiler; ``asked`` are
+    the options of its bench.
 
     Raises:
         MachineError: it could not be made, or did not power off by itself in time.
     """
     boot_from = _disk()
     work = folder / "work.ext4"
-    _make_work_disk(work, folder / "work", {"cache": checkpoints, "programs": programs}, ram)
+    texts = {**asked, "steps": "".join(f"{step}\n" for step in steps)}
+    _make_work_disk(work, folder / "work", texts, {"cache": checkpoints, "programs": programs})
     console = folder / "console.txt"
     start = time.monotonic()
     try:
@@ -126,9 +131,11 @@ def _digest() -> str:
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _make_work_disk(image: Path, content: Path, given: Mapping[str, Path], ram: str) -> None:
+def _make_work_disk(
+    image: Path, content: Path, texts: Mapping[str, str], given: Mapping[str, Path]
+) -> None:
     (content / "out").mkdir(parents=True)
-    for name, value in {**SEARCHED, "ram": ram}.items():
+    for name, value in texts.items():
         (content / "out" / name).write_text(value)
     for name in _TREE:
         source, target = ROOT / name, content / "tree" / name

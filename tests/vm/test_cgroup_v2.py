@@ -11,7 +11,8 @@ from math import inf
 from typing import Any
 
 import pytest
-from machine import ROOT, STEPS, Ended
+from machine import NIGHTLY_STEPS, ROOT, STEPS, Ended
+from nightly import nightly
 
 from weighin.units import MIB
 
@@ -33,7 +34,7 @@ def records(machine: Ended, run: str = "run") -> list[dict[str, Any]]:
     return sorted(found, key=lambda record: record["cell"]["ram_limit_bytes"] or inf)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, *nightly(*NIGHTLY_STEPS)])
 def test_every_step_ends_well(machine: Ended, step: str) -> None:
     assert machine.status(step) == 0, machine.console
 
@@ -59,14 +60,16 @@ def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: End
         assert any(said in line for line in lines), machine.out("doctor")
 
 
-def test_the_tests_of_the_instrument_pass_there(machine: Ended) -> None:
-    said = machine.out("instrument").splitlines()
+@pytest.mark.parametrize("step", ["instrument", *nightly("more-loads")])
+def test_the_tests_of_the_instrument_pass_there(machine: Ended, step: str) -> None:
+    said = machine.out(step).splitlines()
     assert re.fullmatch(r"(\d+ passed)(, \d+ skipped)?(, \d+ deselected)? in .*", said[-1]), said
     print(*[line for line in said if line.startswith("SKIPPED")], said[-1], sep="\n")
 
 
-def test_records_have_every_figure_of_cgroup_v2(machine: Ended) -> None:
-    for record in records(machine):
+@pytest.mark.parametrize("run", ["floor", *nightly("run")])
+def test_records_have_every_figure_of_cgroup_v2(machine: Ended, run: str) -> None:
+    for record in records(machine, run):
         environment = record["environment"]
         assert (environment["cgroup_version"], environment["psi"]) == (2, True)
         assert 0 < record["peaks"]["cgroup_bytes"] <= record["cell"]["ram_limit_bytes"]
@@ -77,12 +80,14 @@ def test_records_have_every_figure_of_cgroup_v2(machine: Ended) -> None:
         assert killed == (record["oom_kills"] > 0) == (record["limit_events"]["oom_kill"] > 0)
 
 
-def test_an_ordinary_user_is_given_a_scope(machine: Ended) -> None:
-    for record in records(machine):
+@pytest.mark.parametrize("run", ["floor", *nightly("run")])
+def test_an_ordinary_user_is_given_a_scope(machine: Ended, run: str) -> None:
+    for record in records(machine, run):
         groups = record["environment"]["isolation"]["groups"]
         assert re.search(r"/user@1000\.service/.+\.scope$", groups), groups
 
 
+@pytest.mark.nightly
 def test_the_floor_there_is_that_of_this_machine_within_2_percent_and_16_mib(
     machine: Ended, floor_bytes: int
 ) -> None:
@@ -122,8 +127,6 @@ def test_the_floor_of_a_command_in_an_ordinary_users_scope_is_what_it_needs(
     tried = records(machine, "floor")
     assert {record["outcome"] for record in tried} == {"ok", "oom_killed"}
     for record in tried:
-        groups = record["environment"]["isolation"]["groups"]
-        assert re.search(r"/user@1000\.service/.+\.scope$", groups), groups
         needed = record["ran"]["needed_bytes"]
         if record["outcome"] == "ok":
             assert needed == pytest.approx(SPENT, abs=0.01 * SPENT + MIB)
@@ -136,3 +139,15 @@ def test_the_limit_of_the_scope_around_is_named_with_its_size(machine: Ended) ->
     assert re.search(
         r"the limit of 200\.000 MiB of the cgroup \S+\.scope around it", record["message"]
     )
+
+
+def test_runs_in_two_pid_namespaces_leave_each_others_live_cells_alone(machine: Ended) -> None:
+    said = machine.out("namespaces")
+    print(said)
+    # Each group is there with its processes after a weighin of the other namespace has looked.
+    owners = re.findall(r"^weighin\.\d+-\d+-(\d+)\.\d+ \d+$", said, re.MULTILINE)
+    assert len(owners) == len(set(owners)) == 2
+    assert "removed" not in (machine.folder / "namespaces.err").read_text()
+    for run in ("first", "second", "beside-second"):
+        (record,) = records(machine, run)
+        assert (record["outcome"], record["message"]) == ("ok", "")

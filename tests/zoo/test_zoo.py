@@ -5,7 +5,6 @@ process of its own, because torch's test code and torchvision change settings of
 imports them.
 """
 
-import os
 import pickle
 import subprocess
 import sys
@@ -31,8 +30,8 @@ VISION = (
     "small_vit", "resnet18", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "raft_small",
     "ssdlite320_mobilenet_v3_large",
 )  # fmt: skip
-FOLDER = Path(__file__).parents[2] / ".venv-zoo"
-HAS_VISION = (FOLDER / "torchvision").is_dir()
+PYTHON = Path(__file__).parents[2] / ".venv-zoo" / "bin" / "python"
+HAS_VISION = PYTHON.exists()
 LABELS = [
     *MODULES,
     *(
@@ -52,11 +51,17 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried
     kept = tmp_path_factory.mktemp("zoo") / "kept"
     labels = ",".join((*MODULES, *(VISION if HAS_VISION else ())))
     families = "module_db,pair,torchvision" if HAS_VISION else "module_db,pair"
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent), "--models", families]
+    command = [
+        str(PYTHON if HAS_VISION else sys.executable),
+        "-W",
+        "ignore",
+        str(Path(__file__).parent),
+        "--models",
+        families,
+    ]
     command += ["--exactly", labels]
     ended = subprocess.run(
         [*command, "--quick", "--keep", str(kept)],
-        env=os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         check=False,
         capture_output=True,
         text=True,

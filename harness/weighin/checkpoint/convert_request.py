@@ -1,7 +1,7 @@
 """Run ``weighin convert``: start the subprocess that converts, and show its progress."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,8 +90,12 @@ class FinishedConversion:
         return {"schema": SCHEMA} | asdict(self) | paths | {"checksums": checksums}
 
 
-def convert(wish: Wish, console: Console) -> FinishedConversion:
+def convert(
+    wish: Wish, console: Console, complete: Callable[[], None] = lambda: None
+) -> FinishedConversion:
     """Convert the checkpoint in a subprocess, and show the progress on ``console``.
+
+    ``complete`` is called when the target is complete. A stop that comes between the two is not raised.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.
@@ -114,19 +118,24 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
     if wish.keys != "model":
         left_out = tuple(getattr(formats.read(wish.source, wish.selection)[1], "values", ()))
 
+    started = monotonic()
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
         try:
-            stages = run_maker(request, permit=permit, report=bar.report)
+            seconds = run_maker(request, permit=permit, report=bar.report)["write"]
+            complete()
         except BaseException as error:
             _clean(wish.target, error)
-            raise
+            # The target gets its name when it is complete.
+            if not isinstance(error, KeyboardInterrupt) or not wish.target.exists():
+                raise
+            seconds = monotonic() - started
     return FinishedConversion(
         source=wish.source,
         source_format=source,
         target=wish.target,
         format=formats.detect(wish.target).NAME,
         bytes=sum(file.stat().st_size for file in formats.files(wish.target)),
-        seconds=stages["write"],
+        seconds=seconds,
         checksums=checksums,
         verified=wish.verify,
         quantised=None

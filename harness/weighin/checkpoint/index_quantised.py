@@ -1,7 +1,8 @@
-"""Write the manifest of a quantised Hugging Face folder: the tensors that ``from_pretrained`` gives."""
+"""Write the manifest of a quantised Hugging Face folder: the tensors that a load gives."""
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from weighin.formats.adapters import ARGUMENT
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised
+from weighin.loader.converting import convert_whole
+from weighin.loader.load import load_streaming
 from weighin.models.dequantising import arguments_to_dequantise
-from weighin.models.pretrained import merged, pretrained_class
+from weighin.models.pretrained import from_config, merged, pretrained_class
+from weighin.models.pretrained_keys import map_keys
+from weighin.models.skeleton import build_skeleton, construct
 from weighin.text import one_line
 
 
@@ -35,8 +40,8 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    The function loads the model with ``from_pretrained`` once in each dtype, and so needs as much memory
-    as that function.
+    The function loads the model once in each dtype: with ``from_pretrained``, so that it needs as much
+    memory as that function, or with ``load_streaming`` where only weighin makes weights of the codes.
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder, or not from the format ``fmt``.
@@ -48,10 +53,18 @@ def index_quantised(
             f"{checkpoint}: {found.summary}; from_pretrained reads them from {own}, not from {fmt}",
             "leave --format out",
         )
-    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    arguments = arguments_to_dequantise(checkpoint)
     adapter = kwargs.get(ARGUMENT, "")
-    entries = _entries(kind, folder_of(checkpoint), found, arguments, adapter)
+    if found.own and adapter:
+        raise CheckpointError(
+            f"{checkpoint}: {found.summary}; an adapter is not merged into these codes",
+            f"write the weights first: weighin convert {checkpoint} FOLDER --keys model",
+        )
+    if found.own:
+        entries = _own_entries(kwargs, checkpoint)
+    else:
+        kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+        arguments = arguments_to_dequantise(checkpoint)
+        entries = _entries(kind, folder_of(checkpoint), found, arguments, adapter)
     manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": time.monotonic() - started})
@@ -93,4 +106,32 @@ def _entries(
             if one.shared_with is None:
                 of_tensor = sums.setdefault(one.name, {})
                 of_tensor[dtype_name(one.tensor.dtype)] = checksum(one.tensor)
+    return tuple(one.entry(sums[one.shared_with or one.name]) for one in described)
+
+
+def _own_entries(kwargs: Mapping[str, Any], checkpoint: Path) -> tuple[TensorEntry, ...]:
+    """Return the tensors that ``load_streaming`` gives, with their values in each dtype.
+
+    Each matrix of codes is computed a second time, from whole tensors, so that a load in pieces is
+    compared with it.
+    """
+    slices = formats.read(checkpoint)[1]
+    sums: dict[str, dict[str, str]] = {}
+    described: list[Described] = []
+    for wanted in CELL_DTYPES:
+        kind = getattr(torch, wanted)
+        loaded = load_streaming(
+            partial(construct, partial(from_config, **kwargs), kind), checkpoint
+        )
+        model = build_skeleton(from_config, kwargs, dtype=kind)
+        conversions = {one.name: one for one in map_keys(model, slices).conversions}
+        described = [*described_in(loaded)]
+        for one in described:
+            if one.shared_with is not None:
+                continue
+            value = one.tensor
+            if conversion := conversions.get(one.name):
+                value = torch.empty_like(value)
+                convert_whole(model, conversion, {one.name: value})
+            sums.setdefault(one.name, {})[dtype_name(value.dtype)] = checksum(value)
     return tuple(one.entry(sums[one.shared_with or one.name]) for one in described)

@@ -59,4 +59,4 @@ def _fill(base: TensorSlice, one: Addition, memory: torch.Tensor, *, is_turned: 
             memory.view(-1)[at : at + len(piece)] = piece
             at += len(piece)
     with torch.no_grad():
-        merge.add(one, memory, is_turned=is_turned)
+        merge.add(one, memory, torch.empty(merge.elements(one)), is_turned=is_turned)

@@ -88,10 +88,11 @@ def _in_order(
     dtype: "torch.dtype | None",
 ) -> Slices:
     """Return the tensors in the order of the model's state dict, with its tied names."""
-    from weighin.loader.codes import refuse_codes_left
+    from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
     from weighin.models.dequantising import quantiser_of
 
     mapped.refuse_other_shapes(model, source)
+    refuse_left_out_scales(model, slices, mapped, source)
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}
     if quantiser_of(model):

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from weighin import child_process
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
+from weighin.pipes import printed_lines
 from weighin.protocol import decode_event
 
 _ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)}
@@ -56,7 +57,7 @@ def _error(fields: dict[str, Any]) -> HarnessError:
 
 
 def _died(code: int, stderr_tail: bytes) -> CheckpointError:
-    lines = stderr_tail.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    lines = printed_lines(stderr_tail)[-_LAST_LINES:]
     if code < 0:
         end = f"was killed by {signal.Signals(-code).name}"
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"

@@ -7,6 +7,7 @@ import click
 from weighin.cli import _console, _options
 from weighin.cli._verb import Argument, Verb
 from weighin.errors import ConfigError
+from weighin.run import interrupts
 
 EXAMPLES = (
     "weighin convert model.pt parts --format per_param",
@@ -115,7 +116,7 @@ def convert(
     if not selection:
         for note in notes_on(wish.source, choice):
             _console.note(note)
-    finished = convert_request.convert(wish, _console.err())
+    finished = convert_request.convert(wish, _console.err(), interrupts.ignore)
     if json_file != _console.STDOUT:
         _console.line(str(finished))
     if json_file:

@@ -57,7 +57,8 @@ def manual() -> str:
         ".PP",
         _text("weighin help VERB, or weighin VERB -h, shows the help of one verb."),
     ]
-    with click.Context(app, info_name="weighin") as context:
+    # click makes the help option of a verb once in a process, with the names of its first context.
+    with click.Context(app, info_name="weighin", **app.context_settings) as context:
         for heading, names in app.panels.items():
             lines.append(f'.SH "{heading.upper()}"')
             for name in names:

@@ -1,16 +1,16 @@
 """A tensor of a model whose values are computed from the values in a file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import field
 from typing import TYPE_CHECKING
 
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import TensorSlice, frozen_in_types
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_in_types
 class Converted(TensorSlice):
     """A tensor whose values ``fill`` computes, from the tensor at this place in the file and others.
 
@@ -19,4 +19,4 @@ class Converted(TensorSlice):
             threads may call the functions of several tensors.
     """
 
-    fill: Callable[["torch.Tensor"], None]
+    fill: Callable[["torch.Tensor"], None] = field(kw_only=True)

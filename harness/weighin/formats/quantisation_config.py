@@ -57,6 +57,12 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 """The methods of transformers 5 (``quantizers/auto.py``), and the packages that each asks for on a
 CPU (``validate_environment``). Some need a GPU, too, which from_pretrained says itself."""
 
+BITSANDBYTES: Final = "bitsandbytes"
+GPTQ: Final = "gptq"
+AWQ: Final = "awq"
+_OWN: Final = frozenset({f"{BITSANDBYTES}_4bit", f"{BITSANDBYTES}_8bit", GPTQ, AWQ})
+"""The methods whose codes ``load_streaming`` dequantises itself, because transformers does not."""
+
 _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
     "fp8": (None,),
     "mxfp4": (None,),
@@ -66,8 +72,14 @@ _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
         "naive-quantized",
         "pack-quantized",
     ),
+    f"{BITSANDBYTES}_4bit": (None,),
+    f"{BITSANDBYTES}_8bit": (None,),
+    GPTQ: ("gptq", "gptq_v2"),
+    AWQ: ("gemm",),
 }
 """The methods that ``load_streaming`` dequantises, and the formats of each; None for a method without."""
+
+_DEQUANTISED_BITS: Final[Mapping[str, tuple[int, ...]]] = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,8 @@ class NamedMethod:
         obstacle: why from_pretrained does not give the weights of codes; empty if it does.
         repair: the next step where there is an obstacle.
         dequantised: whether ``load_streaming`` gives the weights of codes.
+        own: the method, if ``load_streaming`` gives them without the packages and the quantiser of
+            transformers, which leaves the codes as they are; empty if not.
     """
 
     name: str
@@ -91,6 +105,7 @@ class NamedMethod:
     obstacle: str
     repair: str
     dequantised: bool
+    own: str
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
@@ -98,6 +113,7 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
+    dequantised = _is_dequantised(method or "", described)
     return NamedMethod(
         _shown(method, described),
         place == _QUANTISATION and method in _NEEDED,
@@ -105,8 +121,36 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
         _NEEDED.get(method or "", ()),
         obstacle,
         repair,
-        described.get("format") in _DEQUANTISED.get(method or "", ()),
+        dequantised,
+        method if method in _OWN and dequantised else "",
     )
+
+
+def description_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the description of the quantisation that from_pretrained reads; None if there is none."""
+    for part in (config, *(config.get(name) for name in OF_TEXT)):
+        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
+            return found
+    return None
+
+
+def layout_of(method: str, described: Mapping[str, Any]) -> str | None:
+    """Return the layout of the codes that a description names, as transformers reads it."""
+    if method not in (GPTQ, AWQ):
+        return described.get("format")
+    if described.get("backend") == "llm-awq":
+        return "llm-awq"
+    for key in ("checkpoint_format", *(("version",) if method == AWQ else ()), "format"):
+        if named := described.get(key):
+            return str(named).lower()
+    return "gptq" if method == GPTQ else "gemm"
+
+
+def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
+    if layout_of(method, described) not in _DEQUANTISED.get(method, ()):
+        return False
+    bits = _DEQUANTISED_BITS.get(method)
+    return not bits or described.get("bits", 4) in bits
 
 
 def object_in(path: Path) -> dict[str, Any]:
@@ -121,9 +165,8 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
     The place is "quantization_config" only where from_pretrained reads it.
     """
-    for part in (config, *(config.get(name) for name in OF_TEXT)):
-        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
-            return found, _QUANTISATION
+    if (found := description_in(config)) is not None:
+        return found, _QUANTISATION
     for name, part in config.items():
         if name in _UNREAD and isinstance(part, Mapping):
             return part, f"{name} in {CONFIG}"

@@ -36,7 +36,9 @@ class Quantised:
         packages: the packages that from_pretrained needs beside transformers.
         obstacle: why from_pretrained does not give the weights; empty if it does.
         repair: the next step where there is an obstacle.
-        dequantises: whether ``load_streaming`` gives the weights, with the same packages.
+        dequantises: whether ``load_streaming`` gives the weights.
+        own: the method, if ``load_streaming`` gives them without transformers' quantiser and the packages,
+            while from_pretrained keeps the codes; empty if not.
     """
 
     method: str
@@ -48,6 +50,7 @@ class Quantised:
     obstacle: str = ""
     repair: str = ""
     dequantises: bool = False
+    own: str = ""
 
     @property
     def summary(self) -> str:
@@ -68,6 +71,11 @@ class Quantised:
         return ", ".join(["transformers", *self.packages])
 
     @property
+    def needed_here(self) -> str:
+        """The packages that ``load_streaming`` needs, for a text."""
+        return "transformers" if self.own else self.needed
+
+    @property
     def loaders(self) -> str:
         """Who loads them, for a text."""
         ours = "load_pretrained, strategy streaming and convert --keys model dequantise them, and "
@@ -81,7 +89,7 @@ class Quantised:
             bench = f"weighin bench {quote(str(folder_of(path)))}"
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
-                f"load it with load_pretrained (needs {self.needed}), or write the weights: weighin convert"
+                f"load it with load_pretrained (needs {self.needed_here}), or write the weights: weighin convert"
                 f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this load: {bench}"
                 " --strategies streaming,transformers",
             )
@@ -136,6 +144,7 @@ def of_folder(
         return None
     beside = companions(slices, codes)
     dtype = _dtype(config, slices, {one.where.name for one in codes} | beside)
+    dequantises = named.dequantised and not named.obstacle and bool(codes or not named.own)
     return Quantised(
         method=named.name or codes[0].method,
         weights=len(codes),
@@ -145,7 +154,8 @@ def of_folder(
         packages=named.packages,
         obstacle=named.obstacle,
         repair=named.repair,
-        dequantises=named.dequantised and not named.obstacle,
+        dequantises=dequantises,
+        own=named.own if dequantises else "",
     )
 
 

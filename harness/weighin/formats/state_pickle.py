@@ -7,9 +7,11 @@ with the file's length, and limits the number of objects. An object of a class t
 becomes an ``Opaque``, so that the weights beside it can be read.
 """
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -29,6 +31,26 @@ _MARK: Final = object()
 _STOP, _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b".qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
 _LONGEST_SMALL: Final = 5  # an instruction of _run_small with its operand, in bytes
+
+
+_REBUILD: Final = Named("torch._utils._rebuild_tensor_v2")
+_HOOKS: Final = Named("collections.OrderedDict")
+_PUTS: Final = rb"(q.|r.{4})"
+_INT: Final = rb"(?:K.|M..|J...[\x00-\x7f])"
+_OPERAND: Final = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
+_SIZES: Final = (
+    rb"(" + _INT + rb"\x85|" + _INT + rb"{2}\x86|" + _INT + rb"{3}\x87|\(" + _INT + rb"{4,8}t)"
+)
+_TENSOR: Final = re.compile(
+    rb"h(.)\(\(h(.)h(.)X(.)\0\0\0(\d{1,9})" + _PUTS + rb"h(.)(" + _INT + rb")t" + _PUTS
+    + rb"Q(" + _INT + rb")" + _SIZES + _PUTS + _SIZES + _PUTS
+    + rb"\x89h(.)\)R" + _PUTS + rb"t" + _PUTS + rb"R" + _PUTS,
+    re.DOTALL,
+)  # fmt: skip
+"""The instructions for a tensor as torch.save writes them, after the tensor's name."""
+
+_IN_TENSOR: Final = 24  # instructions in a match of _TENSOR, without shape and stride
+_MADE_IN_TENSOR: Final = 8  # objects that these make
 
 
 class _Ended(Malformed):
@@ -107,6 +129,7 @@ class _Machine:
         self._marks: list[int] = []  # their places on the stack
         self._memo: dict[int, Any] = {}
         self._left_objects = _MOST_OBJECTS
+        self._rebuild: object = _MARK  # the function's name once it is read: no value before
         self.storages: dict[str, StorageRef] = {}
         self.refused = ""
         self._do: dict[int, Callable[[], object]] = {
@@ -181,6 +204,14 @@ class _Machine:
                 elif instruction == _PUT and stack[-1] is not _MARK:
                     memo[data[at + 1]] = stack[-1]
                     at += 2
+                elif instruction == _GET and memo[data[at + 1]] is self._rebuild:
+                    end, count = self._tensor(at, left)
+                    if end:
+                        at = end
+                        left -= count
+                        continue
+                    at += 2
+                    stack.append(self._rebuild)
                 elif instruction == _GET:
                     at += 2
                     stack.append(memo[data[at - 1]])
@@ -223,6 +254,52 @@ class _Machine:
         finally:
             self.at = at
         return left
+
+    def _tensor(self, at: int, left: int) -> tuple[int, int]:
+        """Do at once what the instructions of a usual tensor do; return their end and their number.
+
+        Both are 0, and nothing is done, if the instructions are others, more than ``left``, or
+        describe anything unusual.
+        """
+        found = _TENSOR.match(self._text_read, at)
+        try:
+            return self._usual_tensor(found, left) if found else (0, 0)
+        except (KeyError, Malformed, NotTensors):
+            return 0, 0  # the instructions, one by one, give the value or the error
+
+    def _usual_tensor(self, found: re.Match[bytes], left: int) -> tuple[int, int]:
+        """Run the instructions of a match of ``_TENSOR``; change nothing before the last check."""
+        (_, storage_at, kind_at, length, key, key_put, location_at, numel, id_put, offset, shape,
+         shape_put, stride, stride_put, hooks_at, hooks_put, arguments_put, put) = found.groups()  # fmt: skip
+        memo = self._memo
+        key_text, (elements,), (first,) = key.decode(), _integers(numel), _integers(offset)
+        word, kind = memo[storage_at[0]], memo[kind_at[0]]
+        identity = (word, kind, key_text, memo[location_at[0]], elements)
+        storage = tensor_refs.persistent(identity)
+        sizes, steps = _integers(shape), _integers(stride)
+        count = _IN_TENSOR + 2 * (len(sizes) + 1 + (len(sizes) > 3))
+        if (
+            not isinstance(storage, StorageRef)
+            or memo[hooks_at[0]] != _HOOKS
+            or length[0] != len(key)
+            or self._left_objects < _MADE_IN_TENSOR
+            or self.storages.get(key_text, storage).nbytes != storage.nbytes
+            or count > left
+        ):
+            return 0, 0
+        tensor = tensor_refs.usual_tensor(storage, first, sizes, steps)
+        if tensor is None:
+            return 0, 0
+        self.storages.setdefault(key_text, storage)
+        self._count(_MADE_IN_TENSOR)
+        no_hooks = tensor_refs.StateDict()
+        places = (key_put, id_put, shape_put, stride_put, hooks_put, arguments_put, put)
+        arguments = (storage, first, sizes, steps, False, no_hooks)
+        made = (key_text, identity, sizes, steps, no_hooks, arguments, tensor)
+        for place, value in zip(places, made, strict=True):
+            memo[int.from_bytes(place[1:], "little")] = value
+        self._stack.append(tensor)
+        return found.end(), count
 
     def _read(self, size: int) -> bytes:
         end = self.at + size
@@ -334,6 +411,8 @@ class _Machine:
     def _name(self, module: str, name: str) -> None:
         named = Named(f"{module}.{name}"[:_LONGEST_NAME])
         self.refused = self.refused or ("" if tensor_refs.is_safe(named.name) else named.name)
+        if named == _REBUILD:
+            self._rebuild = named
         self._new(named)
 
     def _line(self) -> str:
@@ -382,6 +461,15 @@ class _Machine:
                     f" {value.nbytes:,} for another"
                 )
         self._new(value)
+
+
+@lru_cache
+def _integers(instructions: bytes) -> tuple[int, ...]:
+    """Return the numbers that instructions of ``_INT`` push, in order."""
+    return tuple(
+        int.from_bytes(b"".join(operand), "little")
+        for operand in _OPERAND.findall(instructions.removeprefix(b"("))
+    )
 
 
 def _mark_as_value() -> Malformed:

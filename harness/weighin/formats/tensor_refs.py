@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Final
 
+from weighin.formats.base import frozen_in_types
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
 from weighin.formats.sniff import shown
 
@@ -86,6 +87,8 @@ _OTHER_TENSORS: Final = {
 }
 """By the function that rebuilds them, the tensors that have no plain storage: title and way."""
 
+_MOST_USUAL: Final = 2**40  # elements, whose bytes torch can count in every dtype
+
 _SAFE: Final = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
     "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor", "torch.device",
@@ -158,7 +161,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_in_types
 class StorageRef:
     """A storage: its key in the file, and the dtype and number of its elements."""
 
@@ -171,7 +174,7 @@ class StorageRef:
         return self.numel * _STORED_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_in_types
 class TensorRef:
     """A strided tensor: a view of a storage, with ``offset`` and ``stride`` in elements."""
 
@@ -399,6 +402,28 @@ def _tensor(
             f"which has {source.nbytes:,}"
         )
     return TensorRef(source, kind, offset, tuple(shape), tuple(stride))
+
+
+def usual_tensor(
+    source: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> TensorRef | None:
+    """Return the tensor that ``_rebuild_tensor_v2`` makes; None if it needs a closer look.
+
+    All numbers are integers of at most 32 bits.
+    """
+    ends = _elements_spanned(shape, stride)
+    size = _STORED_BYTES[source.dtype]
+    if not ends or source.dtype in QUANTISED_BYTES or (offset + ends) * size > source.nbytes:
+        return None
+    return TensorRef(source, source.dtype, offset, shape, stride)
+
+
+@lru_cache
+def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return the number of elements from a tensor's first to its last; 0 for an unusual tensor."""
+    if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def type_name(value: Any) -> str:

@@ -11,9 +11,23 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
-from weighin.probes.cgroup import all_pids, is_left_behind, owned_name
-from weighin.probes.other_processes import WORKER_VARIABLE, has_mark, limit_of, mark_of
+from weighin.probes.cgroup import (
+    all_pids,
+    is_left_behind,
+    owned_name,
+    read_kernel,
+    start_time,
+    this_process,
+)
+from weighin.probes.other_processes import (
+    WORKER_VARIABLE,
+    has_mark,
+    limit_of,
+    mark_of,
+    owner_by_limit,
+)
 
 _PATIENCE_S = 10.0
 _numbers = itertools.count()
@@ -61,7 +75,11 @@ def end(mark: str) -> None:
 
 
 def end_orphans(*, any_lock: bool = False) -> list[str]:
-    """Kill the processes whose mark names a dead owner; return one line for each process."""
+    """Kill the processes whose mark names a dead owner; return one line for each process.
+
+    A limit does not name the owner's lock file: by their limit alone, processes are found only with
+    ``any_lock``.
+    """
     orphans = [
         (pid, mark)
         for pid in all_pids()
@@ -69,4 +87,44 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
     ]
     for mark in {mark for _, mark in orphans}:
         end(mark)
-    return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in orphans]
+    ended = {pid: mark.partition("-")[0] for pid, mark in orphans}
+    if any_lock:
+        ended |= _end_by_limit()
+    return [f"process {pid} of process {owner}" for pid, owner in ended.items()]
+
+
+def _end_by_limit() -> dict[int, str]:
+    """Kill this user's processes whose limit names a dead owner; return their owners' pids."""
+    ended: dict[int, str] = {}
+    while found := {
+        pid: str(owner)
+        for pid in all_pids()
+        if pid not in ended and (owner := _dead_owner(pid)) is not None
+    }:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= found  # and look again: one of them may just have forked
+    return ended
+
+
+def _dead_owner(pid: int) -> int | None:
+    """Return the dead owner that the limit of a process names, if this process may end it.
+
+    It must be of this user, and its owner of this pid namespace. Processes with this process's own
+    limit stay: a shell that a killed run started may clean.
+    """
+    named = owner_by_limit(pid)
+    if not named or named == owner_by_limit(os.getpid()):
+        return None
+    owner, namespace = named
+    try:
+        is_own = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
+        has_ended = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # it has ended, and was reaped
+        return None
+    start, owner_start = start_time(pid), start_time(owner)
+    # A process that started later than its descendant has only the owner's pid.
+    is_dead = start is not None and (owner_start is None or owner_start > start)
+    same_namespace = this_process().endswith(f"-{namespace}")
+    return owner if is_own and is_dead and same_namespace and not has_ended else None

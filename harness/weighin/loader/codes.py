@@ -23,7 +23,8 @@ def refuse_left_out_scales(
     """Raise CheckpointError if codes would be loaded without the keys beside them.
 
     Integers or 8-bit floats in the file that become wider floats in the model mean nothing without a
-    scale. The scale is then a key of the same module that the model does not have. ``slices`` are the
+    scale. The scale is then a key of the same module that the model does not have. Where the model's
+    quantiser dequantises, what it does not convert keeps the dtype of the file. ``slices`` are the
     tensors under the names in the file, ``mapped`` those under the names in the model.
     """
     left_out = {_module(name): name for name in mapped.unexpected}
@@ -36,12 +37,11 @@ def refuse_left_out_scales(
             scale
             and _is_code(one.dtype)
             and target.is_floating_point()
-            and target.dtype != one.dtype
+            and (target.dtype != one.dtype or quantiser_of(model))
         ):
-            kind = str(target.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file and {kind} in the model, which"
-                f" has no {plain(scale)}: such tensors are codes that mean something only with their scales",
+                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has no"
+                f" {plain(scale)}: such tensors are codes that mean something only with their scales",
                 "load it with the library that quantised it",
             )
 
@@ -72,29 +72,6 @@ def refuse_codes_left(
             f" {first_names(left)}",
             "write quantization_config as the library that quantised the model gives it",
         )
-    _refuse_uneven_blocks(model, checkpoint, slices)
-
-
-def _refuse_uneven_blocks(
-    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice]
-) -> None:
-    """Raise CheckpointError if a last block is smaller: transformers then takes all blocks for equal ones.
-
-    Its values are therefore wrong, or it fails.
-    """
-    sizes = getattr(quantiser_of(model).quantization_config, "weight_block_size", None)  # type: ignore[union-attr]
-    if not sizes:
-        return
-    by_name = {one.name: one for one in slices}
-    for one in find_codes(slices):
-        shapes = zip(one.where.shape[-2:], by_name[one.scales].shape[-2:], sizes, strict=False)
-        if any(1 < count == -(-size // block) and size % block for size, count, block in shapes):
-            raise CheckpointError(
-                f"{checkpoint}: {plain(one.where.name)} has {first_names(map(str, one.where.shape))} codes in"
-                f" blocks of {first_names(map(str, sizes))}: transformers takes the smaller last block for"
-                " an equal one, and gives wrong values",
-                "load it with the library that quantised it",
-            )
 
 
 def _is_code(kind: torch.dtype) -> bool:

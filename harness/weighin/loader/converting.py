@@ -2,14 +2,14 @@
 
 transformers converts whole tensors: the codes, values in float32 and the result are in memory together.
 Most conversions that dequantise compute each row, or each expert, by itself. Such a conversion runs on
-a few rows after the other, with the same operations of transformers, and each result is copied to its
-place in the model. Every other conversion runs on whole tensors.
+a few rows after the other, with the same operations, and each result is copied to its place in the
+model. Every other conversion runs on whole tensors.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -18,32 +18,26 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import plain
+from weighin.loader import smaller_blocks
+from weighin.loader.conversion_steps import (
+    PIECE_ELEMENTS,
+    Divide,
+    Source,
+    Step,
+    of_rows,
+    rows_in,
+    rows_of,
+)
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.fill import cache_threads, one_thread_each
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.lazy_state import read_whole
+from weighin.loader.own_steps import OF_OWN
+from weighin.models.own_dequantiser import Operation
 from weighin.models.pretrained_keys import Conversion
-
-_PIECE_ELEMENTS: Final = 64 * 1024
-"""The elements of one step: few enough that the C library keeps little of the freed memory."""
 
 _WORD_BITS: Final = 32  # compressed-tensors packs zero points along the rows into words
 _PACKED_BITS: Final = frozenset({4, 8})
-
-Source = tuple[str, TensorSlice]
-"""A tensor of the file, and the pattern of the converter that its name matched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A part of a conversion: parts of its sources, and the place in the result that they give.
-
-    ``shape`` is the value of a source that holds the shape of the codes, which differs for a part.
-    """
-
-    sources: tuple[Source, ...]
-    place: tuple[slice, ...]
-    shape: tuple[int, ...] = ()
 
 
 def convert(
@@ -59,9 +53,13 @@ def convert(
     """
     sliced: list[tuple[Conversion, Iterable[Step]]] = []
     for one in conversions:
-        steps = _steps(one, targets[one.name])
+        steps = _steps(one, _oriented(model, one, targets[one.name]))
         if steps is None:
-            _convert_whole(model, one, targets)
+            if smaller_blocks.has_smaller(
+                one.sources, smaller_blocks.sizes_of(one.converter.operations[0])
+            ):
+                raise _cannot_divide(one)
+            convert_whole(model, one, targets)
         else:
             sliced.append((one, steps))
     if sliced:
@@ -79,7 +77,8 @@ def fill_in_steps(
     def run() -> None:
         with torch.no_grad(), _Reader() as reader:
             for one, step in iter(work.take, None):
-                _convert_step(model, one, step, targets[one.name], reader)
+                target = _oriented(model, one, targets[one.name])
+                _convert_step(model, one, step, target, reader)
 
     threads = cache_threads()
     with one_thread_each, ThreadPoolExecutor(threads) as pool:
@@ -87,27 +86,28 @@ def fill_in_steps(
             future.result()
 
 
-def _convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]) -> None:
+def convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor]) -> None:
+    """Fill the targets of a conversion with its results, computed from whole tensors."""
     tensors = [read_whole(source) for _, source in one.sources]
     if not one.reads_codes:
         tensors = [tensor.to(targets[one.name].dtype) for tensor in tensors]
     with torch.no_grad():
         for name, value in one.apply(model, tensors).items():
-            _check(one, value, targets[name])
-            targets[name].copy_(value)
+            target = _oriented(model, one, targets[name])
+            _check(one, value, target)
+            target.copy_(value)
 
 
 def _convert_step(
     model: Any, one: Conversion, step: Step, target: torch.Tensor, reader: "_Reader"
 ) -> None:
-    collected: dict[str, Any] = {}
+    collected: dict[str, Any] = {pattern: [value] for pattern, value in step.given.items()}
     for pattern, source in step.sources:
-        is_shape = step.shape and pattern.endswith("weight_shape")
-        value = torch.tensor(step.shape) if is_shape else reader.read(source)
-        collected.setdefault(pattern, []).append(value)
+        collected.setdefault(pattern, []).append(reader.read(source))
     converter = one.converter
     for operation in converter.operations:
-        collected = operation.convert(
+        collected = smaller_blocks.convert(
+            operation,
             collected,
             source_patterns=converter.source_patterns,
             target_patterns=converter.target_patterns,
@@ -130,6 +130,15 @@ def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
             f"{one.sources[0][1].file}: the codes of {plain(one.name)} become {kind}, and the model has {wanted}",
             "choose the class that the checkpoint was saved from, or correct quantization_config",
         )
+
+
+def _cannot_divide(one: Conversion) -> CheckpointError:
+    name, codes = plain(one.name), one.sources[0][1]
+    return CheckpointError(
+        f"{codes.file}: {name} has a smaller last block, and its codes have gaps between them:"
+        " transformers takes the smaller block for an equal one, and gives wrong values",
+        "save the codes as contiguous tensors",
+    )
 
 
 class _Queue:
@@ -172,8 +181,16 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
         return _of_experts(one, kind, rest, target)
     sources = dict(one.sources)
     if len(sources) == len(one.sources) and (steps := _OF_ROWS.get(kind)):
-        return steps(sources, target)
+        sizes = smaller_blocks.sizes_of(first)
+        return _of_fp8(sources, target, sizes) if sizes else steps(sources, target)
     return None
+
+
+def _oriented(model: Any, one: Conversion, target: torch.Tensor) -> torch.Tensor:
+    """Return the target as the matrix of a Linear: transformers' Conv1D, of GPT-2, has it transposed."""
+    module = model.get_submodule(one.name.rpartition(".")[0])
+    of_linear = isinstance(one.converter.operations[0], Operation)
+    return target.t() if of_linear and type(module).__name__ == "Conv1D" else target
 
 
 def _is_plain(source: TensorSlice) -> bool:
@@ -202,25 +219,28 @@ def _of_experts(
     )
 
 
-def _of_fp8(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
+def _of_fp8(
+    sources: dict[str, TensorSlice], target: torch.Tensor, sizes: tuple[int, ...] = ()
+) -> Iterable[Step] | None:
     """Fp8Dequantize: the rows of codes are divided equally among the rows of scales."""
     codes, scales = sources.get("weight"), sources.get("weight_scale_inv")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
         return None
     of_scales = scales.shape[0] if len(scales.shape) == 2 else 1
-    if not of_scales or codes.shape[0] % of_scales:
+    in_blocks = smaller_blocks.whole_sizes(codes.shape, scales.shape, sizes)[0]
+    if not of_scales or in_blocks % of_scales:
         return None  # transformers says what is wrong
-    rows, block = codes.shape[0], codes.shape[0] // of_scales
+    rows, block = codes.shape[0], in_blocks // of_scales
 
     def part(first: int, last: int) -> tuple[Source, ...]:
         above, below = first // block, -(-last // block)
-        scale = _rows(scales, above, below) if of_scales > 1 else scales
-        return ("weight", _rows(codes, first, last)), ("weight_scale_inv", scale)
+        scale = rows_of(scales, above, below) if of_scales > 1 else scales
+        return ("weight", rows_of(codes, first, last)), ("weight_scale_inv", scale)
 
-    if block * codes.shape[1] <= _PIECE_ELEMENTS:
-        return _of_rows(range(rows), block, codes.shape[1], part)
-    blocks = (range(first, first + block) for first in range(0, rows, block))
-    return (step for one in blocks for step in _of_rows(one, 1, codes.shape[1], part))
+    if block * codes.shape[1] <= PIECE_ELEMENTS and in_blocks == rows:
+        return of_rows(range(rows), block, codes.shape[1], part)
+    blocks = (range(first, min(first + block, rows)) for first in range(0, rows, block))
+    return (step for one in blocks for step in of_rows(one, 1, codes.shape[1], part))
 
 
 def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
@@ -233,11 +253,11 @@ def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Ite
     packed = "weight_packed" in sources
     if packed and codes.shape[1] * _WORD_BITS not in {columns * bits for bits in _PACKED_BITS}:
         return None
-    of_rows = {name for name, one in sources.items() if one.shape and one.shape[0] == rows}
-    if prod(scales.shape) != 1 and "weight_scale" not in of_rows:
+    in_rows = {name for name, one in sources.items() if one.shape and one.shape[0] == rows}
+    if prod(scales.shape) != 1 and "weight_scale" not in in_rows:
         return None
     if zeros is not None and (
-        packed or ("weight_zero_point" in of_rows) != ("weight_scale" in of_rows)
+        packed or ("weight_zero_point" in in_rows) != ("weight_scale" in in_rows)
     ):
         return None
     if rows == 1:
@@ -245,12 +265,18 @@ def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Ite
 
     def part(first: int, last: int) -> tuple[Source, ...]:
         return tuple(
-            (name, _rows(one, first, last) if name in of_rows else one)
+            (name, rows_of(one, first, last) if name in in_rows else one)
             for name, one in sources.items()
+            if name != "weight_shape"
         )
 
-    steps = _of_rows(range(rows), _WORD_BITS, columns, part)
-    return (replace(one, shape=(one.place[0].stop - one.place[0].start, columns)) for one in steps)
+    steps = of_rows(range(rows), _WORD_BITS, columns, part)
+
+    def of_part(step: Step) -> Mapping[str, torch.Tensor]:
+        shape = torch.tensor((rows_in(step), columns))
+        return {"weight_shape": shape} if "weight_shape" in sources else {}
+
+    return (replace(step, given=of_part(step)) for step in steps)
 
 
 def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
@@ -262,7 +288,7 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
     if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
         return None
     experts, rows = blocks.shape[:2]
-    many = max(1, _PIECE_ELEMENTS // max(1, 2 * prod(blocks.shape[2:])))
+    many = max(1, PIECE_ELEMENTS // max(1, 2 * prod(blocks.shape[2:])))
     return (
         Step(
             (
@@ -276,37 +302,18 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
     )
 
 
-_OF_ROWS: Final[
-    dict[str, Callable[[dict[str, TensorSlice], torch.Tensor], Iterable[Step] | None]]
-] = {
+_OF_ROWS: Final[Mapping[str, Divide]] = {
     "Fp8Dequantize": _of_fp8,
     "CompressedTensorsDequantize": _of_compressed,
     "Mxfp4Dequantize": _of_mxfp4,
+    **OF_OWN,
 }
-"""The operations of transformers that compute each row, or each block of rows, by itself."""
-
-
-def _of_rows(
-    rows: range, unit: int, columns: int, part: Callable[[int, int], tuple[Source, ...]]
-) -> Iterator[Step]:
-    """Yield a step for each few of the rows: a multiple of ``unit``, except the last ones."""
-    many = max(1, _PIECE_ELEMENTS // max(1, unit * columns)) * unit
-    for first in rows[::many]:
-        last = min(first + many, rows.stop)
-        yield Step(part(first, last), (slice(first, last),))
-
-
-def _rows(where: TensorSlice, first: int, last: int) -> TensorSlice:
-    """Return some rows of a contiguous tensor."""
-    row_bytes = where.nbytes // where.shape[0]
-    return replace(
-        where, shape=(last - first, *where.shape[1:]), offset=where.offset + first * row_bytes
-    )
+"""The operations that compute each row, or each block of rows, by itself."""
 
 
 def _within(where: TensorSlice, number: int, first: int, last: int) -> TensorSlice:
     """Return some rows of one matrix of a stack of them, as a stack of one."""
-    one = _rows(where, number, number + 1)
+    one = rows_of(where, number, number + 1)
     inner = replace(one, shape=one.shape[1:], stride=one.stride[1:])
-    rows = _rows(inner, first, last)
+    rows = rows_of(inner, first, last)
     return replace(rows, shape=(1, *rows.shape), stride=(prod(rows.shape), *rows.stride))

@@ -10,6 +10,7 @@ dropped from it.
 
 import ctypes
 import mmap
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,6 +38,9 @@ the largest cache."""
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """The size of a reader's own buffer: a piece, and the bytes that alignment adds before and after it."""
 
+MOST_UNUSED_BYTES: Final = 4096
+"""The largest gap between two targets that one scattered read fills, in bytes."""
+
 _NEARLY_CACHED: Final = 15 / 16
 """The share of a read's pages that must be cached so that a read through the page cache is faster
 than a read past it. The kernel may have reclaimed single pages of a cached file; a read through the
@@ -45,6 +49,7 @@ cache reads only those pages from the disk."""
 LARGEST_ELEMENT_BYTES: Final = 8
 """The size in bytes of the largest element that can be converted to another dtype."""
 
+_unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
 _ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # address space, not RAM
 _LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # smaller targets are as fast through the buffer
 
@@ -99,6 +104,21 @@ class PieceReader:
         else:
             piece = direct
         return piece
+
+    def scatter(self, file: Path, places: Sequence[tuple[int, int, int]]) -> None:
+        """Fill small targets by one read; each has its offset in the file, its address and its size.
+
+        Args:
+            places: in the file's order, with gaps of at most ``MOST_UNUSED_BYTES``, at most 500, and
+                together at most ``piece_bytes``.
+        """
+        opened, start = self._open(file), places[0][0]
+        size = places[-1][0] + places[-1][2] - start
+        if opened.is_cached(start, size) and opened.read_scattered(_buffers(places), start, size):
+            return
+        content = address_of(self.piece(file, start, size)) - start
+        for offset, address, length in places:
+            ctypes.memmove(address, content + offset, length)
 
     def is_cached(self, file: Path, offset: int, size: int) -> bool:
         """Tell whether all of this range is known to be in the page cache."""
@@ -173,6 +193,19 @@ class PieceReader:
         if not opened.direct or not opened.read_direct([buffer], offset - skip, skip + size):
             return None
         return self._bounce[skip : skip + size]
+
+
+def _buffers(places: Sequence[tuple[int, int, int]]) -> "array[int]":
+    """Return the addresses and sizes of the buffers of a read: the targets, and the gaps between them."""
+    unused = address_of(_unused)
+    buffers = array("Q")
+    end = places[0][0]
+    for offset, address, size in places:
+        if offset > end:
+            buffers.extend((unused, offset - end))
+        buffers.extend((address, size))
+        end = offset + size
+    return buffers
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -4,6 +4,7 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -48,20 +49,15 @@ class LazyState(Mapping[str, Any]):
         self._values: dict[str, Any] = {}
         self.sources: list[TensorSlice | None] = []
         self.metadata: dict[str, dict[str, Any]] | None = getattr(slices, "metadata", None)
-        self._offsets: list[int] = []
-        length = 0
         for number, source in enumerate(slices):
-            _check_blocks(source)
+            if source.parts or source.encoding:
+                _check_blocks(source)
             self._numbers[source.name] = number
-            self._offsets.append(length)
-            size = _extent(source) * source.dtype.itemsize
-            length += -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         self.sources += slices
         for name, value in values.items():
             self._numbers[name] = len(self.sources)
             self._values[name] = value
             self.sources.append(None)
-        self._memory = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:
@@ -86,12 +82,22 @@ class LazyState(Mapping[str, Any]):
         places = zip(self, self.sources, strict=True)
         return {name: source.shape if source else () for name, source in places}
 
+    @cached_property
+    def _reserved(self) -> tuple[mmap.mmap, list[int]]:
+        """Address space for all tensors, and the offset of each tensor in it."""
+        offsets, length = [], 0
+        for source in self.sources:
+            offsets.append(length)
+            size = _extent(source) * source.dtype.itemsize if source else 0
+            length += -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | MAP_NORESERVE), offsets
+
     def _made(self, number: int) -> torch.Tensor:
         source = self.sources[number]
         assert source is not None
         if count := _extent(source):
-            offset = self._offsets[number]
-            flat = torch.frombuffer(self._memory, dtype=source.dtype, count=count, offset=offset)
+            memory, offsets = self._reserved
+            flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offsets[number])
             tensor = flat.as_strided(source.shape, source.stride)
         else:
             tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype)
@@ -155,7 +161,11 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
 
 def read_whole(source: TensorSlice) -> torch.Tensor:
     """Read one tensor into fresh memory."""
-    target = torch.empty(source.shape, dtype=source.dtype)
+    return read_into(source, torch.empty(source.shape, dtype=source.dtype))
+
+
+def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
+    """Read one tensor into ``target``, which has its shape, and return ``target``."""
     if isinstance(source, Converted):
         source.fill(target)
     else:

@@ -28,7 +28,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import converted, fill
+from weighin.loader import converted, fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
@@ -162,15 +162,19 @@ def _load(
         # No name for the state: it would keep every tensor's source alive to the end of the load.
         load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
-        modules = modules_of(model)
-        if any(tensor.is_meta for tensor in tensors_of(modules)):
+        if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
-    place = _Placer(modules, log, device, dtype)
     loads.sort(key=lambda load: _position(load.promise))
-    batches = _batches(loads, granularity)
+    batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
+    if any(others for _, others in batches):
+        place = _Placer(modules_of(model), log, device, dtype)
     while batches:
-        fills = list(place.all(batches.pop(0)))
+        groups, others = batches.pop(0)
+        small.fill_all(groups, threads)
+        if not others:
+            continue
+        fills = list(place.all(others))
         skeleton.give_back_heap()
         plain, computed = converted.split(fills)
         with fill.being_filled(plain, threads):

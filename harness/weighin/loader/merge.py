@@ -4,6 +4,7 @@ peft computes the product of the two matrices in float32 and adds it in place. I
 of the product, which this module does not make: the peak is the model and its largest product.
 """
 
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +12,14 @@ import torch
 
 from weighin.formats import lora
 from weighin.formats.lora import Addition
-from weighin.loader.huge_pages import allocate
-from weighin.loader.lazy_state import read_whole
+from weighin.loader.huge_pages import TENSOR_ALIGNMENT, allocate
+from weighin.loader.lazy_state import read_into, read_whole
 from weighin.models.skeleton import give_back_heap
 
 _FEW_ELEMENTS: Final = 32 * 1024
 """The elements that are added at once: torch widens 16-bit weights in further memory of that size."""
+
+_LINE_ELEMENTS: Final = TENSOR_ALIGNMENT // torch.float32.itemsize
 
 
 def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
@@ -30,8 +33,12 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
         for one, module in modules:
             if one.base:
                 module.weight.copy_(read_whole(one.base))
-        for one, module in modules:
-            add(one, module.weight, is_turned=is_turned(one, module))
+        memory: dict[torch.device, torch.Tensor] = {}
+        for one, module in sorted(modules, key=lambda each: -elements(each[0])):
+            device = module.weight.device
+            if device not in memory:
+                memory[device] = allocate(elements(one), torch.float32, device)
+            add(one, module.weight, memory[device], is_turned=is_turned(one, module))
     give_back_heap()
 
 
@@ -78,14 +85,31 @@ def _conv1d() -> Any:
     return Conv1D
 
 
-def add(one: Addition, weight: torch.Tensor, *, is_turned: bool) -> None:
-    """Add the product to a weight in place, in float32, with the roundings of peft."""
-    a, b = (read_whole(each).to(weight.device, torch.float32) for each in (one.a, one.b))
-    flat = allocate(len(b) * a.shape[1], torch.float32, weight.device)
-    product = torch.mm(b, a, out=flat.view(len(b), -1))
+def elements(one: Addition) -> int:
+    """Return the number of float32 elements of the memory that ``add`` needs."""
+    rows, columns = one.b.shape[0], one.a.shape[1]
+    return _aligned(rows * columns) + _aligned(prod(one.b.shape)) + _aligned(prod(one.a.shape))
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _LINE_ELEMENTS) * _LINE_ELEMENTS
+
+
+def add(one: Addition, weight: torch.Tensor, memory: torch.Tensor, *, is_turned: bool) -> None:
+    """Add the product to a weight in place, in float32, with the roundings of peft.
+
+    ``memory`` is for the product and its matrices: one memory for all products, because the C library
+    would keep what it frees of each.
+    """
+    rows, columns = one.b.shape[0], one.a.shape[1]
+    product = memory[: rows * columns].view(rows, columns)
+    first = _aligned(rows * columns)
+    b = memory[first : first + prod(one.b.shape)].view(one.b.shape)
+    first += _aligned(prod(one.b.shape))
+    a = memory[first : first + prod(one.a.shape)].view(one.a.shape)
+    torch.mm(read_into(one.b, b), read_into(one.a, a), out=product)
     product *= one.scaling
-    if is_turned:
-        product = product.T
+    added = product.T if is_turned else product
     count = max(1, _FEW_ELEMENTS // weight.shape[1])
-    for rows, added in zip(weight.split(count), product.split(count), strict=True):
-        rows.add_(added.to(weight.dtype) if one.is_embedding else added)
+    for part, more in zip(weight.split(count), added.split(count), strict=True):
+        part.add_(more.to(weight.dtype) if one.is_embedding else more)

@@ -1,8 +1,10 @@
 """Read an open file through the page cache, past it, or by mapping its cached pages."""
 
+import ctypes
 import errno
 import mmap
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,10 @@ from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
 _PASSED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_preadv: Final = _libc.preadv  # os.preadv needs an object for each buffer
+_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_preadv.restype = ctypes.c_ssize_t
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -108,6 +114,14 @@ class OpenedFile:
         done = 0
         while offset + done < end:
             done += self._read_some(_behind(targets, done), offset + done, end)
+
+    def read_scattered(self, buffers: "array[int]", offset: int, size: int) -> bool:
+        """Fill buffers, given by their addresses and sizes in turn, by one read through the page cache.
+
+        Return False if fewer than ``size`` bytes were read: the caller then reads them in another way.
+        """
+        first, _ = buffers.buffer_info()
+        return bool(_preadv(self._buffered, first, len(buffers) // 2, offset) == size)
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
         """Read through the page cache, piece by piece, and drop the pages of each piece.

@@ -46,7 +46,8 @@ def load_pretrained(
     timm: the model is the one that ``from_pretrained`` of diffusers or ``create_model`` of timm
     returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
     mode. The load needs memory for one copy of the weights, and no network. Codes of fp8, MXFP4 and
-    compressed-tensors are dequantised, as with ``dequantize=True``.
+    compressed-tensors are dequantised, as with ``dequantize=True``. So are those of bitsandbytes, GPTQ
+    and AWQ, without the packages of these methods.
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, a GGUF file, or the id of a model in the local cache.

@@ -22,13 +22,17 @@ from torch import nn
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
-from weighin.loader.lazy_state import FILLED_DEVICES, LazyState
+from weighin.loader.lazy_state import LazyState
 from weighin.models.deferred import WriteLog, is_dense
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
 _LOAD_MODULE: Final = nn.Module._load_from_state_dict
 _SET_EXTRA_STATE: Final = nn.Module.set_extra_state
 _EXTRA_STATE: Final = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_METHODS: Final = (
+    ("_load_from_state_dict", _LOAD_MODULE),
+    ("set_extra_state", _SET_EXTRA_STATE),
+)
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
 
@@ -92,6 +96,9 @@ def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, stric
     if swaps or _overrides(model, "load_state_dict", _LOAD_MODEL):
         with log.recording():
             model.load_state_dict(state.all(), strict=strict)
+        return
+    if (copies := _Plain(state).copies(model)) is not None:
+        log.load(copies)
         return
     walk = _Walk(state, log)
     walk.load(model, _View.of(state, ""), "")
@@ -174,6 +181,58 @@ def _add(nodes: dict[str, _Node], path: str) -> _Node:
     return node
 
 
+class _Plain:
+    """The copies of a load in which no module has anything to decide, and every key its place.
+
+    Such a load needs no tree of the keys.
+    """
+
+    def __init__(self, state: LazyState) -> None:
+        self._left: dict[str, TensorSlice | None] = dict(zip(state, state.sources, strict=True))
+        self._assigns = any(
+            local.get("assign_to_params_buffers", False)
+            for local in (state.metadata or {}).values()
+        )
+        self._are_plain: dict[type, bool] = {}
+        self._copies: list[tuple[torch.Tensor, TensorSlice]] = []
+
+    def copies(self, model: nn.Module) -> list[tuple[torch.Tensor, TensorSlice]] | None:
+        """Return the tensors and their sources in torch's order; None if anything must be decided."""
+        plain = not self._assigns and self._add(model, "") and not self._left
+        return self._copies if plain else None
+
+    def _add(self, module: nn.Module, prefix: str) -> bool:
+        """Add the copies of a module and those in it; return False if anything must be decided."""
+        if not self._is_plain(module):
+            return False
+        left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or name in unsaved:
+                    continue
+                source = left.pop(prefix + name, None)
+                if source is None or not _fits(tensor, source):
+                    return False
+                copies.append((tensor, source))
+        if module._modules:
+            for name, child in module._modules.items():
+                if child is not None and not self._add(child, f"{prefix}{name}."):
+                    return False
+        return True
+
+    def _is_plain(self, module: nn.Module) -> bool:
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return False
+        kind = type(module)
+        if kind not in self._are_plain:
+            self._are_plain[kind] = all(
+                getattr(kind, name) is original for name, original in _METHODS
+            )
+        own = module.__dict__
+        changed = "_load_from_state_dict" in own or "set_extra_state" in own
+        return self._are_plain[kind] and not changed
+
+
 class _Walk:
     """One load: the modules in torch's order, and what torch reports at its end."""
 
@@ -251,10 +310,8 @@ class _Walk:
 
 def _is_plain(module: nn.Module) -> bool:
     """Tell whether a module changes nothing about its load."""
-    return not (
-        _overrides(module, "_load_from_state_dict", _LOAD_MODULE)
-        or _overrides(module, "set_extra_state", _SET_EXTRA_STATE)
-        or module._load_state_dict_pre_hooks
+    return not module._load_state_dict_pre_hooks and not any(
+        _overrides(module, name, original) for name, original in _METHODS
     )
 
 
@@ -268,7 +325,7 @@ def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
         type(tensor) in _PLAIN_TENSORS
         and tensor.layout is torch.strided
         and tensor.shape == source.shape
-        and tensor.device.type in FILLED_DEVICES
+        and (tensor.is_cpu or tensor.is_cuda)
         and (tensor.is_contiguous() or is_dense(tensor))  # no element twice
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )

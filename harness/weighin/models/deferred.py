@@ -48,6 +48,15 @@ _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"}
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
+_KAIMING: Final = torch.nn.init.kaiming_uniform_
+_UNIFORM: Final = torch.nn.init.uniform_
+_NORMAL: Final = torch.nn.init.normal_
+_INITIALISERS: Final = frozenset({_KAIMING, _UNIFORM, _NORMAL})
+"""Functions that only write random numbers, and are recorded whole: one call, not ten operations."""
+
+_INITIALISED: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
+_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
 _LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed at once
 
@@ -86,11 +95,13 @@ class _Write:
 class _Loads:
     """Loads to execute together.
 
+    ``whole`` has the storages that the loads replace completely. For all other storages,
     ``reached`` has the byte ranges of storages that the loads span; ``filled`` has the ranges that
     the loads fill completely.
     """
 
     chosen: list[DeferredLoad] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
     reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -146,8 +157,7 @@ class WriteLog:
         The promised tensors are not made; nothing may be recording.
         """
         for tensor, source in copies:
-            target = tensor.detach()
-            self._append_load(DeferredLoad(target, None, source))
+            self._append_load(DeferredLoad(tensor.detach(), None, source))
         torch.autograd.graph.increment_version(tensor for tensor, _ in copies)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -166,16 +176,19 @@ class WriteLog:
         """
         loads, live, touched, random = _Loads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
-        aliases = self._aliases()
+        aliases: Counter[int] | None = None
         for number in reversed(self._writes):
             write = self._writes[number]
             key = storage_key(write.target)
             if not touched.isdisjoint(write.touched) or (random and write.random):
                 necessary = True
+            elif key in loads.whole:
+                necessary = False
             elif write.load is not None and key not in self._promised:
                 necessary = not _choose(loads, key, write.load)
             else:
                 size = write.target.untyped_storage().nbytes()
+                aliases = self._aliases() if aliases is None else aliases
                 held = use_count(write.target) > aliases[key]
                 necessary = held and key not in ignored and not loads.covers(key, 0, size)
             if necessary:
@@ -216,6 +229,38 @@ class WriteLog:
         if not kind.resizes:
             self._own_results(result, {storage_key(tensor) for tensor in tensors})
         return result
+
+    def allocate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Call ``torch.empty``; without other modes, not through the log's own mode, which is slow."""
+        if self._at_once or "out" in kwargs or torch._C._len_torch_dispatch_stack() != 1:
+            return torch.empty(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            tensor = torch.empty(*args, **kwargs)
+        if tensor.is_cpu and (key := storage_key(tensor)):
+            self._own[key] = _weak(tensor)
+        return tensor
+
+    def initialise(self, func: Any, tensor: torch.Tensor, settings: dict[str, Any]) -> bool:
+        """Record a call of a function of ``torch.nn.init``; return False if it must be made now.
+
+        A call that torch would refuse is not recorded: the constructor gets the exception.
+        """
+        if (
+            self._at_once
+            or type(tensor) not in _PLAIN_TYPES
+            or tensor.dtype not in _INITIALISED
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or not tensor.numel()
+            or torch._C._len_torch_dispatch_stack() != 1
+            or not self.owns(tensor)
+            or not _is_valid(func, tensor, **settings)
+        ):
+            return False
+        with torch._C._DisableTorchDispatch():  # the log's own operations
+            self._note(func, (tensor,), settings, tensor, random=True, alone=True)
+        torch.autograd.graph.increment_version(tensor)
+        return True
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
         """Execute the writes that these tensors' values depend on, because the values will be read.
@@ -385,6 +430,10 @@ def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
 
     The load is dropped if later loads fill its target completely.
     """
+    if key not in loads.reached and _is_whole_storage(load.target):
+        loads.chosen.append(load)
+        loads.whole.add(key)
+        return True
     start, end = extent(load.target)
     if loads.covers(key, start, end):
         return True
@@ -410,6 +459,15 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
         return start * size, start * size
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + last + 1) * size
+
+
+def _is_whole_storage(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is contiguous and has all elements of its storage."""
+    return (
+        tensor.is_contiguous()
+        and tensor.storage_offset() == 0
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -461,6 +519,12 @@ class _DirectReads(TorchFunctionMode):
     ) -> Any:
         if func in _DIRECT_READS:
             self._log.look(args[:1])
+        elif func is torch.empty:
+            return self._log.allocate(args, kwargs or {})
+        elif func in _INITIALISERS and kwargs and not args:
+            settings = {name: value for name, value in kwargs.items() if name != "tensor"}
+            if self._log.initialise(func, kwargs["tensor"], settings):
+                return kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
 
@@ -522,6 +586,33 @@ def _kind(func: Any) -> _Kind:
             if "Tensor" in str(argument.type)
         ),
         written=writes[0] if waits and name not in _RESIZES else None,
+    )
+
+
+def _is_valid(
+    func: Any,
+    tensor: torch.Tensor,
+    a: float = 0,
+    b: float = 1,
+    mean: float = 0,
+    std: float = 1,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: object = None,
+) -> bool:
+    """Tell whether a function of ``torch.nn.init`` accepts these settings."""
+    if generator is not None:
+        return False
+    if func is _KAIMING:
+        known = nonlinearity == "leaky_relu" and mode in {"fan_in", "fan_out"}
+        return known and tensor.ndim >= 2 and -_LARGEST_NUMBER <= a <= _LARGEST_NUMBER
+    low, high = (a, b) if func is _UNIFORM else (mean, std)
+    if func is _NORMAL and std < 0:
+        return False
+    return (
+        abs(low) <= _LARGEST_NUMBER
+        and abs(high) <= _LARGEST_NUMBER
+        and (func is _NORMAL or low <= high)
     )
 
 

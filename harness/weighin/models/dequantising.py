@@ -1,6 +1,7 @@
-"""Let transformers' own quantiser say how the codes of a folder become the weights of its model.
+"""Let a quantiser say how the codes of a folder become the weights of its model.
 
-The quantiser adds entries to the tables by which ``from_pretrained`` renames and converts tensors. This
+It is transformers' own quantiser, or that of ``own_dequantiser`` for a method that transformers does not
+dequantise. It adds entries to the tables by which ``from_pretrained`` renames and converts tensors. This
 module attaches it to a model that is built for such a folder, and removes it after the load.
 """
 
@@ -13,8 +14,9 @@ import torch
 
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import CONFIG, folder_of
-from weighin.formats.quantisation_config import OF_TEXT, named_in, object_in
+from weighin.formats.quantisation_config import description_in, named_in, object_in
 from weighin.formats.quantised import Quantised
+from weighin.models.own_dequantiser import Dequantiser
 from weighin.text import one_line
 
 _KEY = "quantization_config"
@@ -33,6 +35,9 @@ def attach_quantiser(
     """
     if not quantised or not (found := Quantised.of_argument(quantised)).dequantises:
         return
+    if found.own:
+        model.hf_quantizer = Dequantiser(found.own, description_in(config) or {})
+        return
     auto: Any = import_module("transformers.quantizers.auto")
     settings = model.config
     settings.quantization_config = _dequantising(config)
@@ -50,10 +55,11 @@ def attach_quantiser(
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments by which ``from_pretrained`` dequantises on every device.
 
-    They are empty for a checkpoint in a folder whose weights ``load_streaming`` does not dequantise.
+    They are empty for a checkpoint in a folder whose codes it does not dequantise.
     """
     config = object_in(folder_of(checkpoint) / CONFIG)
-    if not named_in(folder_of(checkpoint), config).dequantised:
+    named = named_in(folder_of(checkpoint), config)
+    if named.own or not named.dequantised:
         return {}
     auto: Any = import_module("transformers.quantizers.auto")
     return {_KEY: auto.AutoQuantizationConfig.from_dict(_dequantising(config))}
@@ -61,10 +67,8 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the quantisation in a configuration, with the wish to dequantise."""
-    for part in (config, *(config.get(name) for name in OF_TEXT)):
-        if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
-            return {**found, "dequantize": True}
-    return {}
+    found = description_in(config)
+    return {} if found is None else {**found, "dequantize": True}
 
 
 def quantiser_of(model: Any) -> Any | None:
@@ -79,7 +83,7 @@ def detach_quantiser(model: Any) -> None:
 
 
 def set_dtypes(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give tensors of a model, which have no values yet, other dtypes."""
+    """Give tensors of a model, which have no values yet, other dtypes; no parameter has integers."""
     for name, dtype in dtypes.items():
-        if tensors[name].dtype != dtype:
+        if tensors[name].dtype != dtype and dtype.is_floating_point:
             tensors[name].data = torch.empty_like(tensors[name].data, dtype=dtype)

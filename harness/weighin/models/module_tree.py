@@ -18,6 +18,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = todo.pop()
         if id(module) not in found:
             found[id(module)] = module
+            if not module._modules:
+                continue
             todo += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
 

@@ -4,13 +4,31 @@ Two stacks of one size, one with many small tensors and one with few large ones,
 in a loader whose cost depends only on the number of bytes.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 
-def stack(*, layers: int, width: int) -> nn.Module:
-    """Return ``layers`` linear layers without biases, of ``width`` x ``width``, in evaluation mode."""
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).eval()
+def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
+    """Return ``layers`` linear layers without biases, in evaluation mode.
+
+    Each layer is ``width`` x ``width``. With ``inner``, which needs an even number of layers, they are in
+    turn ``width`` x ``inner`` and ``inner`` x ``width``.
+    """
+    return nn.Sequential(*_linear_layers(layers, width, inner)).eval()
+
+
+def nested(*, blocks: int, layers: int, width: int, inner: int | None = None) -> nn.Module:
+    """Return ``blocks`` modules in a row, each a ``stack`` of ``layers`` linear layers."""
+    made = (stack(layers=layers, width=width, inner=inner) for _ in range(blocks))
+    return nn.Sequential(*made).eval()
+
+
+def _linear_layers(layers: int, width: int, inner: int | None) -> Iterator[nn.Linear]:
+    sizes = (width, inner or width)
+    for number in range(layers):
+        yield nn.Linear(sizes[number % 2], sizes[(number + 1) % 2], bias=False)
 
 
 def example_inputs(*, width: int, **_: object) -> torch.Tensor:

@@ -159,7 +159,7 @@ def _legacy(ledger: Ledger) -> Any:
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
-    from weighin.loader import converted, fill
+    from weighin.loader import converted, fill, small
     from weighin.loader.reads import Fillable
 
     before = ledger.own_anon_bytes
@@ -192,8 +192,16 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes
 
+    def fill_groups(groups: Sequence[small.Group], threads: int | None) -> None:
+        with ledger.holding(small.buffer_bytes(groups, threads)):
+            for group in groups:
+                for tensor in group.tensors:
+                    ledger.write(tensor)
+                    ledger.work["read_direct_bytes"] += tensor.nbytes
+
     with (
         patch.object(fill, "being_filled", being_filled),
+        patch.object(small, "fill_all", fill_groups),
         patch.object(converted, "fill_all", fill_all),
         patch.object(converting, "fill_in_steps", fill_in_steps),
     ):

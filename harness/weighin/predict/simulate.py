@@ -20,14 +20,13 @@ from weighin.predict.patches import declared, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
 from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
-from weighin.record import Memory
+from weighin.record import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
-_WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 read-aheads of 8 MiB, with 1, 2 or 4 threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def run(
             _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
-    return _figures(ledger, model_bytes, mapped * _WINDOWS_IN_FLIGHT * read_ahead_bytes)
+    return _figures(ledger, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:

@@ -1,6 +1,5 @@
 """Sample the memory of the processes that a worker starts, which the worker's own figures lack."""
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from weighin.probes.process import read_private
 
 WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
 """Environment variable that marks a worker and, by inheritance, all processes that it starts."""
+_LEAST_LIMIT: Final = 2**61
 _INTERVAL_S: Final = 0.1
 _SHARE: Final = 0.05  # of the time: the kernel walks the address space of each process
 
@@ -65,20 +65,40 @@ class OtherProcesses:
 
 
 def limit_of(mark: str) -> int:
-    """Return the limit that marks the processes of a worker: microseconds between 2**61 and 2**62."""
-    digest = hashlib.sha256(mark.encode()).digest()
-    return 2**61 + int.from_bytes(digest[:7], "big")
+    """Return the limit that marks the processes of a worker: microseconds between 2**61 and 2**62.
+
+    ``mark`` is a name that ``owned_name`` gave. The limit holds the owner's pid (22 bits) and pid
+    namespace (32 bits), and the last 7 bits of the name's number.
+    """
+    owner, _, number = mark.rpartition(".")
+    pid, _, namespace = owner.split("-")
+    bits = int(pid) << 39 | int(namespace) << 7 | int(number.partition("-")[0]) % 2**7
+    return _LEAST_LIMIT + bits
+
+
+def owner_by_limit(pid: int) -> tuple[int, int] | None:
+    """Return the (pid, pid namespace) of the weighin whose limit a process inherited, if it did."""
+    limit = _limit(pid)
+    if limit is None or not _LEAST_LIMIT <= limit < 2 * _LEAST_LIMIT:
+        return None
+    bits = limit - _LEAST_LIMIT
+    return bits >> 39, bits >> 7 & 0xFFFF_FFFF
 
 
 def has_mark(pid: int, mark: str) -> bool:
     """Tell whether a process inherited this mark, in its environment or as a limit."""
-    if mark_of(pid) == mark:
-        return True
+    return mark_of(pid) == mark or _limit(pid) == limit_of(mark)
+
+
+def _limit(pid: int) -> int | None:
+    """Return the soft limit of a process's realtime CPU time; None without one."""
     try:
-        limits = read_kernel(Path(f"/proc/{pid}/limits"))
-    except OSError:
-        return False
-    return f"Max realtime timeout {limit_of(mark)} " in " ".join(limits.split()) + " "
+        text = read_kernel(Path(f"/proc/{pid}/limits"))
+    except OSError:  # it has ended
+        return None
+    _, _, after = text.partition("Max realtime timeout ")
+    soft = after.lstrip().partition(" ")[0]
+    return int(soft) if soft.isdecimal() else None
 
 
 def mark_of(pid: int) -> str | None:

@@ -2,9 +2,10 @@
 
 The search keeps no state besides the results, so that an interrupted search can be resumed. The
 first limit is an estimate from the cell without a limit (the sampled maximum of its anonymous
-memory; for a command, what it needed). Further limits move away from the estimate until one limit works and one fails. The search
-then bisects the interval between these two limits and confirms the smallest working limit. A search
-takes about 6 cells.
+memory, and what a load needs beside it; for a command, what it needed). Further limits move away from
+the estimate until one limit works and one fails. The search then bisects the interval between these
+two limits and confirms the smallest working limit. A search takes 6 cells if the floor is the estimate
+or one step above it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +28,11 @@ from weighin.records.floor import (
 from weighin.units import MIB
 
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the engine refuses a smaller limit
-# A limit must also cover page tables, the kernel's per-CPU page stock and the file pages in use,
-# which were measured as 8 to 24 MiB above the sampled maximum of anonymous memory.
+# A limit must also cover page tables and the kernel's per-CPU page stock: the floors of copying loads
+# were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
+_BESIDE_COPIES_BYTES: Final = 4 * MIB
+_PAGE_TABLE_SHARE: Final = 512
+# For a mapped load, it must also cover the pages of libraries and of the file that are in use.
 _BESIDE_BYTES: Final = 16 * MIB
 
 
@@ -62,12 +66,13 @@ def _next_limit(
     first: Result, ours: Sequence[Result], within: float, highest: int, aim: Aim
 ) -> int | None:
     finest = finest_step(first.cell)
-    estimate = _estimate(first) or finest
+    estimate = _estimate(first, aim) or finest
     bounds = bracket(ours, aim)
     failing, working = bounds.failing_bytes, bounds.working_bytes
     step = _step(min(estimate, working or estimate), within, finest)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
-    jump = step << max(0, len(tried) - 1)  # doubles until one limit works and one fails
+    # The second limit is a step away, and so is the third; then the distance doubles.
+    jump = step << max(0, len(tried) - 2)
     least = max(step, _LEAST_OF_DOCKER) if first.cell.isolation == "docker" else step
     if failing is None and working is None:
         return min(max(-(-estimate // step) * step, least), highest)
@@ -84,14 +89,29 @@ def _next_limit(
     return room if room not in tried and room <= highest else None
 
 
-def _estimate(first: Result) -> int | None:
+def _estimate(first: Result, aim: Aim) -> int | None:
     """Return an estimate of the floor from the cell without a limit; None if nothing was measured."""
     if first.ran:
         needed = first.ran.needed_bytes
         return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
     peaks = first.peaks
     sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
-    return sampled and sampled + _BESIDE_BYTES
+    if not sampled:
+        return None
+    if not _is_mapped(first):
+        return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
+    # A load ends even if the kernel reads ahead less, but then it reads pages again and again.
+    return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
+
+
+def _is_mapped(first: Result) -> bool:
+    """Tell whether a load left most of its model in the pages of a mapped file."""
+    peaks, before, size = first.peaks, first.baseline, first.model_bytes
+    if not before or not size or peaks.file_sampled_bytes is None:
+        return False
+    files = peaks.file_sampled_bytes - before.file_bytes
+    copies = (peaks.anon_sampled_bytes or 0) - before.anon_bytes * first.cell.ranks
+    return 2 * files > size > 2 * copies
 
 
 def _step(estimate: int, within: float, finest: int) -> int:

@@ -9,7 +9,7 @@ from weighin.record import Outcome, Result
 from weighin.records.bisection import next_cell
 from weighin.records.floor import Aim, bracket, results_of, searched, unlimited_of
 
-TYPICAL_CELLS: Final = 8
+TYPICAL_CELLS: Final = 7
 """The cells of a search of one strategy: 6 if the first guess is right, seldom more than 10."""
 _MOST_CELLS: Final = 60
 

@@ -5,7 +5,8 @@ timelines, because they need samples, which are not kept.
 
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
 block names a run and a part of the run's report: ``relative`` for the table of all series with
-times as multiples, ``survival``, ``floors``, ``passes``, ``ranks`` or ``converting``, or no part for the table of all series.
+times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models`` or ``converting``, or no part for
+the table of all series.
 A block may also name several floor searches, to compare their floors (``agreement``), or several
 runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
 the notebook's GPU table with predicted figures, because no GPU was available for measurements::
@@ -34,6 +35,7 @@ from weighin.report import style, writing
 from weighin.report.checked import markdown_checked
 from weighin.report.converting import markdown_converting
 from weighin.report.floors import markdown_agreement, markdown_floors
+from weighin.report.over_models import markdown_models
 from weighin.report.passes import markdown_passes
 from weighin.report.predicted import markdown_predicted
 from weighin.report.ranks import markdown_ranks
@@ -57,6 +59,7 @@ _PARTS: Final = {
     "floors": markdown_floors,
     "passes": markdown_passes,
     "ranks": markdown_ranks,
+    "models": markdown_models,
     "converting": markdown_converting,
 }
 

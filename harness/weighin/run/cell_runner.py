@@ -12,7 +12,7 @@ from typing import Any
 from weighin.cell import Job
 from weighin.errors import HarnessError
 from weighin.isolation.base import Isolation, Running
-from weighin.probes import page_cache
+from weighin.probes import environment, page_cache
 from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
@@ -120,7 +120,7 @@ def take(
         trace_path=run_folder.trace_path(job.cell) if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
-        environment=setting.environment | watch.event_log.environment,
+        environment=setting.environment | _disk(files) | watch.event_log.environment,
         warnings=warnings,
         ranks=tuple(
             replace(rank, samples_path=run_folder.samples_path(job.cell, number))
@@ -130,6 +130,11 @@ def take(
         ),
     )
     return CellMeasurement(result, watch.samples, trace, watch.rank_samples, changed, trouble)
+
+
+def _disk(files: Sequence[Path]) -> dict[str, Any]:
+    """Return how much the kernel reads ahead in the mapped files of a checkpoint."""
+    return {"read_ahead_bytes": environment.read_ahead_bytes(files[0])} if files else {}
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:

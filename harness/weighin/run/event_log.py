@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weighin.isolation.base import Exit
+from weighin.pipes import printed_lines
 from weighin.probes.allocator_trace import Trace
 from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
 from weighin.text import one_line
@@ -150,7 +151,7 @@ class EventLog:
             how = "does not end, not even after SIGKILL,"
         elif ended.signal:
             how = f"was ended by {_name(ended.signal)}"
-        lines = stderr_tail.decode(errors="replace").strip().splitlines()
+        lines = printed_lines(stderr_tail)
         if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
             lines.pop()  # a container's shell also prints the signal
         last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""

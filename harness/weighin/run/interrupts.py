@@ -76,6 +76,11 @@ def allowed() -> Iterator[None]:
         _state.put_off = before
 
 
+def ignore() -> None:
+    """Ignore all signals from now on, because the work is done."""
+    _state.raised = True
+
+
 def check() -> None:
     """Raise the exception if a signal arrived, even if other code caught an earlier exception."""
     if _state.wanted:

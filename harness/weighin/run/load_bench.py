@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from weighin import formats
-from weighin.cell import Cell, Job
+from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.isolation.base import Isolation, Running
+from weighin.pipes import last_line
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import Memory, Result
@@ -49,7 +51,7 @@ class LoadBench:
         return self.setting.environment
 
     def measure(self, planned: Planned) -> CellMeasurement:
-        key = _checkpoint_key(self.task, planned.cell)
+        key = _checkpoint_key(self.task, planned)
         if why := self.refused.get(key):
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         checkpoint = self.prepared[key]
@@ -76,9 +78,11 @@ class LoadBench:
                 measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
                 result = save_target.with_warnings(measured.result, folder)
             measured = replace(measured, result=result)
-        return self._restored(measured, key) if measured.changed else measured
+        return self._restored(measured, planned, key) if measured.changed else measured
 
-    def _restored(self, measured: CellMeasurement, key: tuple[str, str]) -> CellMeasurement:
+    def _restored(
+        self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
+    ) -> CellMeasurement:
         """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
         checkpoint = self.prepared[key]
         if checkpoint.in_place:
@@ -89,7 +93,7 @@ class LoadBench:
             )
             return replace(measured, trouble=measured.trouble or trouble)
         discard(checkpoint.manifest_path.parent, checkpoint.format)
-        self.prepared[key] = _ensure(self.task, measured.result.cell, key[1])
+        self.prepared[key] = _ensure(self.task, planned, key[1])
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
@@ -112,7 +116,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     if task.isolation.name == "cgroup":
         check_limits_around([each.cell for each in needed])
     prepared, refused = _prepare_checkpoints(task, needed, progress)
-    needed = [each for each in needed if _checkpoint_key(task, each.cell) not in refused]
+    needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare(progress.building)
     with run_folder.writing(samples := task.folder / "samples"):
@@ -148,11 +152,11 @@ def _prepare_checkpoints(
     prepared: dict[tuple[str, str], cache.Prepared] = {}
     refused: dict[tuple[str, str], FormatLimit] = {}
     for each in planned:
-        key = _checkpoint_key(task, each.cell)
+        key = _checkpoint_key(task, each)
         if each.skip or key in prepared or key in refused:
             continue
         try:
-            prepared[key] = _ensure(task, each.cell, key[1], progress.preparing)
+            prepared[key] = _ensure(task, each, key[1], progress.preparing)
         except FormatLimit as error:
             refused[key] = error
             continue
@@ -164,21 +168,30 @@ def _prepare_checkpoints(
 
 
 def _ensure(
-    task: Run, cell: Cell, fmt: str, progress: cache.Report | None = None
+    task: Run, planned: Planned, fmt: str, progress: cache.Report | None = None
 ) -> cache.Prepared:
     return cache.ensure(
-        cell.model,
+        _loaded_model(planned),
         fmt,
         seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint_of(cell.model),
+        checkpoint=task.settings.checkpoint_of(planned.cell.model),
         selection=task.settings.selection,
         progress=progress,
-        python_path=_python_path(task, cell),
+        python_path=_python_path(task, planned.cell),
     )
 
 
+def _loaded_model(planned: Planned) -> ModelSpec:
+    """Return the model whose tensors a load gives: it has codes where from_pretrained keeps them."""
+    model = planned.cell.model
+    if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
+        return model
+    kept = replace(found, dequantises=False, own="")
+    return replace(model, kwargs={**model.kwargs, "quantised": kept.as_argument()})
+
+
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
-    checkpoint = prepared[_checkpoint_key(task, planned.cell)]
+    checkpoint = prepared[_checkpoint_key(task, planned)]
     own = task.settings.checkpoint_of(planned.cell.model)
     selects = planned.selection and own  # in the user's own file, not in a cached copy
     return Job(
@@ -230,10 +243,10 @@ def _probe(task: Run, job: Job) -> Memory:
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
                 raise ConfigError(f"no cell can run: {event['message']}")
-        stderr_lines = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
+        said = last_line(running.channel.stderr_tail)
     raise HarnessError(
         f"a worker under {task.isolation.name} ended before it had imported torch"
-        + (f": {one_line(stderr_lines[-1])}" if stderr_lines else ""),
+        + (f": {one_line(said)}" if said else ""),
         "weighin doctor says what works on this machine",
     )
 
@@ -275,13 +288,17 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
     return environment.machine() | environment.code() | {"isolation": isolation.describe()}
 
 
-def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
+def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
     """Return the title and format of the checkpoint that a cell reads.
+
+    The title tells, too, whether the load gives another model than the cell's.
 
     A save builds its model from the user's checkpoint in that checkpoint's own format, or without one from
     a generated pt checkpoint.
     """
+    cell = planned.cell
     if cell.operation == "load":
-        return cell.model.title, cell.format
+        kept = "" if _loaded_model(planned) is cell.model else " with its codes"
+        return f"{cell.model.title}{kept}", cell.format
     own = task.settings.checkpoint_of(cell.model)
     return cell.model.title, formats.detect(own).NAME if own else "pt"

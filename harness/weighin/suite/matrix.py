@@ -71,7 +71,7 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     if not info.loads(found):
         able = "streaming and transformers load" if found.dequantises else "transformers loads"
         return f"the weights are {found.summary}; only --strategies {able} them"
-    missing = packages.missing(found.packages)
+    missing = packages.missing(() if found.own and not info.pretrained else found.packages)
     return (
         f"{info.name} {missing}, because the weights are quantised with {found.method}"
         if missing

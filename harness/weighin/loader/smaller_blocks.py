@@ -1,0 +1,89 @@
+"""Let transformers dequantise matrices of fp8 whose last block of rows or columns is smaller.
+
+transformers divides a matrix equally among its scales: with a smaller last block, it gives wrong values
+or fails. Such a matrix is therefore filled up with zeros to whole blocks, and the values of these zeros
+are cut off afterwards. Each code is then multiplied by the scale of its own block, as in the code of
+DeepSeek, where the format comes from.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weighin.formats.base import TensorSlice
+
+_OF_SCALES = "_scale_inv"
+
+
+def sizes_of(operation: Any) -> tuple[int, ...]:
+    """Return the rows and columns of a block of the quantiser; () for an operation without blocks."""
+    quantiser = getattr(operation, "hf_quantizer", None)
+    sizes = getattr(getattr(quantiser, "quantization_config", None), "weight_block_size", None)
+    return tuple(sizes or ())
+
+
+def whole_sizes(
+    shape: Sequence[int], scales: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the size of a matrix in whole blocks: larger than its own, if a last block is smaller."""
+    if len(shape) != 2 or len(scales) != 2 or not sizes:
+        return tuple(shape)
+    return tuple(
+        count * of if 1 < count == -(-size // of) else size
+        for size, count, of in zip(shape, scales, sizes, strict=True)
+    )
+
+
+def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]) -> bool:
+    """Tell whether a matrix of a conversion has a smaller last block."""
+    groups: dict[str, list[TensorSlice]] = {}
+    for pattern, source in sources:
+        groups.setdefault(pattern, []).append(source)
+    return bool(sizes) and any(
+        whole_sizes(one.shape, scale.shape, sizes) != tuple(one.shape)
+        for pattern, matrices in groups.items()
+        for one, scale in zip(matrices, groups.get(pattern + _OF_SCALES, ()), strict=False)
+    )
+
+
+def convert(operation: Any, collected: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return what an operation of transformers makes of values by their patterns."""
+    sizes = sizes_of(operation)
+    if not sizes:
+        return dict(operation.convert(collected, **more))
+    made = operation.convert(_in_whole_blocks(collected, sizes), **more)
+    # The operation renames the only matrix of a Linear to its name in the model.
+    return {
+        key: _cut_off(values, collected.get(key, collected.get("weight", [])))
+        for key, values in made.items()
+    }
+
+
+def _in_whole_blocks(
+    collected: Mapping[str, list[torch.Tensor]], sizes: Sequence[int]
+) -> dict[str, list[torch.Tensor]]:
+    made = dict(collected)
+    for pattern, matrices in collected.items():
+        if scales := collected.get(pattern + _OF_SCALES):
+            pairs = zip(matrices, scales, strict=True)
+            made[pattern] = [
+                _filled_up(one, whole_sizes(one.shape, scale.shape, sizes)) for one, scale in pairs
+            ]
+    return made
+
+
+def _filled_up(codes: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    if sizes == tuple(codes.shape):
+        return codes
+    whole = torch.zeros(sizes, dtype=torch.uint8).view(codes.dtype)
+    whole[: codes.shape[0], : codes.shape[1]] = codes
+    return whole
+
+
+def _cut_off(values: Any, codes: Sequence[torch.Tensor]) -> Any:
+    if isinstance(values, list):
+        return [_cut_off(one, [code]) for one, code in zip(values, codes, strict=True)]
+    if codes[0].dtype is torch.int8:
+        return values  # two codes in a byte
+    return values[..., : codes[0].shape[-2], : codes[0].shape[-1]]

@@ -1,0 +1,95 @@
+"""Compute weights from the codes and scales of bitsandbytes, GPTQ and AWQ, with operations of torch alone.
+
+Each function gives the values in float32; its caller rounds them once. They then equal those of
+bitsandbytes, and those of gptqmodel, in each dtype.
+"""
+
+import torch
+
+_WORD: int = 32
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of AWQ of each of its 8 columns."""
+
+_OF_INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
+
+
+def int8_rows(codes: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return the values of bitsandbytes' int8: ``largest`` is the largest magnitude of each row."""
+    return codes * largest.view(-1, 1) * _OF_INT8
+
+
+def four_bits(
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Return the values of bitsandbytes' nf4 and fp4, one after the other: two of each byte.
+
+    ``scales`` has one number for each ``block`` values. The last block may be smaller.
+    """
+    pairs = torch.cartesian_prod(table, table)  # the high half of a byte comes first
+    values = pairs.index_select(0, codes.reshape(-1).int()).view(-1)
+    return values.mul_(scales.repeat_interleave(block)[: len(values)])
+
+
+def nested_scales(
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, offset: float
+) -> torch.Tensor:
+    """Return the scales of bitsandbytes that are codes of 8 bits themselves (double quantisation)."""
+    values = table.index_select(0, codes.reshape(-1).int())
+    return values.mul_(scales.repeat_interleave(block)[: len(values)]).add_(offset)
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the values of ``bits`` bits that the words of each column hold, the lowest bits first.
+
+    3 words hold 32 values of 3 bits, of which two begin in one word and end in the next.
+    """
+    mask = (1 << bits) - 1
+    if _WORD % bits == 0:
+        shifts = torch.arange(0, _WORD, bits, dtype=torch.int32).view(1, -1, 1)
+        return ((words[:, None] >> shifts) & mask).flatten(0, 1)
+    several = (words.long() & 0xFFFFFFFF).view(-1, bits, words.shape[1])
+    values = []
+    for start in range(0, _WORD * bits, bits):
+        number, shift = divmod(start, _WORD)
+        after = several[:, min(number + 1, bits - 1)] << (_WORD - shift)
+        values.append((several[:, number] >> shift | after) & mask)
+    return torch.stack(values, 1).flatten(0, 1).int()
+
+
+def gptq(
+    words: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    groups: torch.Tensor,
+    bits: int,
+    stored_less: int,
+) -> torch.Tensor:
+    """Return the values of GPTQ, one row for each input of the layer.
+
+    Args:
+        groups: the number of the group of each input: its row in ``zeros`` and ``scales``.
+        stored_less: what the file's zero points are less than the true ones: 1 in the first version.
+    """
+    outputs = scales.shape[1]
+    of_groups = unpacked(zeros.t(), bits).t()[:, :outputs]
+    of_groups = (of_groups + stored_less) & ((1 << bits) - 1)
+    return _scaled(unpacked(words, bits)[: len(groups)], of_groups, scales, groups)
+
+
+def awq(
+    words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
+) -> torch.Tensor:
+    """Return the values of AWQ in its layout "gemm", one row for each input of the layer."""
+    return _scaled(_awq_columns(words), _awq_columns(zeros), scales, groups)
+
+
+def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+    shifts = torch.tensor(_AWQ_ORDER, dtype=torch.int32) * 4
+    return ((words[..., None] >> shifts) & 15).flatten(1)
+
+
+def _scaled(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
+) -> torch.Tensor:
+    codes = codes.sub_(zeros.contiguous().index_select(0, groups))
+    return scales.float().index_select(0, groups).mul_(codes)

@@ -1,0 +1,252 @@
+"""Dequantise bitsandbytes, GPTQ and AWQ without their packages, in transformers' table of conversions.
+
+transformers has no conversion to weights for these methods: it loads codes, for modules of the packages.
+The quantiser here takes the place of its quantiser in the table.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, ClassVar, Final
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.formats.misfit import plain
+from weighin.formats.quantisation_config import AWQ, BITSANDBYTES, GPTQ, layout_of
+from weighin.models import code_values
+from weighin.text import one_line
+
+Parts = Mapping[str, torch.Tensor]
+"""The tensors of one module in the file, by the end of their name."""
+
+WEIGHT: Final = "weight"
+_REPAIR: Final = "load it with the library that quantised it"
+_STATES: Final = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Raise CheckpointError for what a damaged file or another layout of codes causes inside."""
+    try:
+        yield
+    except (ArithmeticError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"the codes of {plain(name)} do not fit the tensors beside them: {one_line(str(error))}",
+            _REPAIR,
+        ) from error
+
+
+class Operation:
+    """Makes a weight of the tensors of one module in the file; a weight that is no code stays as it is.
+
+    The result has the shape of the weight of ``torch.nn.Linear``.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    """The ends of the names in the file."""
+
+    casts: ClassVar[bool] = True
+    """Whether a weight that is no code gets the dtype of the model, as from_pretrained leaves it."""
+
+    def __init__(self, quantiser: "Dequantiser") -> None:
+        self.hf_quantizer = quantiser
+
+    def convert(
+        self,
+        collected: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: Any,
+        **_: object,
+    ) -> dict[str, Any]:
+        """Return the weights of each pattern, as an operation of transformers does."""
+        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        groups: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for pattern, tensors in collected.items():
+            end = max((name for name in self.names if _ends(pattern, name)), key=len)
+            groups.setdefault(pattern.removesuffix(end), {})[end] = (
+                tensors if isinstance(tensors, list) else [tensors]
+            )
+        made = {
+            f"{beginning}{WEIGHT}": self._weights(group, dtype, full_layer_name)
+            for beginning, group in groups.items()
+        }
+        return {full_layer_name: made[WEIGHT]} if made.keys() == {WEIGHT} else made
+
+    def _weights(
+        self, group: Mapping[str, list[torch.Tensor]], dtype: torch.dtype, name: str
+    ) -> list[torch.Tensor]:
+        with fitting(name):
+            modules = [
+                dict(zip(group, tensors, strict=True))
+                for tensors in zip(*group.values(), strict=True)
+            ]
+            return [self._one(parts, dtype) for parts in modules]
+
+    def _one(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        if parts.keys() == {WEIGHT}:
+            alone = parts[WEIGHT]
+            if not alone.is_floating_point():
+                raise ValueError(f"{alone.dtype} without scales")
+            return alone.to(dtype) if self.casts else alone
+        return self.weight(parts, dtype)
+
+    def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in ``dtype``."""
+        raise NotImplementedError
+
+
+class DequantiseInt8(Operation):
+    """bitsandbytes: one byte for each weight, and the largest magnitude of each row."""
+
+    names = (WEIGHT, "SCB", "weight_format")
+    casts = False
+
+    def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        layout = parts.get("weight_format")
+        if layout is not None and int(layout):
+            raise ValueError(f"weight_format is {int(layout)}, a layout of a GPU of 2022, not 0")
+        return code_values.int8_rows(parts[WEIGHT], parts["SCB"]).to(dtype)
+
+
+class DequantiseFourBits(Operation):
+    """bitsandbytes: a table of 16 numbers, and a scale for each block of weights in their order."""
+
+    names = (
+        WEIGHT,
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        *_STATES,
+    )
+    casts = False
+
+    def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        state = state_of(parts)
+        codes = parts[WEIGHT].contiguous().view(torch.uint8)
+        values = code_values.four_bits(
+            codes, parts["weight.quant_map"], scales_of(parts, state), state["blocksize"]
+        )
+        shape = torch.Size(state["shape"])
+        of_file: torch.dtype = getattr(torch, state["dtype"])
+        return values[: shape.numel()].view(shape).to(of_file).to(dtype)
+
+
+def state_of(parts: Parts) -> dict[str, Any]:
+    """Return what bitsandbytes wrote beside the codes as text: the block size, the shape, the dtype."""
+    (text,) = [parts[name] for name in _STATES if name in parts]
+    state: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return state
+
+
+def scales_of(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
+    """Return the scale of each block."""
+    scales = parts["weight.absmax"]
+    if "weight.nested_absmax" not in parts:
+        return scales.float()
+    return code_values.nested_scales(
+        scales,
+        parts["weight.nested_quant_map"],
+        parts["weight.nested_absmax"],
+        state["nested_blocksize"],
+        state["nested_offset"],
+    )
+
+
+class DequantiseGptq(Operation):
+    """GPTQ: words of several inputs of a layer, and a zero point and a scale for each group of inputs."""
+
+    names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
+
+    def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        words, zeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
+        if {words.dtype, zeros.dtype} != {torch.int32}:
+            raise ValueError(f"qweight is {words.dtype}, not torch.int32")
+        settings = self.hf_quantizer.settings
+        bits = bits_of(zeros.shape[1], scales.shape[1], settings.get("bits", 4))
+        groups = parts.get("g_idx")
+        if groups is None:
+            groups = even_groups(words.shape[0] * 32 // bits, len(scales))
+        less = int(layout_of(GPTQ, settings) == "gptq")
+        values = code_values.gptq(words, zeros, scales, groups, bits, less)
+        return values.to(dtype).t()
+
+
+def bits_of(words: int, outputs: int, named: int) -> int:
+    """Return the bits of a code: those of the configuration, or else those that the zero points show."""
+    for bits in (named, 2, 3, 4, 8):
+        if -(-outputs * bits // 32) == words:
+            return bits
+    raise ValueError(f"{words} words hold no zero points of {outputs} outputs")
+
+
+def even_groups(inputs: int, count: int) -> torch.Tensor:
+    """Return the group of each input, where groups of equal size follow one another."""
+    if inputs % count:
+        raise ValueError(f"{inputs} inputs are no {count} groups of one size")
+    return torch.arange(inputs, dtype=torch.int32) // (inputs // count)
+
+
+class DequantiseAwq(Operation):
+    """AWQ: words of eight outputs of a layer, and a zero point and a scale for each group of inputs."""
+
+    names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
+
+    def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        words, zeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
+        if words.shape[1] * 8 != scales.shape[1]:
+            raise ValueError(f"{words.shape[1]} words hold no {scales.shape[1]} outputs of 4 bits")
+        groups = parts.get("g_idx")
+        if groups is None:
+            groups = even_groups(len(words), len(scales))
+        return code_values.awq(words, zeros, scales, groups).to(dtype).t()
+
+
+_OPERATIONS: Final[Mapping[str, type[Operation]]] = {
+    f"{BITSANDBYTES}_8bit": DequantiseInt8,
+    f"{BITSANDBYTES}_4bit": DequantiseFourBits,
+    GPTQ: DequantiseGptq,
+    AWQ: DequantiseAwq,
+}
+
+
+class Dequantiser:
+    """Gives transformers' table of conversions the operation of a method, as a quantiser of transformers."""
+
+    pre_quantized = True
+
+    def __init__(self, method: str, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self.operation = _OPERATIONS[method]
+        self.serialized_names = {WEIGHT: list(self.operation.names)}
+        self.quantization_config = SimpleNamespace(dequantize=True)
+
+    def get_load_operations(self) -> dict[str, type[Operation]]:
+        """Return the operation that dequantises."""
+        return {"dequantize": self.operation}
+
+    def update_weight_conversions(self, conversions: Sequence[Any], model: Any) -> list[Any]:
+        """Return the table with the conversions of codes."""
+        updated: list[Any] = _quantisers().update_weight_conversions(self, conversions, model)
+        return updated
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Return the conversions of codes that are no part of another tensor."""
+        made: list[Any] = _quantisers().get_weight_conversions(self)
+        return made
+
+    def postprocess_model(self, model: Any) -> None:
+        """Remove every sign of the quantisation."""
+        _quantisers().remove_quantization_config(self, model)
+
+
+def _quantisers() -> Any:
+    return import_module("transformers.quantizers.base").HfQuantizer
+
+
+def _ends(pattern: str, name: str) -> bool:
+    return pattern == name or pattern.endswith(f".{name}")
