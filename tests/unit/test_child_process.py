@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
