@@ -5,8 +5,8 @@ import os
 import resource
 import signal
 import sys
-import time
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
