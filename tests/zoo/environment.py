@@ -9,11 +9,15 @@ FOLDER = HERE.parents[1] / ".venv-zoo"
 
 
 def main() -> None:
-    """Create the environment, with ``on_start/sitecustomize.py`` in it."""
+    """Create the environment, which imports ``on_start/torchvision_operators.py`` at its start."""
     venv.create(FOLDER, clear=True)
     beneath = sysconfig.get_path("purelib")
     own = sysconfig.get_path("purelib", "venv", {"base": str(FOLDER)})
-    lines = [str(HERE / "on_start"), f"import site; site.addsitedir({beneath!r})"]
+    lines = [
+        str(HERE / "on_start"),
+        "import torchvision_operators",
+        f"import site; site.addsitedir({beneath!r})",
+    ]
     Path(own, "beneath.pth").write_text("\n".join(lines) + "\n")
 
 

@@ -1,6 +1,5 @@
 """Import torchvision's models, where its build does not fit torch's, too."""
 
-import on_start.sitecustomize  # noqa: F401 (defines the operators that a build without them lacks)
 import torchvision.ops.boxes
 
 if not torchvision.extension._has_ops():

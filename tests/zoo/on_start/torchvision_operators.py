@@ -1,9 +1,10 @@
-"""Let torchvision be imported where its build does not fit torch's: Python runs this file when it starts.
+"""Let torchvision be imported where its build does not fit torch's: Python imports this when it starts.
 
 PyPI's wheel of torchvision is linked against CUDA's libraries. Its models are Python code, but with a
 CPU build of torch its import fails, because it registers code for two operators that its compiled
 library should define. This module defines them when torchvision is imported, and implements the one
-that detection models call in Python. Python runs it where its folder is on ``PYTHONPATH``.
+that detection models call in Python. A file of .venv-zoo, ``beneath.pth``, imports it. A
+sitecustomize.py would not do: Debian's Python has one of its own, which comes first.
 """
 
 from __future__ import annotations
