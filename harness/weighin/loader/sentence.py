@@ -47,7 +47,9 @@ def load_whole(
     try:
         import sentence_transformers as package
     except ImportError as error:
-        raise ConfigError(f"{what}; it needs this package: {error}", install.command(EXTRA)) from None
+        raise ConfigError(
+            f"{what}; it needs this package: {error}", install.command(EXTRA)
+        ) from None
     options = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
     with torch.random.fork_rng(devices=[]), _streamed(load_part, threads):
         try:
@@ -73,7 +75,13 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     own, own_weights = vars(PreTrainedModel)["from_pretrained"], vars(Module)["load_torch_weights"]
 
     def from_pretrained(
-        cls: Any, place: str, *_: Any, config: Any, subfolder: str = "", dtype: Any = None, **__: Any
+        cls: Any,
+        place: str,
+        *_: Any,
+        config: Any,
+        subfolder: str = "",
+        dtype: Any = None,
+        **__: Any,
     ) -> Any:
         part = Path(place) / subfolder
         PreTrainedModel.from_pretrained = own
@@ -89,7 +97,9 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     ) -> Any:
         part = Path(model_name_or_path) / subfolder
         file = next((part / name for name in _FILES if (part / name).is_file()), None)
-        if model is None or file is None:  # the part wants the tensors; or the package says what is missing
+        if (
+            model is None or file is None
+        ):  # the part wants the tensors; or the package says what is missing
             return own_weights.__get__(None, cls)(
                 model_name_or_path, subfolder=subfolder, model=model, **options
             )
