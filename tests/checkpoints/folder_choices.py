@@ -143,6 +143,30 @@ def _sentence_transformers(path: str, give: str = "") -> Callable[[Path], Made]:
     return make
 
 
+def _several_parts(folder: Path) -> Made:
+    """Write the transformer into a folder of its own, as sentence-transformers did before version 2."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    _bert().save_pretrained(folder / "0_Transformer")
+    words = {
+        word: at for at, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))
+    }
+    transformers().BertTokenizer(words).save_pretrained(folder / "0_Transformer")
+    listed = []
+    for at, kind in enumerate(("Transformer", "Pooling", "Dense", "Normalize")):
+        place = f"{at}_{kind}"
+        sizes = {"Pooling": (32,), "Dense": (32, 8)}.get(kind, ())
+        if at:
+            (folder / place).mkdir()
+            getattr(modules, kind)(*sizes).save(str(folder / place))
+        module = f"sentence_transformers.models.{kind}"
+        listed.append({"idx": at, "name": str(at), "path": place, "type": module})
+    (folder / "modules.json").write_text(json.dumps(listed))
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    return Made(folder, model.state_dict(), is_folder=True)
+
+
 def _cached(folder: Path, *references: str) -> tuple[Path, Any]:
     """Write a model without buffers as the Hub's client writes it; return its folder and the model."""
     package = transformers()
@@ -313,10 +337,9 @@ LAYOUTS: Final = [
     Layout(
         "sentence-transformers with its transformer in a folder",
         GROUP,
-        _sentence_transformers("0_Transformer"),
-        refused(
-            "a sentence-transformers folder of several parts.*\n?.*give one part: .*0_Transformer"
-        ),
+        _several_parts,
+        {"transformers": "transformers loads Hugging Face folders only"},
+        packages=("sentence_transformers",),
     ),
     Layout(
         "the Dense part of sentence-transformers",

@@ -106,16 +106,6 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             "give one of them: F/checkpoint-10",
         ),
         (
-            {
-                "modules.json": '[{"path": "0_Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
-                "0_Transformer/model.safetensors": "",
-                "1_Pooling/config.json": "{}",
-                "2_Dense/model.safetensors": "",
-            },
-            "a sentence-transformers folder of several parts, with weights in 0_Transformer, 2_Dense",
-            "give one part: F/0_Transformer",
-        ),
-        (
             {"modules.json": '[{"path": ""}]', "model.safetensors": ""},
             "a sentence-transformers folder without a transformer",
             "give the file: F/model.safetensors",

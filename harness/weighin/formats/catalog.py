@@ -18,6 +18,7 @@ Read, but not written, of training runs and of llama.cpp:
 ``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
 ``megatron``             the folder of a step of Megatron-LM, of one rank
 ``gguf``                 a file of llama.cpp, its parts, or a folder of one model
+``sentence_transformers`` the folder of a model whose parts lie in folders of their own
 =======================  ==========================================================
 
 The folder of a whole training run stands for its newest step.
@@ -44,6 +45,7 @@ from weighin.formats import (
     pt,
     pt_legacy,
     safetensors,
+    sentence_parts,
     sniff,
     tensorizer,
 )
@@ -68,7 +70,13 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     per_param,
 )
 
-_READ_ONLY: Final[tuple[ReadLayout, ...]] = (deepspeed_universal, deepspeed, megatron, gguf)
+_READ_ONLY: Final[tuple[ReadLayout, ...]] = (
+    deepspeed_universal,
+    deepspeed,
+    megatron,
+    gguf,
+    sentence_parts,
+)
 
 _OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
 

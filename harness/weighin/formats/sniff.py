@@ -250,9 +250,6 @@ def sentence_parts(folder: Path) -> list[str]:
 def _sentence_transformers(folder: Path, names: Sequence[str]) -> Recognised:
     if "modules.json" not in names or "config.json" in names:
         return None
-    if parts := sentence_parts(folder):
-        what = f"a sentence-transformers folder of several parts, with weights in {_listed(parts)}"
-        return what, f"give one part: {folder / parts[0]}"
     if files := _weights(names):
         return (
             "a sentence-transformers folder without a transformer",

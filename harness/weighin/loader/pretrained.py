@@ -9,7 +9,7 @@ import torch
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import adapters, gguf, sniff
+from weighin.formats import adapters, gguf, sentence_parts, sniff
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import FolderChoice
@@ -44,7 +44,8 @@ def load_pretrained(
     is the one that ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised.
     The folder may also be a part of a pipeline of diffusers, such as ``FOLDER/unet``, or a folder of
     timm: the model is the one that ``from_pretrained`` of diffusers or ``create_model`` of timm
-    returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
+    returns. A sentence-transformers folder whose parts lie in folders of their own is the model that
+    ``SentenceTransformer(folder)`` returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
     mode. The load needs memory for one copy of the weights, and no network. Codes of fp8, MXFP4 and
     compressed-tensors are dequantised, as with ``dequantize=True``. So are those of bitsandbytes, GPTQ
     and AWQ, without the packages of these methods.
@@ -85,6 +86,17 @@ def load_pretrained(
                 "leave key and strip_prefix out: they choose a part of a training checkpoint",
             )
         return _merged(_load_gguf(gguf.file_of(path), dtype, device, threads, model_class), adapter)
+    if sentence_parts.matches(path):
+        if variant or model_class or key or strip_prefix or adapter or trust_remote_code:
+            raise ConfigError(
+                f"{path}: a sentence-transformers folder of several parts, with weights in"
+                f" {', '.join(sniff.sentence_parts(path))}: only dtype, device, threads and revision apply"
+                " to it",
+                f"give one part: {path / sniff.sentence_parts(path)[0]}",
+            )
+        from weighin.loader.sentence import load_whole  # few loads need this import
+
+        return load_whole(path, load_pretrained, dtype=dtype, device=device, threads=threads)
     if not is_pretrained(path):
         if broken := sniff.broken_link(path / CONFIG):
             raise broken

@@ -1,0 +1,108 @@
+"""Read a sentence-transformers folder whose parts lie in folders of their own, as one checkpoint.
+
+::
+
+    modules.json       [{"name": "0", "path": "0_Transformer", "type": "...Transformer"}, ...]
+    0_Transformer/     the folder of a model of transformers
+    1_Pooling/         a part without weights
+    2_Dense/           config.json and model.safetensors
+
+The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key of the
+transformer's files, and "2.KEY" for a key of another part. A folder whose transformer lies in the folder
+itself, beside ``config.json``, is a model of transformers, and none of this format.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from weighin import formats
+from weighin.errors import CheckpointError
+from weighin.foreign import MIB, json_in
+from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.pretrained_folder import CONFIG, find_weights
+from weighin.formats.pretrained_library import WEIGHTS
+from weighin.formats.sniff import sentence_parts, shown
+from weighin.text import one_line
+
+NAME = "sentence_transformers"
+SUFFIX = ""
+
+MODULES: Final = "modules.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part with weights.
+
+    Attributes:
+        prefix: what precedes the names of the part's files in the whole model: "2.".
+        weights: the part's checkpoint, as ``find_weights`` returns it.
+    """
+
+    prefix: str
+    path: Path
+    weights: Path
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is such a folder, with weights in the folder of at least one part."""
+    return path.is_dir() and not (path / CONFIG).exists() and bool(sentence_parts(path))
+
+
+def files(path: Path) -> list[Path]:
+    """Return the files of all parts."""
+    return [file for part in parts(path) for file in formats.files(part.weights)]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return the places of the tensors of all parts.
+
+    Raises:
+        CheckpointError: a part has its weights in folders of its own, or is damaged.
+    """
+    whole = Slices()
+    values: dict[str, object] = {}
+    for part in parts(path):
+        slices = formats.read(part.weights)[1]
+        whole += [replace(one, name=f"{part.prefix}{one.name}") for one in slices]
+        if isinstance(slices, Slices):
+            values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
+            whole.refused = whole.refused or slices.refused
+            whole.notes += slices.notes
+    whole.values = values
+    return whole
+
+
+def parts(path: Path) -> list[Part]:
+    """Return the parts with weights, in the order of ``modules.json``.
+
+    Raises:
+        CheckpointError: a part has its weights under other names than sentence-transformers looks for.
+    """
+    found = []
+    for index, module in enumerate(json_in(path / MODULES, MIB)):
+        place = module.get("path") if isinstance(module, dict) else None
+        if not isinstance(place, str) or "\0" in place or ".." in (path / place).parts:
+            raise CheckpointError(
+                f"{path / MODULES}: the part {index} has no 'path' within the folder",
+                "save the model again: SentenceTransformer.save(FOLDER)",
+            )
+        part = path / place
+        if weights := find_weights(part):
+            name, kind = str(module.get("name", index)), str(module.get("type", ""))
+            inner = "model." if kind.rpartition(".")[2] == "Transformer" else ""
+            found.append(Part(f"{name}.{inner}", part, weights))
+        elif place and (below := _weights_below(part)):
+            raise CheckpointError(
+                f"{path}: a sentence-transformers folder of several parts, with weights in"
+                f" {one_line(', '.join(sentence_parts(path)))}; the part {shown(place)} has weights that"
+                f" weighin does not join: {shown(str(below.relative_to(path)))}",
+                f"give one part: {below.parent}",
+            )
+    return found
+
+
+def _weights_below(part: Path) -> Path | None:
+    files = (file for file in sorted(part.rglob("*")) if file.suffix in WEIGHTS)
+    return next(files, None)

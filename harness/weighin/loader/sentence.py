@@ -1,0 +1,138 @@
+"""Load a sentence-transformers folder of several parts as the package does, through weighin's loader.
+
+The package's own code builds the parts. Only the two functions in which it reads weights are replaced:
+``from_pretrained`` of transformers by ``load_pretrained``, and ``load_torch_weights`` of the other parts
+by ``load_streaming``. The model is in memory once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin import install
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import sentence_parts
+from weighin.loader.load import load_streaming
+from weighin.text import one_line
+
+EXTRA: Final = "sentence-transformers"
+_NAME: Final = "_name_or_path"
+_FILES: Final = ("model.safetensors", "pytorch_model.bin")
+
+LoadPart = Callable[..., Any]
+"""``load_pretrained``."""
+
+
+def load_whole(
+    folder: Path,
+    load_part: LoadPart,
+    *,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str,
+    threads: int | None,
+) -> Any:
+    """Return the model that ``SentenceTransformer(folder, device=device)`` returns.
+
+    A ``dtype`` is passed on in ``model_kwargs``; "auto" and None are the package's own default.
+
+    Raises:
+        ConfigError: sentence-transformers is missing, or cannot build the parts.
+        CheckpointError: a part's files do not fit it.
+    """
+    names = ", ".join(part.path.name for part in sentence_parts.parts(folder))
+    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names}"
+    try:
+        import sentence_transformers as package
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}; it needs this package: {error}", install.command(EXTRA)
+        ) from None
+    options = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
+    with torch.random.fork_rng(devices=[]), _streamed(load_part, threads):
+        try:
+            return package.SentenceTransformer(
+                str(folder), device=str(device), local_files_only=True, **options
+            )
+        except (
+            AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError,
+        ) as error:  # fmt: skip
+            raise ConfigError(
+                f"{what}; sentence-transformers {package.__version__} cannot build it:"
+                f" {type(error).__name__}: {error}",
+                f"give one part: {sentence_parts.parts(folder)[0].path}",
+            ) from error
+
+
+@contextmanager
+def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
+    """Let weighin's loader read the weights wherever the package reads them."""
+    from sentence_transformers.base.modules.module import Module
+    from transformers import PreTrainedModel
+
+    own, own_weights = vars(PreTrainedModel)["from_pretrained"], vars(Module)["load_torch_weights"]
+
+    def from_pretrained(
+        cls: Any,
+        place: str,
+        *_: Any,
+        config: Any,
+        subfolder: str = "",
+        dtype: Any = None,
+        **__: Any,
+    ) -> Any:
+        part = Path(place) / subfolder
+        PreTrainedModel.from_pretrained = own
+        try:
+            model = load_part(part, dtype=dtype, threads=threads, model_class=cls.__name__)
+        finally:
+            PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        _give_settings(model, config, part)
+        return model
+
+    def load_torch_weights(
+        cls: Any, model_name_or_path: str, subfolder: str = "", model: Any = None, **options: Any
+    ) -> Any:
+        part = Path(model_name_or_path) / subfolder
+        file = next((part / name for name in _FILES if (part / name).is_file()), None)
+        if (
+            model is None or file is None
+        ):  # the part wants the tensors; or the package says what is missing
+            return own_weights.__get__(None, cls)(
+                model_name_or_path, subfolder=subfolder, model=model, **options
+            )
+        return load_streaming(model, file, threads=threads)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    Module.load_torch_weights = classmethod(load_torch_weights)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = own
+        Module.load_torch_weights = own_weights
+
+
+def _give_settings(model: Any, config: Any, part: Path) -> None:
+    """Give a transformer the settings of the package, which turns its cache off, and its name.
+
+    Raises:
+        CheckpointError: the package changes more than that, so that another model could come of it.
+    """
+    from sentence_transformers.base.modules.transformer import Transformer
+    from transformers import AutoConfig, PretrainedConfig
+
+    plain = AutoConfig.from_pretrained(part, local_files_only=True)
+    for each in (plain, *(getattr(module, "config", None) for module in model.modules())):
+        if isinstance(each, PretrainedConfig):
+            Transformer._configure_use_cache(each, {})
+    wanted, own = config.to_dict(), plain.to_dict()
+    changed = [key for key in wanted.keys() | own.keys() if wanted.get(key) != own.get(key)]
+    if type(plain) is not type(config) or set(changed) - {_NAME}:
+        raise CheckpointError(
+            f"{part}: sentence-transformers changes this configuration before it loads the model:"
+            f" {one_line(', '.join(sorted(changed)))}",
+            f"load this part alone: load_pretrained({str(part)!r})",
+        )
+    model.config._name_or_path = model.name_or_path = config._name_or_path
