@@ -338,7 +338,10 @@ LAYOUTS: Final = [
         "sentence-transformers with its transformer in a folder",
         GROUP,
         _several_parts,
-        {"transformers": "transformers loads Hugging Face folders only"},
+        {
+            "transformers": "transformers loads Hugging Face folders only",
+            "convert": "--keys model needs the model's class.*leave --keys out",
+        },
         packages=("sentence_transformers",),
     ),
     Layout(
