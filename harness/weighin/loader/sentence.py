@@ -69,13 +69,15 @@ def load_whole(
 @contextmanager
 def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     """Let weighin's loader read the weights wherever the package reads them."""
+    import transformers
     from sentence_transformers.base.modules.module import Module
-    from transformers import PreTrainedModel
 
-    own, own_weights = vars(PreTrainedModel)["from_pretrained"], vars(Module)["load_torch_weights"]
+    base: Any = transformers.PreTrainedModel
+    own, own_weights = vars(base)["from_pretrained"], vars(Module)["load_torch_weights"]
 
     def from_pretrained(
         cls: Any,
+        /,
         place: str,
         *_: Any,
         config: Any,
@@ -84,16 +86,21 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
         **__: Any,
     ) -> Any:
         part = Path(place) / subfolder
-        PreTrainedModel.from_pretrained = own
+        base.from_pretrained = own
         try:
             model = load_part(part, dtype=dtype, threads=threads, model_class=cls.__name__)
         finally:
-            PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+            base.from_pretrained = classmethod(from_pretrained)
         _give_settings(model, config, part)
         return model
 
     def load_torch_weights(
-        cls: Any, model_name_or_path: str, subfolder: str = "", model: Any = None, **options: Any
+        cls: Any,
+        /,
+        model_name_or_path: str,
+        subfolder: str = "",
+        model: Any = None,
+        **options: Any,
     ) -> Any:
         part = Path(model_name_or_path) / subfolder
         file = next((part / name for name in _FILES if (part / name).is_file()), None)
@@ -105,12 +112,12 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
             )
         return load_streaming(model, file, threads=threads)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    base.from_pretrained = classmethod(from_pretrained)
     Module.load_torch_weights = classmethod(load_torch_weights)
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained = own
+        base.from_pretrained = own
         Module.load_torch_weights = own_weights
 
 
