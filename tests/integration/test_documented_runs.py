@@ -87,8 +87,21 @@ def prepared(disk: Path) -> Path:
     kind = pretrained_class("LlamaForCausalLM")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     kind(kind.config_class(**small, intermediate_size=64)).save_pretrained(folder / "folder")
-    (folder / "my-folder-or-file").symlink_to("folder")
+    for other in ("my-folder-or-file", "FOLDER"):
+        (folder / other).symlink_to("folder")
+    lora(folder / "ADAPTER", hidden_size=small["hidden_size"])
     return folder
+
+
+def lora(folder: Path, hidden_size: int) -> None:
+    """Write an adapter of rank 4 for the first query projection of a Llama, as peft saves it."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    query = "base_model.model.model.layers.0.self_attn.q_proj"
+    a, b = torch.randn(4, hidden_size), torch.randn(hidden_size, 4)
+    matrices = {f"{query}.lora_A.weight": a, f"{query}.lora_B.weight": b}
+    save_file(matrices, folder / "adapter_model.safetensors")
 
 
 @pytest.mark.cgroup

@@ -201,6 +201,20 @@ def test_a_checkpoint_of_ones_own_layout_needs_no_saving_again(
     assert asks["baseline"] == ("saved as pt",)
 
 
+def test_the_code_of_a_strategy_that_asks_to_save_again_reads_the_saved_file(
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "x.safetensors"
+    save_file({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
+    advice = advised(8 * GIB, checkpoint=file, allow=("resave",))
+    assert advice.best
+    assert advice.best.format == "pt"
+    assert "load_model(build_model, 'weights.pt')" in advice.code
+    assert any(f"weighin convert {file} weights.pt --format pt" in note for note in advice.notes)
+
+
 def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
     question = Question(MODEL, Limits(None, GIB), device="cuda", results=Path("nowhere"))
     advice = answer.advise(question, gather(question, lambda _: None))

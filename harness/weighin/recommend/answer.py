@@ -93,6 +93,11 @@ class Advice:
         return first if first and first.verdict in _USABLE else None
 
     @property
+    def saves_again(self) -> bool:
+        """Whether the best candidate reads another format than the checkpoint's."""
+        return self.best is not None and any(one.startswith(SAVED_AS) for one in self.best.asks)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on costs or steps that the answer leaves out, with the command for each."""
         asked = self.question
@@ -107,12 +112,14 @@ class Advice:
                 " the model's own code. To include them: weighin recommend --model package:builder"
                 f" --checkpoint {asked.checkpoint}"
             )
-        if asked.selection and self.best:
-            options = " ".join(map(quote, asked.selection.options))
+        if self.best and asked.checkpoint and self.saves_again:
+            options = ["--format", self.best.format, *asked.selection.options]
+            if _folder(asked):
+                options += ["--keys", "model"]
             notes.append(
-                f"{self.best.strategy} reads a checkpoint with the model's weights alone. Write it once:"
-                f" weighin convert {quote(str(asked.checkpoint))} {_file_name(self.best.format)}"
-                f" --format {self.best.format} {options}"
+                f"{self.best.strategy} reads a {self.best.format} checkpoint with the model's weights"
+                f" alone. Write it once: weighin convert {quote(str(asked.checkpoint))}"
+                f" {_file_name(self.best.format)} {' '.join(map(quote, options))}"
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
@@ -239,7 +246,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             extra=library_in(model["config"]).extra,
         )  # fmt: skip
         return replace(advice, code=code)
-    if question.selection:
+    if advice.saves_again:
         checkpoint = _file_name(advice.best.format)
     try:
         code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
