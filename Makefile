@@ -42,7 +42,7 @@ floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor 
 peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL="gpt2-medium ./folder"
 	for model in $(MODEL); do for cache in cold warm; do $(BIN)/weighin bench $$model --strategies all \
 	  --repeats 3 --steady --cache $$cache --out $(PEERS)/$$(basename $$model)-$$cache $(ARGS) || exit; done; done
-	$(BIN)/python -m weighin.report.loaders $(PEERS)/* > docs/loaders.md.new
+	$(BIN)/python -m pages.loaders $(PEERS)/* > docs/loaders.md.new
 	mv docs/loaders.md.new docs/loaders.md
 
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
@@ -52,18 +52,18 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
 man: .venv/ready-dev  ## Write the manual page, docs/weighin.1, from the command line's definitions
-	$(BIN)/python -m weighin.cli.manual > docs/weighin.1.new
+	$(BIN)/python -m pages.manual > docs/weighin.1.new
 	mv docs/weighin.1.new docs/weighin.1
 
 pages: .venv/ready-dev  ## Write the tables and pictures of README.md and docs/ from results/published and the code
-	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
-	$(BIN)/python -m weighin.suite.page docs/suites.md
+	$(BIN)/python -m pages.tables README.md docs/*.md
+	$(BIN)/python -m pages.suite_keys docs/suites.md
 
 docs: .venv/ready-dev  ## Write the documentation site to site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 publish: .venv/ready-dev  ## Measure all published runs again; ARGS=--status lists those that are older than their code
-	$(BIN)/python benchmarks/publish.py $(ARGS)
+	$(BIN)/python -m pages.publish $(ARGS)
 
 recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, with the code to paste
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)

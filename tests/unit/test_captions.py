@@ -10,13 +10,13 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
+from pages.notebook import markdown_notebook
+from pages.relative import markdown_relative
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import captions
 from weighin.report.floors import markdown_agreement, markdown_floors
-from weighin.report.notebook import markdown_notebook
 from weighin.report.passes import markdown_passes
-from weighin.report.relative import markdown_relative
 from weighin.report.survival import markdown_survival
 from weighin.report.tables import markdown_table
 

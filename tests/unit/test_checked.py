@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from test_floors_report import a_search
 
+from pages.tables import fill
 from weighin.errors import RecordError
 from weighin.records import run_folder
-from weighin.report.docs_tables import fill
 from weighin.units import MIB
 
 BLOCK = "<!-- results/published/x checked -->\n<!-- end -->"

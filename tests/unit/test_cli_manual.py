@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from test_cli_help import VERBS
 
+from pages.manual import manual
 from weighin import exit_codes
-from weighin.cli.manual import manual
 
-PAGE = Path(__file__).parents[2] / "docs" / "weighin.1"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "weighin.1"
 
 
 def test_the_committed_page_is_that_of_these_verbs() -> None:
@@ -30,7 +31,7 @@ def test_every_verb_example_and_exit_code_is_in_it() -> None:
 WRITE_AND_ASK = """
 from click.testing import CliRunner
 from weighin.cli.app import app
-from weighin.cli.manual import manual
+from pages.manual import manual
 manual()
 for words in (["-h"], ["bench", "-h"], ["cache", "list", "-h"]):
     result = CliRunner().invoke(app, words)
@@ -40,7 +41,7 @@ for words in (["-h"], ["bench", "-h"], ["cache", "list", "-h"]):
 
 def test_the_verbs_take_h_after_the_page_is_written_in_the_same_process() -> None:
     command = [sys.executable, "-c", WRITE_AND_ASK]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ from factories import make_cell, make_result
 from ran_commands import RAN, make_command, make_killed, make_ran, write_command_samples
 from rich.console import Console
 
+from pages import freshness
 from weighin.record import Outcome, Process, Result
 from weighin.records.floor import floors
 from weighin.records.run_folder import decode
@@ -20,7 +21,6 @@ from weighin.records.series import name_of
 from weighin.records.survival import matrices
 from weighin.report import floors as floors_report
 from weighin.report import (
-    freshness,
     html_page,
     peaks_plot,
     sections,

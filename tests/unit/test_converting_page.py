@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from factories import make_cell, make_result, make_skipped
 
+from pages.converting import HEADINGS, markdown_converting
 from weighin.cell import ModelSpec
 from weighin.record import Memory, Peaks
-from weighin.report.converting import HEADINGS, markdown_converting
 from weighin.units import MIB
 
 

@@ -8,11 +8,11 @@ import pytest
 from factories import make_cell, make_result
 from sweeps import a_sweep
 
+from pages import notebook, predicted
+from pages.tables import draw, fill
 from weighin.errors import RecordError
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
-from weighin.report import notebook, predicted
-from weighin.report.docs_tables import draw, fill
 from weighin.suite.matrix import Planned
 from weighin.units import GIB
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from factories import SCRIPTS, make_cell, make_result
 
+from pages.loaders import HEADINGS, page
 from weighin.record import SCHEMA, Cost, Outcome, Result
-from weighin.report.loaders import HEADINGS, page
 from weighin.units import MIB
 
 

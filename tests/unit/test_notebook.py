@@ -1,17 +1,20 @@
 """The notebook's published figures beside those of a run on a GPU."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from factories import make_cell, make_result, write_samples
+from factories import make_cell, make_result
 
+from pages import notebook
 from weighin.record import Memory, Outcome, Peaks, Phase, Result
 from weighin.records import run_folder
-from weighin.report import notebook, write_report
 from weighin.suite.config import read_suite
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 
+ROOT = Path(__file__).parents[2]
 LIMITLESS = {"ram_limit_bytes": None, "device": "cuda"}
 
 
@@ -73,7 +76,7 @@ def test_a_cell_that_failed_is_not_compared() -> None:
     assert "- **meta device, state dict mapped to the GPU, assign**: not measured." in text
 
 
-def test_other_runs_have_no_such_section() -> None:
+def test_cells_that_are_not_the_notebooks_are_not_compared() -> None:
     cuda = gpu_cell("baseline", 1.0)
     others = [
         replace(cuda, cell=replace(cuda.cell, device="cpu")),
@@ -82,16 +85,13 @@ def test_other_runs_have_no_such_section() -> None:
         replace(cuda, cell=replace(cuda.cell, model=model("gpt2-small"))),
         replace(cuda, cell=replace(cuda.cell, strategy="streaming")),
     ]
-    assert not notebook.has_data(others)
+    methods = len(notebook.published().methods)
+    for one in others:
+        assert notebook.markdown_notebook([one]).count(": not measured.") == methods
 
 
-def test_the_report_of_such_a_run_holds_it(tmp_path: Path) -> None:
-    result = gpu_cell("baseline", 12.832)
-    write_samples(tmp_path, result)
-    run_folder.append(tmp_path, result)
-    write_report(tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert (
-        f"## Comparison with the notebook's published figures\n\n{notebook.markdown_notebook([result])}\n"
-        in text
-    )
+def test_the_module_prints_the_comparison_of_a_run(tmp_path: Path) -> None:
+    run_folder.append(tmp_path, gpu_cell("baseline", 12.832))
+    command = [sys.executable, "-m", "pages.notebook", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{notebook.markdown_notebook(run_folder.read(tmp_path).results)}\n"

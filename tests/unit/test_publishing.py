@@ -1,13 +1,11 @@
 """make publish: what measures each published run, and which are older than their code."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,28 +14,19 @@ from factories import make_cell, make_result, write_samples
 from safetensors.torch import save_file
 from sweeps import a_sweep
 
+from pages import publish
+from pages.freshness import standing
 from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
-from weighin.report.freshness import standing
 from weighin.run import runner
 from weighin.suite import registry
 from weighin.suite.config import read_suite
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def publish() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("publish", ROOT / "benchmarks" / "publish.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["publish"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -125,9 +114,7 @@ def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
     )
 
 
-def test_the_status_names_what_is_stale_with_commit_and_day(
-    publish: ModuleType, copy: Path
-) -> None:
+def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     folder = copy / "results" / "published"
     for name, strategy in {"a": "baseline", "b": "streaming"}.items():
@@ -148,7 +135,7 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
     )
 
 
-def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType) -> None:
+def test_every_published_run_has_its_command_and_its_commit() -> None:
     runs = publish.read(ROOT)
     folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
     assert {run.name for run in runs} == folders
@@ -159,7 +146,7 @@ def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType)
         assert line.startswith(f"{run.name}: commit ")
 
 
-def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy: Path) -> None:
+def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     run = publish.Run("a", ("bench", "a"), (measured("baseline", head),))
     folder = copy / "results" / "published" / "a"
@@ -195,7 +182,7 @@ def with_folder(command: Sequence[str], model: ModelSpec, place: Path) -> list[s
 
 
 def test_each_command_plans_the_cells_that_were_published(
-    publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object, **__: object) -> None:
         raise SystemExit(0)
@@ -221,9 +208,7 @@ def test_each_command_plans_the_cells_that_were_published(
             assert series(told) == planned
 
 
-def test_the_converting_loads_that_were_published_are_those_of_the_suite(
-    publish: ModuleType,
-) -> None:
+def test_the_converting_loads_that_were_published_are_those_of_the_suite() -> None:
     (run,) = publish.read(ROOT, ["converting"])
     suite = read_suite(ROOT / run.command[-1])
     cells = [one.cell for one in run.results]
@@ -237,7 +222,7 @@ def test_the_converting_loads_that_were_published_are_those_of_the_suite(
     assert {one.model.name: one.dtype for one in cells if one.model.name in asked} == asked
 
 
-def test_the_plan_says_how_long_each_run_took(publish: ModuleType) -> None:
+def test_the_plan_says_how_long_each_run_took() -> None:
     first = make_result()
     last = replace(make_result(), started_at="2025-01-02T03:09:05+00:00")
     assert last.cost
@@ -258,7 +243,7 @@ def test_the_plan_says_how_long_each_run_took(publish: ModuleType) -> None:
     ],
 )
 def test_a_busy_machine_or_uncommitted_code_publishes_nothing(
-    publish: ModuleType, load: float, dirty: bool | None, said: str
+    load: float, dirty: bool | None, said: str
 ) -> None:
     why = publish.why_not(load, {"git_commit": "a", "git_dirty": dirty})
     assert why.startswith(said)
@@ -282,7 +267,7 @@ class Weighin:
 
 
 def test_a_stopped_run_goes_on_and_other_code_does_not(
-    publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "a" * 40})
@@ -317,7 +302,6 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
     ],
 )
 def test_what_should_not_be_published_stops_it(
-    publish: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
@@ -329,9 +313,7 @@ def test_what_should_not_be_published_stops_it(
         publish.measure(publish.Run("x", ("bench", "gpt2-tiny"), (make_result(),)))
 
 
-def test_a_whole_run_takes_the_place_of_the_published_one(
-    publish: ModuleType, tmp_path: Path
-) -> None:
+def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> None:
     measured, published = tmp_path / "measured", tmp_path / "published"
     old, new = make_result(make_cell("baseline")), make_result(make_cell("streaming"))
     run_folder.append(published, old)
@@ -351,14 +333,14 @@ def test_a_whole_run_takes_the_place_of_the_published_one(
     assert "no samples" not in picture
 
 
-def test_a_run_under_several_limits_keeps_no_timeline(publish: ModuleType, tmp_path: Path) -> None:
+def test_a_run_under_several_limits_keeps_no_timeline(tmp_path: Path) -> None:
     for result in a_sweep():
         run_folder.append(tmp_path / "measured", result)
     publish.put_in_place(tmp_path / "measured", tmp_path / "published")
     assert [path.name for path in (tmp_path / "published").iterdir()] == ["records.jsonl"]
 
 
-def test_git_keeps_no_more_of_a_published_run_than_is_said(publish: ModuleType) -> None:
+def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
     shown = "".join(
         page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
     )

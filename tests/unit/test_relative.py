@@ -2,8 +2,8 @@
 
 from factories import make_cell, make_result
 
+from pages.relative import markdown_relative
 from weighin.record import Outcome, Result
-from weighin.report.relative import markdown_relative
 
 
 def results() -> list[Result]:

@@ -20,7 +20,7 @@ FORMS = sorted(
     set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
 )
 GUIDES = ("CONTRIBUTING.md", "SECURITY.md")
-OURS = "harness|strategies|configs|docker|docs|results|tests|benchmarks"
+OURS = "harness|strategies|configs|docker|docs|results|tests|benchmarks|pages"
 
 
 def read(path: Path) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
+from pages import suite_keys as page
 from weighin.errors import ConfigError
 from weighin.formats.selection import WHOLE, Selection
-from weighin.suite import page
 from weighin.suite.chosen_models import choose
 from weighin.suite.commands import CommandSuite, SuiteCommand, read_command_suite
 from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite

@@ -15,7 +15,6 @@ from weighin.report import (
     captions,
     commands,
     floors,
-    notebook,
     passes,
     ranks,
     survival,
@@ -74,7 +73,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: forward passes, survival, notebook, floors."""
+    """Yield the findings for which a run has data: ranks, forward passes, survival, floors."""
     pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
@@ -90,9 +89,6 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
     if matrices(results) and not is_search:
         outputs = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
         yield _finding("Survival", results, *outputs, pictures)
-    if notebook.has_data(results):
-        outputs = notebook.terminal_notebook, notebook.markdown_notebook, notebook.html_notebook
-        yield _finding("Comparison with the notebook's published figures", results, *outputs)
     if is_search:
         outputs = floors.terminal_floors, floors.markdown_reasons, floors.html_floors
         yield _finding("RAM floors", results, *outputs)

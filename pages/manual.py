@@ -1,6 +1,6 @@
 """Write the manual page of ``weighin`` from the definitions of its verbs.
 
-    python -m weighin.cli.manual > docs/weighin.1
+    python -m pages.manual > docs/weighin.1
 
 The page has no date, so that the same verbs always give the same page. It uses the macros of
 man(7).

@@ -1,4 +1,4 @@
-"""Write published results into the project's pages: ``python -m weighin.report.docs_tables PAGE...``.
+"""Write published results into the project's pages: ``python -m pages.tables PAGE...``.
 
 The command also draws the pictures that the pages show, except timelines. ``make publish`` draws
 timelines, because they need samples, which are not kept.
@@ -29,17 +29,17 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+from pages.checked import markdown_checked
+from pages.converting import markdown_converting
+from pages.over_models import markdown_models
+from pages.predicted import markdown_predicted
+from pages.relative import markdown_relative
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import style, writing
-from weighin.report.checked import markdown_checked
-from weighin.report.converting import markdown_converting
 from weighin.report.floors import markdown_agreement, markdown_floors
-from weighin.report.over_models import markdown_models
 from weighin.report.passes import markdown_passes
-from weighin.report.predicted import markdown_predicted
 from weighin.report.ranks import markdown_ranks
-from weighin.report.relative import markdown_relative
 from weighin.report.survival import markdown_survival
 from weighin.report.tables import markdown_table
 

@@ -1,21 +1,26 @@
-"""Compare a notebook's published figures with measured ones, for configs/suites/notebook.yaml."""
+"""Compare the notebook's published figures with a run of configs/suites/notebook.yaml on a GPU.
 
+    python -m pages.notebook RUN
+
+The command prints the comparison as markdown.
+"""
+
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import yaml
 from pydantic import BaseModel, ConfigDict
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
+from weighin.records import run_folder
 from weighin.report import captions
-from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
 from weighin.report.markdown import table_lines
-from weighin.suite.registry import data_folder, model
+from weighin.suite.registry import model
 from weighin.text import markdown as escaped
 from weighin.units import GIB
 
@@ -65,34 +70,24 @@ class Ours:
 
 def published() -> Published:
     """Return the notebook's published figures."""
-    path = data_folder("configs") / "published" / "notebook.yaml"
+    path = Path(__file__).with_suffix(".yaml")
     return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def has_data(results: Sequence[Result]) -> bool:
-    """Return whether at least one cell is one of the notebook's methods."""
-    table = published()
-    wanted = model(table.model)
-    return any(_is_notebooks(result, table, wanted) for result in results)
-
-
-def terminal_notebook(results: Sequence[Result]) -> RenderableType:
-    """Return the reasons why measured and published figures differ, one line per method."""
-    lines = [f"{name}: {reason}" for name, reason in differences(results)]
-    return Group(*map(Text, lines), Text(caption(results), style="dim"))
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
     """Return the published table with measured figures and reasons for differences, as markdown."""
-    return "\n".join(_section(results))
-
-
-def html_notebook(results: Sequence[Result]) -> list[Drawable]:
-    """Return the published table with measured figures and reasons, as a block of report.html."""
-    entries = [[ListEntry(text) for text in row] for row in rows(results)]
-    notes = [ABOUT, *(f"{name}: {reason}" for name, reason in differences(results))]
-    label = "The notebook's published figures"
-    return [Found(label, caption(results), HEADINGS, entries, NAMES, notes)]
+    reasons = [f"- **{name}**: {reason}" for name, reason in differences(results)]
+    caption = escaped(captions.shared(series(results), results))
+    lines = [
+        ABOUT,
+        "",
+        *table_lines(HEADINGS, rows(results), names=NAMES),
+        "",
+        *reasons,
+        "",
+        caption,
+    ]
+    return "\n".join(lines)
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
@@ -100,17 +95,6 @@ def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     wanted = model(table.model)
     cells = {one.cell.strategy: one for one in results if _is_notebooks(one, table, wanted)}
     return [(method, _measured(method, cells.get(method.strategy))) for method in table.methods]
-
-
-def _section(results: Sequence[Result]) -> Iterator[str]:
-    yield from (ABOUT, "", *table_lines(HEADINGS, rows(results), names=NAMES), "")
-    yield from (f"- **{name}**: {reason}" for name, reason in differences(results))
-    yield from ("", escaped(caption(results)))
-
-
-def caption(results: Sequence[Result]) -> str:
-    """Return the properties that the measured cells share."""
-    return captions.shared(series(results), results)
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
@@ -175,3 +159,7 @@ def gib(size: int | None) -> str:
 def _both(size: int | None) -> str:
     """Return a size as the notebook prints it, followed by the size with weighin's digits."""
     return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"
+
+
+if __name__ == "__main__":
+    print(markdown_notebook(run_folder.read(Path(sys.argv[1])).results))

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from pages.notebook import NAMES, Method, Published, gib, method_words, published
 from weighin.cell import Cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.report.markdown import table_lines
-from weighin.report.notebook import NAMES, Method, Published, gib, method_words, published
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 

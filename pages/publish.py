@@ -5,7 +5,7 @@ into results/publishing, and moves the new runs into place when all are complete
 stopped, the next call resumes it. The command refuses to start while other programs use the
 machine. ``make publish ARGS=--status`` measures and writes nothing. ::
 
-    .venv/bin/python benchmarks/publish.py [--status | --plan | --predict] [--anyway] [RUN ...]
+    .venv/bin/python -m pages.publish [--status | --plan | --predict] [--anyway] [RUN ...]
 """
 
 import argparse
@@ -23,13 +23,13 @@ from typing import Final
 
 import yaml
 
+from pages.checked import FILE as PREDICTED
+from pages.freshness import since, standing
 from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.report import captions, style
-from weighin.report.checked import FILE as PREDICTED
-from weighin.report.freshness import since, standing
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.suite import registry

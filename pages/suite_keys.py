@@ -1,4 +1,4 @@
-"""Write the keys of suite files into a page: ``python -m weighin.suite.page docs/suites.md``.
+"""Write the keys of suite files into a page: ``python -m pages.suite_keys docs/suites.md``.
 
 A page contains blocks; the text between the two lines of a block is generated from the data model
 that reads suites, so that the page and the code cannot differ::

@@ -1,4 +1,4 @@
-"""Print a page that helps to choose a loader: ``python -m weighin.report.loaders RUN...``.
+"""Print a page that helps to choose a loader: ``python -m pages.loaders RUN...``.
 
 Each run becomes a table with one row for each strategy, the fastest first. The floor is predicted;
 every other figure is the median of the ok repeats in the run's own records. The page is printed to
