@@ -147,6 +147,18 @@ def split(metadata: Metadata) -> None:
             "damaged: a key is not a string: 3",
         ),
         (
+            lambda m: m.state_dict_metadata.update({2**40_000: m.state_dict_metadata["b"]}),
+            "damaged: a key is not a string: an integer of 40,001 bits",
+        ),
+        (
+            lambda m: m.state_dict_metadata.update({MetadataIndex("b"): m.state_dict_metadata["b"]}),
+            "damaged: a key is not a string: torch.distributed.checkpoint.metadata.MetadataIndex",
+        ),
+        (
+            lambda m: m.storage_data.update({3: m}),
+            "damaged: an offset belongs to no key",
+        ),
+        (
             lambda m: vars(m.state_dict_metadata["b"]).update(size=torch.Size([7, 10])),
             "'b' is (10, 7) of torch.float32 there, but (7, 10) of torch.float32 in .metadata",
         ),
@@ -181,7 +193,7 @@ def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes
     (ours / ".metadata").write_bytes(text)
     with pytest.raises(
         CheckpointError,
-        match=r"\.metadata: (metadata that weighin does not know|truncated|not metadata)",
+        match=r"\.metadata: (damaged|the pickle from byte 0 cannot be read|not metadata)",
     ):
         dcp.read(ours)
 

@@ -158,7 +158,22 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path: Path, name: str)
         system, keys = pickle.dumps({"little_endian": True}, 2), pickle.dumps([], 2)
         data = MAGIC + system + data + keys
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="a dict has a key of type tuple"):
+    message = "a dict has a key of type tuple" if path.suffix == ".pth" else "not metadata of torch"
+    with pytest.raises(CheckpointError, match=message):
+        formats.read(path if path.parent == tmp_path else path.parent)
+
+
+LONG = b"\x8b" + struct.pack("<I", 5000) + b"\x01" * 5000  # an integer that Python does not print
+
+
+@pytest.mark.parametrize("name", ["a.pth", "dcp/.metadata"])
+def test_an_integer_of_12_000_digits_as_a_key_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    system, keys = pickle.dumps({"little_endian": True}, 2), pickle.dumps([], 2)
+    data = b"\x80\x02}" + 2 * (LONG + b"K\1s") + b"."
+    path.write_bytes(MAGIC + system + data + keys if path.suffix == ".pth" else data)
+    with pytest.raises(CheckpointError, match="key an integer of 39,993 bits occurs twice"):
         formats.read(path if path.parent == tmp_path else path.parent)
 
 

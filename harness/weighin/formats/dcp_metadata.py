@@ -9,17 +9,11 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
-from weighin.formats.dcp_pickle import (
-    AGAIN,
-    MERGE,
-    BytesMetadata,
-    MetadataIndex,
-    StandIn,
-    TensorMetadata,
-)
+from weighin.formats.dcp_pickle import AGAIN, BYTES, INDEX, MERGE, TENSOR, field, is_a, state
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import largest, with_key
+from weighin.formats.tensor_refs import Named
 
 FILE_NAME: Final = ".metadata"
 _DEEPEST: Final = 5  # parts of a path in nested dicts
@@ -59,24 +53,24 @@ def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
     """
     path = folder / FILE_NAME
     metadata = dcp_pickle.load(path)
-    tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+    tensors, places = field(metadata, "state_dict_metadata"), field(metadata, "storage_data")
     if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
         raise CheckpointError(f"{path}: damaged: it has no tensors or no offsets", AGAIN)
     by_key: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in places.items():
-        name = index.field("fqn") if isinstance(index, MetadataIndex) else None
+        name = field(index, "fqn") if is_a(INDEX, index) else None
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
-        by_key.setdefault(name, []).append((index.field("offset"), place))
+        by_key.setdefault(name, []).append((field(index, "offset"), place))
     chosen, values = [], []
     for name, tensor in tensors.items():
         if key and not (isinstance(name, str) and name.startswith(f"{key}.")):
             continue
-        if isinstance(tensor, BytesMetadata) and isinstance(name, str):
+        if is_a(BYTES, tensor) and isinstance(name, str):
             values.append(name)
         else:
             chosen.append(_stored(path, name, tensor, by_key.get(name, [])))
-    if values and not key and (places := _places(metadata.field("planner_data"), chosen)):
+    if values and not key and (places := _places(field(metadata, "planner_data"), chosen)):
         raise CheckpointError(
             f"{path}: not a flat state dict of tensors: {shown(values[0])} is not a tensor",
             with_key(places),
@@ -104,15 +98,15 @@ def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:
     if not isinstance(key, str):
         raise CheckpointError(f"{path}: damaged: a key is not a string: {shown(key)}", AGAIN)
-    if not isinstance(tensor, TensorMetadata):
+    if not is_a(TENSOR, tensor):
         raise CheckpointError(
             f"{path}: not a flat state dict of tensors: {shown(key)} is not a tensor",
             "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
         )
-    chunks, properties = tensor.field("chunks"), tensor.field("properties")
-    state = properties.state if isinstance(properties, StandIn) else None
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    shape = tensor.field("size")
+    chunks, shape = field(tensor, "chunks"), field(tensor, "size")
+    properties = state(field(tensor, "properties"))
+    named = properties[0] if isinstance(properties, tuple) and properties else None
+    dtype = named.name.removeprefix("torch.") if isinstance(named, Named) else None
     if isinstance(dtype, str) and dtype not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
@@ -134,10 +128,8 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
 def _block(
     path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
 ) -> DcpBlock:
-    if not isinstance(place, StandIn):
-        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
-    file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
-    if place.field("transform_descriptors"):
+    file, offset, length = (field(place, name) for name in ("relative_path", "offset", "length"))
+    if field(place, "transform_descriptors"):
         raise CheckpointError(
             f"{path}: {shown(key)} was transformed (compressed) when saved", MERGE
         )
@@ -151,12 +143,8 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
     by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:
-        start, shape = (
-            (chunk.field("offsets"), chunk.field("sizes"))
-            if isinstance(chunk, StandIn)
-            else (None, None)
-        )
-        if start is None or shape is None or not (_are_sizes(start) and _are_sizes(shape)):
+        start, shape = field(chunk, "offsets"), field(chunk, "sizes")
+        if not (_are_sizes(start) and _are_sizes(shape)):
             raise CheckpointError(
                 f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN
             )

@@ -34,6 +34,7 @@ HUB_ENTRY: Final = "models--"
 
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
+_MOST_BITS: Final = 256  # of an integer that is shown
 _MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
 _PATH_ENDS: Final = (
@@ -367,6 +368,8 @@ def shown(name: object) -> str:
     """Return a tensor's name for a message: quoted, and cut if it is very long."""
     if isinstance(name, str | bytes) and len(name) > _MOST_SHOWN:
         return f"{name[:_MOST_SHOWN]!r}... ({len(name):,} characters)"
+    if isinstance(name, int) and name.bit_length() > _MOST_BITS:  # Python may refuse to print it
+        return f"an integer of {name.bit_length():,} bits"
     return repr(name)
 
 

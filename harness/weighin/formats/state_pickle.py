@@ -71,19 +71,24 @@ class Pickled:
 
     Attributes:
         storages: every storage that the pickle refers to, by its key.
-        refused: the first name in the pickle that torch.load(weights_only=True) refuses; empty if it
-            refuses none.
+        names: the full names of all classes and functions to which the pickle refers, in order.
     """
 
     value: Any
     storages: dict[str, StorageRef]
-    refused: str
+    names: tuple[str, ...]
+
+    @property
+    def refused(self) -> str:
+        """The first name that torch.load(weights_only=True) refuses; empty if it refuses none."""
+        return next((name for name in self.names if not tensor_refs.is_safe(name)), "")
 
 
-def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
+def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
     """Return the next pickled value of ``file``, with every object as a plain record.
 
-    ``base`` is the offset of ``file`` within the file at ``path``, for messages.
+    ``base`` is the offset of ``file`` within the file at ``path``, for messages. ``resave`` is the
+    repair for a damaged pickle.
 
     Raises:
         CheckpointError: the pickle is damaged, too large, or refers to a storage of an unknown dtype;
@@ -94,7 +99,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
     try:
         value = machine.run()
         file.seek(start - base + machine.at)
-        return Pickled(value, machine.storages, machine.refused)
+        return Pickled(value, machine.storages, tuple(machine.names))
     except NotTensors as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
@@ -110,7 +115,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte"
             f" {start + machine.at:,}: {reason}",
-            AGAIN if isinstance(error, _Ended) and not base else RESAVE,  # base: a part of the file
+            AGAIN if isinstance(error, _Ended) and not base else resave,  # base: a part of the file
         ) from error
 
 
@@ -131,7 +136,7 @@ class _Machine:
         self._left_objects = _MOST_OBJECTS
         self._rebuild: object = _MARK  # the function's name once it is read: no value before
         self.storages: dict[str, StorageRef] = {}
-        self.refused = ""
+        self.names: dict[str, None] = {}  # a set that keeps the order
         self._do: dict[int, Callable[[], object]] = {
             **_constants(self),
             ord("c"): self._global, ord("R"): self._reduce, ord("b"): self._build,
@@ -410,7 +415,7 @@ class _Machine:
 
     def _name(self, module: str, name: str) -> None:
         named = Named(f"{module}.{name}"[:_LONGEST_NAME])
-        self.refused = self.refused or ("" if tensor_refs.is_safe(named.name) else named.name)
+        self.names[named.name] = None
         if named == _REBUILD:
             self._rebuild = named
         self._new(named)

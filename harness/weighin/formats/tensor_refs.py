@@ -117,7 +117,7 @@ class Named:
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opaque:
     """An object that was neither imported nor executed.
 
@@ -128,6 +128,9 @@ class Opaque:
 
     kind: str
     contents: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return self.kind  # crafted contents may have no end
 
     @property
     def is_module(self) -> bool:
@@ -140,7 +143,7 @@ class Opaque:
         return "." in self.kind and not is_safe(self.kind)  # a full name, not a description
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OtherTensor(Opaque):
     """A tensor of a kind that weighin does not read; ``kind`` is its title.
 
@@ -325,7 +328,7 @@ def put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
     Raises:
         Malformed: the dict has the key already.
     """
-    if not isinstance(key, str | int | bytes | float):
+    if not isinstance(key, str | int | bytes | float | Opaque):
         key = Opaque(type_name(key), [key])  # hashing a crafted nested tuple may never end
     if key in mapping:
         raise Malformed(f"key {shown(key)} occurs twice")
