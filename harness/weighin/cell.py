@@ -13,8 +13,6 @@ Operation = Literal["load", "save", "command"]
 
 _LONGEST_ARGUMENTS: Final = 64
 _KEPT_ARGUMENTS: Final = 48
-_FORMER_PACKAGE: Final = "harness."  # the name of this package in records before 0.2
-_OUR_MODELS: Final = "weighin.models."
 
 SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
 """The builder of a model from the names and shapes of a checkpoint's tensors."""
@@ -29,11 +27,8 @@ class ModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Clean the name, and replace the package name that weighin's builders had before 0.2."""
+        """Clean the name, which outputs show."""
         object.__setattr__(self, "name", printable(self.name))
-        former = _OUR_MODELS.replace("weighin.", _FORMER_PACKAGE)
-        if self.builder.startswith(former):
-            object.__setattr__(self, "builder", _OUR_MODELS + self.builder.removeprefix(former))
 
     @property
     def title(self) -> str:
@@ -112,17 +107,6 @@ class Cell(_Named):
         fields = {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
         del fields["repeat"]
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
-        if self.model.builder.startswith(_OUR_MODELS):  # keeps the series names of 0.1
-            fields["model"]["builder"] = self.model.builder.replace("weighin.", _FORMER_PACKAGE, 1)
-        for name in ("vram_limit_bytes", "ram_high_bytes"):
-            if fields[name] is None:
-                del fields[name]  # keeps the series names of records written before this field
-        if not fields["environment"]:
-            del fields["environment"]
-        if self.ranks == 1:
-            del fields["ranks"]
-        if not self.command:
-            del fields["command"]
         text = json.dumps(fields, sort_keys=True, default=str)
         object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")
         return self._series

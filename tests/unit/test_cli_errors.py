@@ -75,7 +75,6 @@ def test_an_error_is_two_lines_and_an_exit_code(
         (("--kwargs", "[1]"), "--kwargs is not a JSON object\nwrite --kwargs '{\"width\": 64}'"),
         (("--ram", "8GB"), "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\nwrite 8GiB (1024-based), or the number of bytes"),
         (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
-        (("--first-use", "none"), "--first-use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none"),
         (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
         (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
         (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),

@@ -165,10 +165,6 @@ def test_one_value_stands_for_a_list_of_one() -> None:
     [
         ("modles: a", f"modles: unknown key\ndid you mean 'models'? {SUITE_KEYS}"),
         ("models: a\nzzz: 1", f"zzz: unknown key\n{SUITE_KEYS}"),
-        (
-            "models: a\nfirst_use: none",
-            "first_use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none",
-        ),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
         ("models: 3", "models.name: input should be a valid string, got 3"),
         ("models: []", "models: empty\nname at least one, or leave the key out"),

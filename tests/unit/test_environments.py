@@ -25,9 +25,9 @@ PLAIN = make_cell("streaming")
 CELL = replace(PLAIN, environment=ARENAS)
 
 
-def test_a_cell_without_an_environment_keeps_its_series() -> None:
+def test_cells_of_different_environments_are_of_different_series() -> None:
     cell = Cell(ModelSpec("m", "a.b:c"), "baseline", "process")
-    assert cell.series == "baseline-7c347f9906"  # as before cells had environments
+    assert cell.series == replace(cell, repeat=3).series
     assert replace(cell, environment=ARENAS).series != cell.series
 
 

@@ -96,23 +96,3 @@ def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> Non
         spec = registry.model(model)
         cell = make_cell(strategy, model=spec, format=fmt, ram_limit_bytes=None)
         assert name_of(cell) == name
-
-
-def test_records_of_the_package_s_former_name_keep_their_series() -> None:
-    """The digests are those by which version 0.1 named these cells, and their samples."""
-    results = run_folder.read(ROOT / "results" / "published" / "gpt2-xl-8GiB").results
-    assert {one.cell.model.builder for one in results} == {"weighin.models.gpt2:gpt2"}
-    assert {one.cell.series for one in results} == {
-        "baseline-cfcd37c3cb",
-        "meta_copy-5f771f25c1",
-        "mmap_assign-8eaeb2f203",
-        "per_param-84902304ec",
-        "sequential-46f910b263",
-        "streaming-49197fac8c",
-    }
-
-
-def test_a_builder_of_the_former_package_is_ours_of_today() -> None:
-    before = ModelSpec("gpt2", "harness.models.gpt2:gpt2", {})
-    assert before == ModelSpec("gpt2", "weighin.models.gpt2:gpt2", {})
-    assert ModelSpec("m", "harness.other:m").builder == "harness.other:m"

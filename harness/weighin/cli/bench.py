@@ -77,7 +77,6 @@ EXAMPLES = (
     " beforehand, charged to the cell's cgroup).",
 )
 @_options.formats
-@click.option("--first-use", hidden=True)  # refused: --passes
 @click.option(
     "--passes",
     default=1,
@@ -182,8 +181,6 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
     }
     if variables := _arguments.environment(typed["env"]):
         asked["environment"] = variables
-    if typed["first_use"]:
-        asked["first_use"] = typed["first_use"]
     if names := _arguments.names(typed["strategies"]):
         asked["strategies"] = names
     if typed["fmt"]:

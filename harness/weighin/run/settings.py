@@ -30,8 +30,7 @@ class RunSettings:
         python_path: the folders of users' own modules.
         mounts: further paths of this machine that a container sees at the same place, read-only.
         within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
-        aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``); searches
-            before 0.3 looked for the limit under which a load ends at all.
+        aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``).
         engine: the engine's name and settings; empty for cells that run one by one on this machine.
         shard: the part of the plan that this run measures; None for all of it.
         command: how commands are started and watched; None for a run of loads or saves.

@@ -366,9 +366,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-_FORMER_KEYS = {"first_use": "use passes, the number of forward passes after the load; 0 is none"}
-
-
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     """Return the message and the repair for one validation error in a ``kind``."""
     keys = [field.alias or name for name, field in kind.model_fields.items()]
@@ -381,8 +378,6 @@ def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "too_short":
         return "empty", "name at least one, or leave the key out"
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        if former := _FORMER_KEYS.get(str(error["loc"][-1])):
-            return "no longer an option", former
         near = get_close_matches(str(error["loc"][-1]), keys, n=1)
         return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}", ""
