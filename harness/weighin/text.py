@@ -1,6 +1,7 @@
 """Make text from other programs safe to print: one line, no control characters, Markdown escaped."""
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 LINE_LENGTH: Final = 300
@@ -16,6 +17,12 @@ def one_line(text: str, length: int = LINE_LENGTH) -> str:
 def printable(text: str, kept: str = "") -> str:
     """Return ``text`` with "?" for each character that cannot be printed, except those in ``kept``."""
     return "".join(one if one.isprintable() or one in kept else "?" for one in text)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in one text, and the number of the others: "a, b, c and 5 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def markdown(text: str) -> str:

@@ -16,7 +16,7 @@ from weighin import install
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_IS_REFUSED
-from weighin.text import one_line
+from weighin.text import few, one_line
 
 BASE: Final = "AutoModel"
 """The auto class for a folder that names no class."""
@@ -95,11 +95,7 @@ def _no_class(
             f"{_NAME_IT}; or save the folder again with model.save_pretrained(FOLDER)",
         )
     classes = list(dict.fromkeys(name for names in known.values() for name in names))
-    more = f" and {len(classes) - _MOST} more" if len(classes) > _MOST else ""
-    return ConfigError(
-        what,
-        f"{_NAME_IT}, one of {', '.join(classes[:_MOST])}{more}",
-    )
+    return ConfigError(what, f"{_NAME_IT}, one of {few(classes, _MOST)}")
 
 
 def classes_of(model_type: object) -> dict[str, tuple[str, ...]]:

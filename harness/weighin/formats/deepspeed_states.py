@@ -19,10 +19,10 @@ from weighin.formats.flat_pieces import Flat, Shape, joined
 from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import StateDictParts, state_dict
 from weighin.formats.tensor_refs import TensorRef, type_name
+from weighin.text import few
 
 COPY: Final = "copy the whole folder again, from every machine that took part in the training"
 
-_MOST_NAMES: Final = 3
 _OF_RANK: Final = re.compile(r"((?:[a-z0-9]+_)?zero_pp_rank_)\d+_")
 _AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
 
@@ -159,9 +159,8 @@ def of_rank(name: str, rank: int) -> str:
 
 def missing(folder: Path, names: Sequence[str]) -> CheckpointError:
     """Return the exception for a folder that lacks files."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return CheckpointError(
-        f"{folder}: files of some ranks are missing: {', '.join(names[:_MOST_NAMES])}{more}",
+        f"{folder}: files of some ranks are missing: {few(names)}",
         "copy them here: each machine of a training may have kept the files of its own ranks",
     )
 

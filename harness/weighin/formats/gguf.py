@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import IO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
 from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+from weighin.text import few
 
 NAME: Final = "gguf"
 SUFFIX: Final = ".gguf"
@@ -107,8 +108,7 @@ def file_of(path: Path) -> Path:
     if len(models) > 1:
         names = sorted(file.name for file in models.values())
         raise CheckpointError(
-            f"{path}: holds {len(models)} GGUF models: {', '.join(names[:3])}"
-            + (" ..." if len(names) > 3 else ""),
+            f"{path}: holds {len(models)} GGUF models: {few(names)}",
             f"give one of them: {path / names[0]}",
         )
     return next(iter(models.values()))
@@ -257,7 +257,7 @@ class _Tables:
         return TensorSlice(
             name=name,
             shape=shape,
-            stride=tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))),
+            stride=row_major(shape),
             dtype_name=_DTYPES.get(encoding, _DECODED),
             file=self._file,
             offset=offset,

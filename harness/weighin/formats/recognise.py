@@ -11,13 +11,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from weighin.text import one_line
+from weighin.text import few, one_line
 
 Recognised = tuple[str, str] | None
 """What a file is, and the next step."""
 
 _SHOWN: Final = 60  # characters of a text file
-_MOST_NAMES: Final = 3
 MOST_HEADER_BYTES: Final = 100_000_000  # of safetensors: the format's own limit
 
 _INTO_TORCH: Final = (
@@ -218,8 +217,7 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
     if "model.weights.h5" in names:
         return "a Keras model", _INTO_TORCH
     files = [name for name in names if not name.endswith("/")]
-    more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
-    content = f" of other files: {one_line(', '.join(files[:_MOST_NAMES]))}{more}" if files else ""
+    content = f" of other files: {one_line(few(files))}" if files else ""
     return _archive("zip", f"unzip {quote(str(path))}", content)
 
 

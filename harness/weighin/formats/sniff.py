@@ -15,7 +15,7 @@ from weighin.formats import pipeline
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.formats.recognise import Recognised, by_content
 from weighin.formats.training_step import named_step
-from weighin.text import one_line
+from weighin.text import few, one_line
 
 AGAIN: Final = "copy or download the file again"
 """The repair for a file that ends early. No other fault of a file proves that its copy is at fault."""
@@ -35,7 +35,6 @@ HUB_ENTRY: Final = "models--"
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
 _MOST_BITS: Final = 256  # of an integer that is shown
-_MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
 _PATH_ENDS: Final = (
     "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
@@ -264,7 +263,7 @@ def _variants(_: Path, names: Sequence[str]) -> Recognised:
     if not matches:
         return None
     return (
-        f"only {matches[0][1]} variants of the weights: {_listed([match[0] for match in matches])}",
+        f"only {matches[0][1]} variants of the weights: {one_line(few([match[0] for match in matches]))}",
         f"name the variant: --variant {matches[0][1]} (in Python: variant={matches[0][1]!r})",
     )
 
@@ -282,7 +281,7 @@ def _files(folder: Path, names: Sequence[str]) -> Recognised:
     if not files:
         return None
     lacks = "no index" if "config.json" in names else "no config.json and no index"
-    return f"{lacks} beside {_listed(files)}", f"give the file itself: {folder / files[0]}"
+    return f"{lacks} beside {one_line(few(files))}", f"give the file itself: {folder / files[0]}"
 
 
 def _other_frameworks(_: Path, names: Sequence[str]) -> Recognised:
@@ -290,7 +289,7 @@ def _other_frameworks(_: Path, names: Sequence[str]) -> Recognised:
     if not files:
         return None
     return (
-        f"weights of another framework than PyTorch: {_listed(files)}",
+        f"weights of another framework than PyTorch: {one_line(few(files))}",
         "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)",
     )
 
@@ -319,7 +318,7 @@ def _folders(folder: Path, names: Sequence[str]) -> Recognised:
     if not models:
         return None
     return (
-        f"no config.json, but folders with models: {_listed(models)}",
+        f"no config.json, but folders with models: {one_line(few(models))}",
         f"give one of them: {folder / models[0]}",
     )
 
@@ -356,12 +355,6 @@ def _names(folder: Path) -> list[str]:
     with suppress(OSError):
         return [entry.name for entry in folder.iterdir()]
     return []
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names in one string, followed by the number of the others."""
-    more = len(names) - _MOST_NAMES
-    return one_line(", ".join(names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
 
 
 def shown(name: object) -> str:

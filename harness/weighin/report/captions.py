@@ -12,6 +12,7 @@ from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
 from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.report.operations import Kind
+from weighin.text import few
 from weighin.units import format_bytes, format_exact
 
 # Environment keys that a caption prints, each with its prefix; any key may be missing.
@@ -153,7 +154,7 @@ def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]
     for result in results:
         for warning in result.warnings:
             cells_of.setdefault(warning, []).append(result.cell.id)
-    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in cells_of.items()]
+    of_cells = [f"{text} ({few(cells)})" for text, cells in cells_of.items()]
     mixed = mixed_machines([_comparable(result) for result in results])
     return [*of_the_file, *mixed, *of_cells]
 
@@ -204,10 +205,6 @@ def note_figures(
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines
-
-
-def _few(names: Sequence[str]) -> list[str]:
-    return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
 
 
 def note_unused(results: Sequence[Result]) -> list[str]:

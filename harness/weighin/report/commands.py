@@ -17,6 +17,7 @@ from weighin.records.repeats import latest
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.markdown import plain, table_lines
+from weighin.text import few
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_bytes, format_seconds
 
@@ -86,7 +87,7 @@ def processes(results: Sequence[Result]) -> Listing | None:
         if others := [each for each in result.ran.processes if each.anon_bytes is None]:
             notes.append(f"{title} also ran, at other times: {_named(others)}.")
         if result.ran.ended:
-            left_running = _few([plain(each) for each in result.ran.ended])
+            left_running = few([plain(each) for each in result.ran.ended], _MOST_NAMES)
             notes.append(f"{title} left these running, which weighin ended: {left_running}.")
     heads = ["of", "command", "reads", "pid", "parent", "anonymous MiB", "file MiB", "shared MiB"]
     return _without_titles(Listing(heads, 3, rows, notes), chosen) if rows else None
@@ -216,12 +217,8 @@ def _read(file: OpenFile) -> str:
 def _named(others: Sequence[Process]) -> str:
     """Return the programs of processes with their numbers: "sh (12 times), cat"."""
     counts = Counter(_short(each.command).partition(" ")[0] or "unknown" for each in others)
-    return _few([f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()])
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+    texts = [f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()]
+    return few(texts, _MOST_NAMES)
 
 
 def _short(command: str) -> str:

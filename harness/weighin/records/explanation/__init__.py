@@ -8,6 +8,7 @@ from weighin.record import Kill, Outcome, Result, Sample
 from weighin.records.explanation.causes import Cause, find
 from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
 from weighin.records.samples import read_samples
+from weighin.text import few
 from weighin.units import MIB
 
 __all__ = ["Cause", "answer", "cause_of", "explain"]
@@ -77,7 +78,7 @@ def _counted(commands: Sequence[str]) -> str:
     """Return up to three different command lines, each with its number: "python x.py (3), tee"."""
     counts = Counter(map(program, commands)).most_common()
     texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return few(texts)
 
 
 def _limit(result: Result, kills: Sequence[Kill]) -> str:

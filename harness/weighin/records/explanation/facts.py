@@ -10,7 +10,7 @@ from typing import Final
 
 from weighin.record import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.records.explanation.frames import Frame, own, read_all
-from weighin.text import one_line
+from weighin.text import few, one_line
 from weighin.units import GIB, MIB, format_bytes
 
 _NEAR: Final = 0.75
@@ -213,8 +213,7 @@ def held_by(process: Process) -> int:
 
 def names(files: Sequence[OpenFile]) -> str:
     """Return the names of up to two files: "a.pt, b.pt and 3 more"."""
-    text = ", ".join(PurePath(file.path).name for file in files[:2])
-    return f"{text} and {len(files) - 2} more" if len(files) > 2 else text
+    return few([PurePath(file.path).name for file in files], 2)
 
 
 def program(command: str) -> str:
