@@ -151,7 +151,9 @@ def split(metadata: Metadata) -> None:
             "damaged: a key is not a string: an integer of 40,001 bits",
         ),
         (
-            lambda m: m.state_dict_metadata.update({MetadataIndex("b"): m.state_dict_metadata["b"]}),
+            lambda m: m.state_dict_metadata.update(
+                {MetadataIndex("b"): m.state_dict_metadata["b"]}
+            ),
             "damaged: a key is not a string: torch.distributed.checkpoint.metadata.MetadataIndex",
         ),
         (

@@ -91,7 +91,7 @@ def broken(**changes: object) -> dict[str, object]:
     ("index", "message"),
     [
         (broken(version=2), "index of version 2, but this weighin reads 1"),
-        (broken(order=3), "damaged index: no 'files' or no 'shared' or no 'order'"),
+        (broken(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
         (broken(files={"no.pt": ["a"]}), "file 'no.pt' of a module is missing"),
         (broken(files={"../x": ["a"]}), "the file of a module lies outside the folder: '../x'"),
         (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),

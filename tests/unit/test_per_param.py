@@ -83,8 +83,8 @@ def tensors(**files: object) -> dict[str, object]:
         ),
         (tensors() | {"version": 2}, "index of version 2, but this weighin reads 1"),
         ({"format": "shards"}, "not an index of one file per parameter"),
-        ({"format": "per_param", "version": 1}, "damaged index: no 'tensors' or no 'shared'"),
-        ([], "damaged index: not a JSON object"),
+        ({"format": "per_param", "version": 1}, "damaged: no 'tensors' or no 'shared'"),
+        ([], "damaged: not a JSON object"),
     ],
 )
 def test_a_damaged_index_is_named(folder: Path, index: object, message: str) -> None:
@@ -97,7 +97,7 @@ def test_a_damaged_index_is_named(folder: Path, index: object, message: str) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1, "a": 2}', "damaged index: 'a' occurs twice"),
+        ('{"a": 1, "a": 2}', "damaged: 'a' occurs twice"),
         ("{", "truncated: the JSON object has no end"),
         (None, "cannot be read: No such file or directory"),
     ],

@@ -128,7 +128,7 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
     ("text", "message"),
     [
         ("{", "SUMS: truncated: the JSON object has no end"),
-        ("{]}", "SUMS: damaged index: Expecting property name"),
+        ("{]}", "SUMS: damaged: Expecting property name"),
         ('{"format": "other"}', "SUMS: not a checksum file that this weighin reads"),
         (
             '{"format": "weighin-checksums", "version": 1, "tensors": {"steps": "int64 0"}}',

@@ -121,7 +121,7 @@ def test_a_record_beyond_4_gib_has_its_checksum_in_the_right_place(tmp_path: Pat
     with path.open("r+b") as file:
         large, record = zip_writer.data_records(path, file.fileno())
         assert large.size == 2**32 + 64
-        flusher = zip_writer._Flusher(file.fileno(), None)
+        flusher = zip_writer.Flusher(file.fileno(), None)
         zip_writer.fill(file.fileno(), record, lambda: [small], flusher)
     with zipfile.ZipFile(path) as archive:
         assert archive.read("model/data/1") == small.numpy().tobytes()

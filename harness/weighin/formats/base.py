@@ -123,6 +123,17 @@ def _torch_dtype(name: str) -> "torch.dtype | None":
 
 
 @lru_cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor that is stored without gaps in row-major order."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):

@@ -30,17 +30,17 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
         if error.errno != errno.EFBIG:
             raise unreadable(path, error) from error
         size = path.stat().st_size
-        raise CheckpointError(f"{path}: {size:,} bytes are too many for an index", repair) from None
+        raise CheckpointError(f"{path}: {size:,} bytes are too many", repair) from None
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
-        raise CheckpointError(f"{path}: damaged index: it has too many nested values", repair)
+        raise CheckpointError(f"{path}: damaged: it has too many nested values", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
     except RecursionError:
-        raise CheckpointError(f"{path}: damaged index: it is nested too deeply", repair) from None
+        raise CheckpointError(f"{path}: damaged: it is nested too deeply", repair) from None
     except ValueError as error:
-        raise not_json(path, text, f"damaged index: {error}", repair) from error
+        raise not_json(path, text, f"damaged: {error}", repair) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: damaged index: not a JSON object", repair)
+        raise CheckpointError(f"{path}: damaged: not a JSON object", repair)
     return value
 
 

@@ -12,14 +12,21 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt, sniff
-from weighin.formats.base import Part, Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import (
+    Part,
+    Pieces,
+    Progress,
+    Slices,
+    TensorPlan,
+    TensorSlice,
+    row_major,
+)
 from weighin.formats.misfit import plain
 from weighin.formats.sniff import shown, unreadable
 from weighin.formats.tensor_refs import Opaque
@@ -85,8 +92,8 @@ def _slice(
         parts.append(Part(block.start, where))
     if len(parts) == 1:
         return parts[0].where
-    stride = tuple(prod(stored.shape[n + 1 :]) for n in range(len(stored.shape)))
-    return replace(parts[0].where, shape=stored.shape, stride=stride, parts=tuple(parts))
+    whole, stride = stored.shape, row_major(stored.shape)
+    return replace(parts[0].where, shape=whole, stride=stride, parts=tuple(parts))
 
 
 def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
@@ -136,7 +143,7 @@ def write(
     places: dict[str, tuple[int, int]] = {}
     jobs = []
     with (target / DATA_NAME).open("x+b") as file:
-        flusher = zip_writer._Flusher(file.fileno(), progress)
+        flusher = zip_writer.Flusher(file.fileno(), progress)
         at = 0
         for plan in tensors:
             if plan.shared_with is not None:

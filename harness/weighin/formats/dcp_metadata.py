@@ -10,7 +10,7 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
 from weighin.formats.dcp_pickle import AGAIN, BYTES, INDEX, MERGE, TENSOR, field, is_a, state
-from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.dtypes import ITEM_BYTES, is_sizes
 from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import largest, with_key
 from weighin.formats.tensor_refs import Named
@@ -114,7 +114,7 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
         )
     if not isinstance(dtype, str) or not places:
         raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
-    if not _are_sizes(shape):
+    if not is_sizes(shape):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
     shape = tuple(shape)
     if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
@@ -133,18 +133,18 @@ def _block(
         raise CheckpointError(
             f"{path}: {shown(key)} was transformed (compressed) when saved", MERGE
         )
-    if not (_are_sizes((offset, length)) and isinstance(file, str)):
+    if not (is_sizes((offset, length)) and isinstance(file, str)):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
     return DcpBlock(start, shape, file, offset, length)
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
     """Return the blocks of a tensor that has several, each with its place in a file."""
-    by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
+    by_start = {tuple(start): place for start, place in places if is_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:
         start, shape = field(chunk, "offsets"), field(chunk, "sizes")
-        if not (_are_sizes(start) and _are_sizes(shape)):
+        if not (is_sizes(start) and is_sizes(shape)):
             raise CheckpointError(
                 f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN
             )
@@ -184,9 +184,3 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
             )
     if sum(prod(block.shape) for block in solid) != prod(shape):  # no overlap, so there is a gap
         raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
-
-
-def _are_sizes(values: object) -> bool:
-    return isinstance(values, tuple) and all(
-        type(value) is int and 0 <= value < 2**63 for value in values
-    )

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import Part, TensorSlice
+from weighin.formats.base import Part, TensorSlice, row_major
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
 
@@ -75,7 +75,7 @@ def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlic
             place += block.nbytes
         at += where.shape[0]
     if len(parts) > 1:
-        return replace(parts[0].where, shape=shape, stride=_stride(shape), parts=tuple(parts))
+        return replace(parts[0].where, shape=shape, stride=row_major(shape), parts=tuple(parts))
     first = parts[0].where if parts else ranges[0]
     return _block(first, name, shape, first.offset)
 
@@ -112,9 +112,5 @@ def _block(where: TensorSlice, name: str, shape: Shape, offset: int) -> TensorSl
     """Return a contiguous block; its storage is only the block, as other tensors share the flat one."""
     size = prod(shape) * ITEM_BYTES[where.dtype_name]
     return TensorSlice(
-        name, shape, _stride(shape), where.dtype_name, where.file, offset, offset, size
+        name, shape, row_major(shape), where.dtype_name, where.file, offset, offset, size
     )
-
-
-def _stride(shape: Shape) -> Shape:
-    return tuple(prod(shape[n + 1 :]) for n in range(len(shape)))

@@ -72,7 +72,7 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
         )
     if not all(isinstance(index.get(name), kind) for name, kind in fields.items()):
         names = " or no ".join(repr(name) for name in fields)
-        raise CheckpointError(f"{path}: damaged index: no {names}", repair)
+        raise CheckpointError(f"{path}: damaged: no {names}", repair)
     return index
 
 

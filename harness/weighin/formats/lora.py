@@ -4,7 +4,6 @@ This module uses only the standard library. It refuses an adapter that changes a
 than to add scaled products of two matrices, because peft merges that one in another way.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.adapters import ADAPTER, ARGUMENT, adapter_of
 from weighin.formats.base import TensorSlice
+from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_library import TRANSFORMERS
 
@@ -113,18 +113,9 @@ def files_of(spec: ModelSpec) -> list[Path]:
 
 
 def _config(file: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: {error.strerror}", "give the folder that peft's save_pretrained wrote"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not JSON: {error}", "copy the file again") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise _other(
-            file, f"peft_type {config.get('peft_type') if isinstance(config, dict) else ''}"
-        )
+    config = read_object(file, "give the folder that peft's save_pretrained wrote")
+    if config.get("peft_type") != "LORA":
+        raise _other(file, f"peft_type {config.get('peft_type')}")
     settings = [
         f"{key} = {value!r}"
         for key, value in config.items()

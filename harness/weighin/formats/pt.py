@@ -11,8 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.recognise import is_zip, resaving
 from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import holds_more, state_dict, unread
@@ -53,10 +52,7 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     with _opened(path) as file:
         pickled, records = _read_value(path, file)
     state = state_dict(path, pickled.value, key)
-    slices = Slices(_slice(path, name, tensor, records) for name, tensor in state.tensors.items())
-    slices.metadata, slices.values = state.metadata, state.values
-    slices.refused = pickled.refused
-    return slices
+    return state.located(lambda name, one: _slice(path, name, one, records), pickled.refused)
 
 
 def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:
@@ -149,13 +145,4 @@ def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, ZipRecor
             f"but its record in the file has {record.size:,}",
             RESAVE,
         )
-    return TensorSlice(
-        name=name,
-        shape=tensor.shape,
-        stride=tensor.stride,
-        dtype_name=tensor.dtype,
-        file=path,
-        offset=record.start + tensor.offset * ITEM_BYTES[tensor.dtype],
-        storage_offset=record.start,
-        storage_bytes=storage.nbytes,
-    )
+    return tensor.located(name, path, record.start)

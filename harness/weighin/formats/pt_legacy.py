@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.recognise import is_legacy, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
 from weighin.formats.state_pickle import Pickled
-from weighin.formats.tensor_refs import StorageRef, TensorRef
+from weighin.formats.tensor_refs import StorageRef
 
 if TYPE_CHECKING:
     import torch
@@ -69,24 +68,8 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
             starts = _storage_starts(path, file, pickled.storages, keys)
     except OSError as error:
         raise unreadable(path, error) from error
-    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in state.tensors.items())
-    slices.metadata, slices.values = state.metadata, state.values
-    slices.refused = pickled.refused
-    return slices
-
-
-def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -> TensorSlice:
-    """Return the place of a tensor; ``starts`` maps a storage's key to its offset in the file."""
-    start = starts[tensor.storage.key]
-    return TensorSlice(
-        name=name,
-        shape=tensor.shape,
-        stride=tensor.stride,
-        dtype_name=tensor.dtype,
-        file=path,
-        offset=start + tensor.offset * ITEM_BYTES[tensor.dtype],
-        storage_offset=start,
-        storage_bytes=tensor.storage.nbytes,
+    return state.located(
+        lambda name, one: one.located(name, path, starts[one.storage.key]), pickled.refused
     )
 
 

@@ -5,13 +5,11 @@ not read. This module uses only the standard library.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.errors import CheckpointError
-from weighin.formats.bounded_json import read_object
+from weighin.foreign import object_in
 from weighin.formats.pretrained_folder import CONFIG
 from weighin.text import one_line
 
@@ -151,13 +149,6 @@ def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
         return False
     bits = _DEQUANTISED_BITS.get(method)
     return not bits or described.get("bits", 4) in bits
-
-
-def object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none, which others complain of."""
-    with suppress(CheckpointError):
-        return read_object(path, "")
-    return {}
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

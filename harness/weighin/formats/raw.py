@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 
 from weighin.formats.base import Pieces, Progress, TensorPlan
-from weighin.formats.zip_writer import _Flusher, _write_all, finish, leaves_holes, run_parallel
+from weighin.formats.zip_writer import (
+    Flusher,
+    finish,
+    leaves_holes,
+    run_parallel,
+    write_all,
+    written,
+)
 
 Place = tuple[TensorPlan, int]
 """A tensor to write, and its offset in the file in bytes."""
@@ -37,8 +44,8 @@ def write_raw(
         ends = [at + plan_bytes(plan) for plan, at in places]
         os.ftruncate(file.fileno(), max([*ends, *(at + len(text) for at, text in fixed.items())]))
         for at, text in fixed.items():
-            _write_all(file.fileno(), memoryview(text), at)
-        flusher = _Flusher(file.fileno(), progress)
+            write_all(file.fileno(), memoryview(text), at)
+        flusher = Flusher(file.fileno(), progress)
         run_parallel(
             partial(_write_one, file.fileno(), plan, at, pieces, flusher) for plan, at in places
         )
@@ -47,19 +54,8 @@ def write_raw(
 
 
 def _write_one(
-    descriptor: int, plan: TensorPlan, start: int, pieces: Pieces, flusher: _Flusher
+    descriptor: int, plan: TensorPlan, start: int, pieces: Pieces, flusher: Flusher
 ) -> None:
-    if leaves_holes():
-        return
-    at, end = start, start + plan_bytes(plan)
-    for piece in pieces(plan.name):
-        data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
-        if at + len(data) > end:
-            raise ValueError(
-                f"{plan.name!r}: more than {end - start} bytes for a tensor of {end - start}"
-            )
-        _write_all(descriptor, data, at)
-        at += len(data)
-        flusher.wrote(len(data))
-    if at != end:
-        raise ValueError(f"{plan.name!r}: {at - start} bytes for a tensor of {end - start}")
+    if not leaves_holes():
+        for _ in written(descriptor, start, plan_bytes(plan), pieces(plan.name), flusher):
+            pass

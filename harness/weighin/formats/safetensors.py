@@ -9,12 +9,11 @@ names.
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice, row_major
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import (
     DTYPES,
@@ -191,20 +190,10 @@ def _slice(path: Path, name: str, entry: HeaderEntry) -> TensorSlice:
     return TensorSlice(
         name=name,
         shape=entry.shape,
-        stride=_row_major(entry.shape),
+        stride=row_major(entry.shape),
         dtype_name=entry.dtype,
         file=path,
         offset=entry.begin,
         storage_offset=entry.begin,
         storage_bytes=entry.end - entry.begin,
     )
-
-
-@lru_cache
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -147,7 +147,7 @@ class Sharded:
         content = read_object(index, _AGAIN)
         weight_map, metadata = content.get("weight_map"), content.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise self._damaged(index, "damaged index: no 'weight_map'")
+            raise self._damaged(index, "damaged: no 'weight_map'")
         order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
         if order is not None and not _is_names(order):
             raise self._damaged(index, f"{_ORDER} is not a list of the checkpoint's tensor names")

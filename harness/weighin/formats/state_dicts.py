@@ -5,13 +5,14 @@ here. They do not matter outside of the selected state dict. Inside of it, an ob
 tensors. This module uses only the standard library.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.sniff import shown
@@ -43,6 +44,12 @@ class StateDictParts:
     tensors: dict[str, TensorRef]
     values: dict[str, Any]
     metadata: Mapping[str, Mapping[str, object]] | None
+
+    def located(self, place: Callable[[str, TensorRef], TensorSlice], refused: str) -> Slices:
+        """Return the tensors' places; ``refused`` is the name that torch.load refuses in the file."""
+        slices = Slices(place(name, tensor) for name, tensor in self.tensors.items())
+        slices.metadata, slices.values, slices.refused = self.metadata, self.values, refused
+        return slices
 
 
 def is_extra_state(name: object) -> bool:

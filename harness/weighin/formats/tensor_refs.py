@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
-from weighin.formats.base import frozen_in_types
+from weighin.formats.base import TensorSlice, frozen_in_types
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
 from weighin.formats.sniff import shown
 
@@ -186,6 +187,13 @@ class TensorRef:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def located(self, name: str, file: Path, start: int) -> TensorSlice:
+        """Return the tensor's place in a file whose byte ``start`` is the first of its storage."""
+        offset = start + self.offset * ITEM_BYTES[self.dtype]
+        return TensorSlice(
+            name, self.shape, self.stride, self.dtype, file, offset, start, self.storage.nbytes
+        )
 
 
 class StateDict(dict[Any, Any]):

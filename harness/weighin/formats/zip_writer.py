@@ -109,7 +109,7 @@ def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress 
     with path.open("r+b") as file:
         records = data_records(path, file.fileno())
         assert len(records) == len(names)
-        flusher = _Flusher(file.fileno(), progress)
+        flusher = Flusher(file.fileno(), progress)
         jobs = [
             partial(fill, file.fileno(), record, partial(pieces, name), flusher)
             for record, name in zip(records, names, strict=True)
@@ -177,8 +177,8 @@ def embed(
         (record,) = data_records(scratch, file.fileno())
         length = os.fstat(file.fileno()).st_size
         end = record.start + record.size
-        _write_all(descriptor, memoryview(os.pread(file.fileno(), record.start, 0)), at)
-        _write_all(descriptor, memoryview(os.pread(file.fileno(), length - end, end)), at + end)
+        write_all(descriptor, memoryview(os.pread(file.fileno(), record.start, 0)), at)
+        write_all(descriptor, memoryview(os.pread(file.fileno(), length - end, end)), at + end)
     record.move(at)
     return record, length
 
@@ -187,7 +187,7 @@ def fill(
     descriptor: int,
     record: WrittenRecord,
     pieces: Callable[[], Iterable[torch.Tensor]],
-    flusher: "_Flusher",
+    flusher: "Flusher",
 ) -> None:
     """Write the values of ``pieces`` into a record, and their CRC-32 into its two places.
 
@@ -196,28 +196,42 @@ def fill(
     """
     if leaves_holes():
         return
-    at, crc = record.start, 0
-    for piece in pieces():
-        data = memoryview(piece.reshape(-1).view(torch.uint8).numpy().data)
-        if at + len(data) > record.start + record.size:
-            raise ValueError(f"more than {record.size} bytes for a tensor of {record.size}")
+    crc = 0
+    for data in written(descriptor, record.start, record.size, pieces(), flusher):
         crc = zlib.crc32(data, crc)
-        _write_all(descriptor, data, at)
-        at += len(data)
-        flusher.wrote(len(data))
-    if at != record.start + record.size:
-        raise ValueError(f"{at - record.start} bytes for a tensor of {record.size}")
     for place in record.crc_places:
         os.pwrite(descriptor, struct.pack("<I", crc), place)
 
 
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+def written(
+    descriptor: int, start: int, size: int, pieces: Iterable[torch.Tensor], flusher: "Flusher"
+) -> Iterator[memoryview]:
+    """Write the bytes of ``pieces`` to a file from ``start`` on, and yield each piece's bytes.
+
+    Raises:
+        ValueError: the pieces have another total size than ``size``.
+    """
+    at = 0
+    for piece in pieces:
+        data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
+        if at + len(data) > size:
+            raise ValueError(f"more than {size} bytes for a tensor of {size}")
+        write_all(descriptor, data, start + at)
+        at += len(data)
+        flusher.wrote(len(data))
+        yield data
+    if at != size:
+        raise ValueError(f"{at} bytes for a tensor of {size}")
+
+
+def write_all(descriptor: int, data: memoryview, at: int) -> None:
+    """Write all of ``data`` to a file at the offset ``at``."""
     while data:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
 
 
-class _Flusher:
+class Flusher:
     """Counts written bytes. After every 128 MiB, syncs them and drops them from the page cache."""
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:

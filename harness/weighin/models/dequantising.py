@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from weighin.errors import ConfigError
+from weighin.foreign import object_in
 from weighin.formats.pretrained_folder import CONFIG, folder_of
-from weighin.formats.quantisation_config import description_in, named_in, object_in
+from weighin.formats.quantisation_config import description_in, named_in
 from weighin.formats.quantised import Quantised
 from weighin.models.own_dequantiser import Dequantiser
 from weighin.text import one_line
