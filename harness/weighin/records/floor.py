@@ -18,7 +18,7 @@ from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
 from weighin.units import MIB, format_bytes, format_exact
 
@@ -194,11 +194,9 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     A working limit far above the highest failing limit, as in a sweep, is not a floor. The distance
     of the two limits must be at most ``COARSEST`` of the working limit, or ``FINEST_STEP_BYTES``.
     A series has a floor under which it only ends if no floor is known that it survives, as in a
-    search with ``--thrashing`` and in searches before 0.3.
+    search with ``--thrashing``.
     """
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(searched(result.cell).series, []).append(result)
+    groups = grouped(results, lambda one: searched(one.cell).series)
     return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.records.floor import floors
-from weighin.records.repeats import latest, middle
+from weighin.records.repeats import grouped, latest, middle
 
 _FLAT: Final = 0.25
 _LINEAR: Final = 0.75
@@ -68,14 +68,12 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
         for floor in floors(results)
         if floor.bytes is not None
     }
-    groups: dict[str, list[Result]] = {}
-    for result in _unlimited(results):
-        groups.setdefault(replace(result.cell, ranks=1).series, []).append(result)
     series = []
-    for group in groups.values():
-        by_ranks: dict[int, list[Result]] = {}
-        for result in sorted(group, key=lambda each: each.cell.ranks):
-            by_ranks.setdefault(result.cell.ranks, []).append(result)
+    for group in grouped(
+        _unlimited(results), lambda one: replace(one.cell, ranks=1).series
+    ).values():
+        ordered = sorted(group, key=lambda each: each.cell.ranks)
+        by_ranks = grouped(ordered, lambda each: each.cell.ranks)
         charges = {}
         for ranks, repeats in by_ranks.items():
             floor = found.get(repeats[0].cell.series)

@@ -1,12 +1,14 @@
 """Summarise the repeats of a cell: the one median, the one outcome text, the last record of a cell."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 from weighin.record import Outcome, Result
 
 _Number = TypeVar("_Number", int, float)
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def middle(values: Iterable[_Number | None]) -> _Number | None:
@@ -16,6 +18,14 @@ def middle(values: Iterable[_Number | None]) -> _Number | None:
     """
     known = sorted(value for value in values if value is not None)
     return known[(len(known) - 1) // 2] if known else None
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items in groups of the same key; groups and their items keep the order."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def latest(results: Iterable[Result]) -> list[Result]:

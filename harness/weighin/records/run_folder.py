@@ -27,6 +27,7 @@ from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.record import SCHEMA, Outcome, Result
 from weighin.records.coverage import Coverage, coverage, verb_of
+from weighin.records.repeats import grouped
 from weighin.records.validate import impossible
 
 RECORDS: Final = "records.jsonl"
@@ -161,10 +162,7 @@ def read(run: Path) -> Records:
 
 def _mixed(results: Iterable[Result]) -> Iterator[str]:
     """Yield a warning for each series whose repeats were measured with different code or weights."""
-    series: dict[str, list[Result]] = {}
-    for result in results:
-        series.setdefault(result.cell.series, []).append(result)
-    for repeats in series.values():
+    for repeats in grouped(results, lambda one: one.cell.series).values():
         for what, values in (
             ("code", {one.sources_hash for one in repeats}),
             ("model sizes", {one.model_bytes for one in repeats}),

@@ -5,13 +5,13 @@ limit, columns are limits, and each field contains a cell and its verdict
 (``weighin.records.verdict``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
 from weighin.units import format_seconds
 
@@ -87,7 +87,7 @@ def matrices(results: Iterable[Result]) -> list[Matrix]:
     cells = list(results)
     judgements = judge_all(cells)
     built = []
-    for ours in _grouped(cells, _scene):
+    for ours in grouped(cells, lambda one: _scene(one.cell).series).values():
         limits = {result.cell.ram_limit_bytes for result in ours}
         if len(limits - {None}) >= _LEAST_LIMITS:
             built.append(_matrix(_scene(ours[0].cell), ours, limits, judgements))
@@ -101,7 +101,7 @@ def _matrix(
     judgements: dict[str, Judgement | None],
 ) -> Matrix:
     ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
-    groups = _grouped(ours, _row)
+    groups = grouped(ours, lambda one: _row(one.cell).series).values()
     rows = [_row(group[0].cell) for group in groups]
     fields = {}
     for number, group in enumerate(groups):
@@ -132,11 +132,3 @@ def _scene(cell: Cell) -> Cell:
 
 def _row(cell: Cell) -> Cell:
     return replace(cell, ram_limit_bytes=None, repeat=0)
-
-
-def _grouped(results: Iterable[Result], of: Callable[[Cell], Cell]) -> list[list[Result]]:
-    """Return the results in groups whose cells are equal in ``of``, in order."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(of(result.cell).series, []).append(result)
-    return list(groups.values())

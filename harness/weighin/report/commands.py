@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weighin.record import Kill, OpenFile, Process, Result, Stack
 from weighin.records.floor import searched
-from weighin.records.repeats import latest
+from weighin.records.repeats import grouped, latest
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.markdown import plain, table_lines
@@ -155,9 +155,7 @@ def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
 
 def _largest(results: Sequence[Result]) -> list[tuple[str, Result]]:
     """Return of each command the cell that used most memory, under whatever limit."""
-    by_command: dict[str, list[tuple[str, Result]]] = {}
-    for title, result in _chosen(results):
-        by_command.setdefault(searched(result.cell).series, []).append((title, result))
+    by_command = grouped(_chosen(results), lambda one: searched(one[1].cell).series)
     return [max(cells, key=lambda one: _need(one[1])) for cells in by_command.values()]
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
 from weighin.records.rank_growth import sum_of_peaks
-from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.repeats import grouped, latest, middle, outcome_of
 from weighin.units import format_exact
 
 # Properties that together with the strategy identify a series, in the order of columns.
@@ -61,9 +61,7 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
     The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
     figures cover only these repeats, and ``outcome`` counts all repeats: "ok 2, timeout 1".
     """
-    groups: dict[str, list[Result]] = {}
-    for result in latest(results):
-        groups.setdefault(result.cell.series, []).append(result)
+    groups = grouped(latest(results), lambda one: one.cell.series)
     rows = [_summary(group) for group in groups.values()]
     ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
     # As objects: pandas would convert limits beside None to floats, of which some are no integers.

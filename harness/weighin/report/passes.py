@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Phase, Result
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import known, series, varying
@@ -73,10 +73,7 @@ def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """
     frame = series(results)
     extra = varying(frame)
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        if _passes(result):
-            groups.setdefault(result.cell.series, []).append(result)
+    groups = grouped(filter(_passes, results), lambda one: one.cell.series)
     rows = []
     for _, row in frame.iterrows():
         if (repeats := groups.get(row["group"])) is None:
