@@ -24,11 +24,12 @@ the notebook's GPU table with predicted figures, because no GPU was available fo
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+from pages.agreement import markdown_agreement
 from pages.checked import markdown_checked
 from pages.converting import markdown_converting
 from pages.over_models import markdown_models
@@ -36,11 +37,8 @@ from pages.predicted import markdown_predicted
 from pages.relative import markdown_relative
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import style, writing
-from weighin.report.floors import markdown_agreement, markdown_floors
-from weighin.report.passes import markdown_passes
-from weighin.report.ranks import markdown_ranks
-from weighin.report.survival import markdown_survival
+from weighin.report import floors, passes, ranks, style, survival, writing
+from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
 
 _BLOCK: Final = re.compile(
@@ -52,13 +50,13 @@ _PREDICTED: Final = re.compile(
     r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
 )
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
-_PARTS: Final = {
+_PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
     "relative": markdown_relative,
-    "survival": markdown_survival,
-    "floors": markdown_floors,
-    "passes": markdown_passes,
-    "ranks": markdown_ranks,
+    "survival": lambda results: markdown(survival.found(results), reasons=False),
+    "floors": lambda results: markdown(floors.found(results), reasons=False),
+    "passes": lambda results: markdown(passes.found(results), reasons=False),
+    "ranks": lambda results: markdown(ranks.found(results), reasons=False),
     "models": markdown_models,
     "converting": markdown_converting,
 }

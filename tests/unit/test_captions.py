@@ -10,14 +10,13 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
+from pages.agreement import markdown_agreement
 from pages.notebook import markdown_notebook
 from pages.relative import markdown_relative
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import captions
-from weighin.report.floors import markdown_agreement, markdown_floors
-from weighin.report.passes import markdown_passes
-from weighin.report.survival import markdown_survival
+from weighin.report import captions, floors, passes, survival
+from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
@@ -65,8 +64,8 @@ def test_what_was_measured_is_said_by_commit_and_days(results: list[Result], sai
     [
         markdown_table,
         markdown_relative,
-        markdown_survival,
-        markdown_floors,
+        lambda results: markdown(survival.found(results), reasons=False),
+        lambda results: markdown(floors.found(results), reasons=False),
         lambda results: markdown_agreement({"a": results, "b": results}),
     ],
 )
@@ -80,7 +79,7 @@ def test_every_table_says_commit_and_day(
 
 def test_the_table_of_passes_says_them() -> None:
     results = [of_commit(one, FIRST, "2026-11-23") for one in a_sweep()]
-    assert markdown_passes(results).endswith(" · commit d71778a29d, 2026-11-23")
+    assert markdown(passes.found(results)).endswith(" · commit d71778a29d, 2026-11-23")
 
 
 def test_the_notebooks_table_says_them_too() -> None:

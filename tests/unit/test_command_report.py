@@ -25,6 +25,7 @@ from weighin.report import (
     peaks_plot,
     sections,
     summary,
+    survival,
     survival_plots,
     terminal_table,
     timeline,
@@ -32,8 +33,8 @@ from weighin.report import (
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
 from weighin.report.exports import bencher, openmetrics, parquet
+from weighin.report.findings import markdown
 from weighin.report.run_json import of_run
-from weighin.report.survival import markdown_survival
 from weighin.report.tables import write_summary
 from weighin.units import MIB
 
@@ -259,7 +260,7 @@ def sweep() -> list[Result]:
 
 
 def test_a_survival_matrix_of_commands() -> None:
-    text = markdown_survival(sweep())
+    text = markdown(survival.found(sweep()))
     assert text.splitlines()[0] == "| command | no limit | 800 MiB | 792 MiB |"
     assert "the first process of the command ended" in text
     assert "model" not in text
@@ -278,14 +279,13 @@ def test_commands_of_one_run_share_a_matrix() -> None:
 def test_a_floor_of_a_command() -> None:
     (floor,) = floors(sweep())
     assert floor.bytes == 800 * MIB
-    text = floors_report.markdown_floors(sweep())
+    text = markdown(floors_report.found(sweep()))
     assert text.splitlines()[0] == (
         "| command | RAM floor GiB | one step below | at the floor ready | at 1.1x ready |"
         " no limit ready |"
     )
-    notes = " ".join(floors_report.notes(floors(sweep())))
-    assert "the command succeeded three times" in notes
-    assert "import" not in notes
+    assert "the command succeeded three times" in text
+    assert "import" not in text
 
 
 def test_freshness_says_that_a_command_has_no_recorded_code() -> None:

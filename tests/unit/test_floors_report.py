@@ -22,7 +22,8 @@ from weighin.record import (
     Stopped,
 )
 from weighin.report import html_page
-from weighin.report.floors import has_data, markdown_agreement, markdown_floors
+from weighin.report.findings import markdown
+from weighin.report.floors import found, has_data
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -100,9 +101,6 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "again (0.00x the model); 9 major faults; waited for memory 0% of the load (all",
         "tasks 0%)",
         "broken: no floor: oom_killed without a limit: no",
-        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
-        "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
-        "2.13.0 · commit unknown, date unknown",
         "RAM floor: the smallest limit, swap off, under which three of three loads",
         "survived, and every byte was read and compared. One step below, the load was",
         "killed for lack of memory, thrashed or timed out. x: its time as a multiple of",
@@ -114,6 +112,9 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "size.",
         "ready: time until every byte was read once, in the median cell. The search ran",
         "13 cells in all.",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
+        "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
+        "2.13.0 · commit unknown, date unknown",
     ]
 
 
@@ -121,7 +122,7 @@ def test_floors_of_a_model_smaller_than_the_import_have_no_column_above_import()
     small = [replace(result, model_bytes=MIB) for result in a_search()]
     shown = terminal(small)
     assert shown[4].split() == ["strategy", "GiB", "x", "model", "below", "ready", "ready", "ready"]
-    assert markdown_floors(small).startswith(
+    assert markdown(found(small)).startswith(
         "| strategy | RAM floor GiB | floor x model | one step below |"
     )
     lines = " ".join(shown)
@@ -131,7 +132,7 @@ def test_floors_of_a_model_smaller_than_the_import_have_no_column_above_import()
 
 
 def test_the_floors_as_markdown() -> None:
-    assert markdown_floors(a_search()).splitlines() == [
+    assert markdown(found(a_search()), reasons=False).splitlines() == [
         "| strategy | RAM floor GiB | floor x model | above import x model | one step below | at the floor ready | at 1.1x ready | no limit ready |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s 1.2x survives | 2.00 s 1.0x survives | 2.00 s |",

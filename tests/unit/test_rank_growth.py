@@ -12,6 +12,7 @@ from weighin.record import Memory, Peaks, Rank, Result
 from weighin.records.rank_growth import Growth, over_ranks
 from weighin.report import ranks as report
 from weighin.report import sections, writing
+from weighin.report.findings import markdown
 from weighin.units import GIB
 
 BEFORE = 300 * 1024**2
@@ -54,13 +55,13 @@ def test_the_growth_is_the_slope_over_the_ranks(
 def test_cells_under_a_limit_and_cells_of_one_process_alone_tell_nothing_of_ranks() -> None:
     alone = [result("baseline", 1, 2.0), result("streaming", 2, 2.0, limit=8 * GIB)]
     assert over_ranks(alone) == []
-    assert not report.has_data(alone)
+    assert not report.found(alone)
 
 
 def test_the_table_has_every_number_of_ranks_and_the_sum_that_misleads() -> None:
     results = [result("mmap_assign", 1, 1.0), result("mmap_assign", 4, 1.2)]
     *_, first, last = [
-        line for line in report.markdown_ranks(results).splitlines() if "mmap" in line
+        line for line in markdown(report.found(results)).splitlines() if "mmap" in line
     ]
     assert first.startswith("| mmap_assign | 1 |")
     cells = [cell.strip() for cell in last.strip("| ").split("|")]

@@ -16,8 +16,8 @@ from weighin.record import Faults, Outcome, Result
 from weighin.records import run_folder
 from weighin.records.survival import matrices
 from weighin.records.verdict import Verdict
-from weighin.report.passes import markdown_passes
-from weighin.report.survival import markdown_survival
+from weighin.report import passes, survival
+from weighin.report.findings import markdown
 from weighin.report.survival_plots import FILLS, draw_survival, draw_times
 from weighin.units import GIB
 
@@ -96,7 +96,7 @@ def test_what_is_not_ok_is_named(outcome: Outcome, pages: int, said: str) -> Non
 def test_a_field_that_was_not_measured_is_empty() -> None:
     results = [swept("a", 8, (5, 0)), swept("a", 4, (5, 0)), swept("b", 4, (5, 0))]
     assert words(results)["b"] == ["-", "5.00 s"]
-    assert "| b | - | 🟢 5.00 s |" in markdown_survival(results)
+    assert "| b | - | 🟢 5.00 s |" in markdown(survival.found(results))
 
 
 def test_the_sweep_in_a_terminal() -> None:
@@ -111,28 +111,28 @@ def test_the_sweep_in_a_terminal() -> None:
         "",
         "mmap_assign under 1 GiB thrashes: 41.0 s, 8.2x the reference of 5.00 s; 34.59 GiB read again (5.50x",
         "the model); 5500 major faults; waited for memory 0% of the load (all tasks 0%)",
-        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
-        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for",
         "lack of memory.",
         "thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time",
         "or more, or read at least 10% of the model again and took at least 2x the time without a limit, or",
         "read more than 3x the model again.",
+        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
+        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
 
 
 def test_the_sweep_as_markdown() -> None:
-    assert markdown_survival(a_sweep()).splitlines() == [
+    assert markdown(survival.found(a_sweep()), reasons=False).splitlines() == [
         "| strategy | no limit | 16 GiB | 8 GiB | 4 GiB | 1 GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| baseline | 25.0 s | 🟢 26.0 s | 🔴 killed | 🔴 killed | 🔴 killed |",
         "| mmap_assign | 5.00 s | 🟢 5.20 s | 🟢 6.00 s | 🟢 9.00 s | 🟡 41.0 s thrashes |",
         "| streaming | 7.00 s | 🟢 7.50 s | 🟢 7.00 s | 🔴 killed | 🔴 killed |",
         "",
-        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for lack of memory."
+        " thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time or more, or read at least 10% of the model again and took at least 2x the time without a limit, or read more than 3x the model again.",
         "",
-        "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for lack of memory.",
-        "thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time or more, or read at least 10% of the model again and took at least 2x the time without a limit, or read more than 3x the model again.",
+        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
 
 
@@ -140,7 +140,7 @@ def test_the_passes_of_each_series_as_markdown() -> None:
     results = [
         swept("mmap_assign", limit, (9, again), passes=2) for limit, again in ((None, 0), (4, 1.2))
     ]
-    assert markdown_passes([*results, swept("broken", 4, None, passes=2)]).splitlines() == [
+    assert markdown(passes.found([*results, swept("broken", 4, None, passes=2)])).splitlines() == [
         "| strategy | RAM limit | pass 1 | pass 2 |",
         "| --- | --- | ---: | ---: |",
         "| mmap_assign | none | 2.00 s, 0 faults, 0.00x reread | 2.00 s, 0 faults, 0.00x reread |",

@@ -30,10 +30,10 @@ def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "
 
 
 def terminal_floors(results: Sequence[Result]) -> "RenderableType":
-    """Return the RAM floors of a search for a terminal; see ``floors.terminal_floors``."""
-    from weighin.report import floors
+    """Return the RAM floors of a search for a terminal; see ``floors.found``."""
+    from weighin.report import findings, floors
 
-    return floors.terminal_floors(results)
+    return findings.terminal(floors.found(results))
 
 
 def write_report(

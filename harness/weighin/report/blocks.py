@@ -15,29 +15,6 @@ class Drawable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ListEntry:
-    """One field of a table; ``kind`` is its verdict, for colours; ``tip`` is its text on hover."""
-
-    text: str
-    kind: str = ""
-    sign: str = ""
-    tip: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A finding's table: the first ``names`` columns are names, the other columns are figures."""
-
-    template: ClassVar[str] = "found.html"
-    label: str
-    caption: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[ListEntry]]
-    names: int
-    notes: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Cells:
     """The table of all series, which can be sorted and filtered."""
 

@@ -2,23 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
-
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from weighin.record import Kill, OpenFile, Process, Result, Stack
 from weighin.records.floor import searched
 from weighin.records.repeats import grouped, latest
 from weighin.report import captions
-from weighin.report.blocks import Drawable, Found, ListEntry
-from weighin.report.markdown import plain, table_lines
+from weighin.report.findings import Found, of_texts
+from weighin.report.markdown import plain
 from weighin.text import few
-from weighin.text import markdown as escaped
 from weighin.units import MIB, format_bytes, format_seconds
 
 _MOST_FILES: Final = 3  # of one process, in a table
@@ -30,50 +23,20 @@ PROCESSES_NOTE: Final = (
     "Each process's share of the memory (PSS) when the command used most memory, sampled: a page that"
     " several processes share is divided among them."
 )
+_SIZES: Final = ("anonymous\nMiB", "file\nMiB", "shared\nMiB")
 KILLS_NOTE: Final = (
     "From the kernel's log, at the instant of the kill. Memory is that of the process."
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """A table of texts: the first ``names`` columns are names, the other columns are figures."""
-
-    heads: Sequence[str]
-    names: int
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
-
-    def terminal(self) -> RenderableType:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-        for index, heading in enumerate(self.heads):
-            side = "left" if index < self.names else "right"
-            table.add_column("\n".join(heading.split()), justify=side, overflow="fold")  # type: ignore[arg-type]
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return Group(table, *(Text(note, style="dim") for note in self.notes))
-
-    def markdown(self) -> str:
-        notes = (line for note in self.notes for line in ("", escaped(note)))
-        return "\n".join([*table_lines(self.heads, self.rows, names=self.names), *notes])
-
-    def html(self, label: str) -> list[Drawable]:
-        rows = [[ListEntry(text) for text in row] for row in self.rows]
-        return [Found(label, "", self.heads, rows, self.names, self.notes)]
+def listings(results: Sequence[Result]) -> Iterator[Found]:
+    """Yield the tables for which these results have data."""
+    for build in (kills, processes, marks):
+        if found := build(results):
+            yield found
 
 
-def listings(results: Sequence[Result]) -> Iterator[tuple[str, Listing]]:
-    """Yield the tables for which these results have data, with their headings."""
-    for heading, build in (
-        ("Killed for lack of memory", kills),
-        ("Processes at the peak", processes),
-        ("Marked lines of output", marks),
-    ):
-        if listing := build(results):
-            yield heading, listing
-
-
-def processes(results: Sequence[Result]) -> Listing | None:
+def processes(results: Sequence[Result]) -> Found | None:
     """Return the processes that ran when each command used most memory; None if none is known."""
     chosen = _largest(results)
     rows, notes = [], [PROCESSES_NOTE]
@@ -89,11 +52,11 @@ def processes(results: Sequence[Result]) -> Listing | None:
         if result.ran.ended:
             left_running = few([plain(each) for each in result.ran.ended], _MOST_NAMES)
             notes.append(f"{title} left these running, which weighin ended: {left_running}.")
-    heads = ["of", "command", "reads", "pid", "parent", "anonymous MiB", "file MiB", "shared MiB"]
-    return _without_titles(Listing(heads, 3, rows, notes), chosen) if rows else None
+    heads = ["of", "command", "reads", "pid", "parent", *_SIZES]
+    return _found("Processes at the peak", heads, 3, rows, notes, chosen)
 
 
-def kills(results: Sequence[Result]) -> Listing | None:
+def kills(results: Sequence[Result]) -> Found | None:
     """Return the processes that the kernel killed for lack of memory; None if there is none."""
     chosen = _chosen(results)
     rows = [
@@ -101,8 +64,8 @@ def kills(results: Sequence[Result]) -> Listing | None:
         for title, result in chosen
         for kill in (result.ran.kills if result.ran else ())
     ]
-    heads = ["of", "killed", "which", "limit", "pid", "anonymous MiB", "file MiB", "shared MiB"]
-    return _without_titles(Listing(heads, 4, rows, [KILLS_NOTE]), chosen) if rows else None
+    heads = ["of", "killed", "which", "limit", "pid", *_SIZES]
+    return _found("Killed for lack of memory", heads, 4, rows, [KILLS_NOTE], chosen)
 
 
 def stacks(results: Sequence[Result]) -> str:
@@ -124,7 +87,7 @@ def stacks_at_peak(result: Result) -> list[Stack]:
     return [stack for stack in found if stack.usage_bytes == most]
 
 
-def marks(results: Sequence[Result]) -> Listing | None:
+def marks(results: Sequence[Result]) -> Found | None:
     """Return the marked lines of each command's output with their times; None if there is none."""
     chosen = _largest(results)
     rows = []
@@ -137,7 +100,7 @@ def marks(results: Sequence[Result]) -> Listing | None:
             [title, plain(mark.text), format_seconds(max(mark.t_ns - zero_ns, 0))]
             for mark in result.ran.marks
         ]
-    return _without_titles(Listing(["of", "line", "after"], 2, rows, []), chosen) if rows else None
+    return _found("Marked lines of output", ["of", "line", "after"], 2, rows, [], chosen)
 
 
 STACKS: Final = "Stacks at the peak"
@@ -176,12 +139,18 @@ def _title(result: Result) -> str:
     return " ".join(words)
 
 
-def _without_titles(listing: Listing, chosen: Sequence[tuple[str, Result]]) -> Listing:
-    """Return a table without its first column if it is about one command."""
-    if len(chosen) > 1:
-        return listing
-    rows = [row[1:] for row in listing.rows]
-    return Listing(listing.heads[1:], listing.names - 1, rows, listing.notes)
+def _found(
+    label: str,
+    heads: Sequence[str],
+    names: int,
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    chosen: Sequence[tuple[str, Result]],
+) -> Found | None:
+    """Return a table, without its first column if it is about one command; None without rows."""
+    start = 0 if len(chosen) > 1 else 1
+    fields = of_texts([row[start:] for row in rows])
+    return Found(label, heads[start:], fields, names - start, notes=notes) if rows else None
 
 
 def _process_row(process: Process) -> list[str]:

@@ -1,24 +1,15 @@
-"""Render RAM floors as a table for the terminal and as markdown."""
+"""Tabulate RAM floors."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from weighin.record import Result
-from weighin.records.floor import KILLED, Aim, Floor, Life, floors
-from weighin.records.verdict import Verdict
+from weighin.records.floor import Aim, Floor, Life, floors
 from weighin.report import captions, operations
-from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import table_lines
+from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
-from weighin.report.survival import SIGNS, STYLES
-from weighin.text import markdown as escaped
+from weighin.report.survival import SIGNS
 from weighin.units import GIB, MIB, format_seconds
 
 _NAME: Final = ("strategy", "")
@@ -34,8 +25,7 @@ HEADINGS: Final = (
     ("at 1.1x", "ready"),
     ("no limit", "ready"),
 )
-NAMES: Final = 1
-ENDS: Final = " (ends)"
+ENDS: Final = "\n(ends)"
 """Marks a floor under which a load thrashes, but ends."""
 
 
@@ -44,80 +34,16 @@ def has_data(results: Sequence[Result]) -> bool:
     return any(floor.bytes is not None for floor in floors(results))
 
 
-def terminal_floors(results: Sequence[Result]) -> RenderableType:
-    """Return the floors for a terminal, with the figures behind each verdict."""
+def found(results: Sequence[Result]) -> list[Found]:
+    """Return the table of floors, whose reasons are the figures behind each verdict."""
     searched = floors(results)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, (heading, unit) in enumerate(_headings(searched)):
-        text = Text("\n".join([*heading.split(), unit]) if unit else heading)
-        table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
-    for floor in searched:
-        table.add_row(*(_styled(text) for text in row(floor, searched)))
-    parts: list[RenderableType] = [table]
-    parts += [Text(line) for line in reasons(searched)]
-    parts += [Text(line, style="dim") for line in (caption(results), *notes(searched))]
-    return Group(*parts)
-
-
-def markdown_floors(results: Sequence[Result]) -> str:
-    """Return the floors as a markdown table with its caption below."""
-    searched = floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in _headings(searched)]
-    rows = [row(floor, searched) for floor in searched]
-    return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
-
-
-def markdown_reasons(results: Sequence[Result]) -> str:
-    """Return ``markdown_floors`` with the figures behind each verdict and notes on the columns."""
-    searched = floors(results)
-    lines = [*reasons(searched), *notes(searched)]
-    return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
-
-
-def html_floors(results: Sequence[Result]) -> list[Drawable]:
-    """Return the floors as a block of report.html, with the figures behind each verdict."""
-    searched = floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in _headings(searched)]
-    rows = [[_entry(text) for text in row(floor, searched)] for floor in searched]
-    explanations = [*notes(searched), *reasons(searched)]
-    return [Found("RAM floors", caption(results), heads, rows, NAMES, explanations)]
-
-
-def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
-    """Return a table with the floors of several searches side by side, and their differences.
-
-    ``runs`` maps the name of each search to its results.
-    """
-    searches = {
-        name: {floor.cell.strategy: floor for floor in floors(results)}
-        for name, results in runs.items()
-    }
-    names = list(dict.fromkeys(strategy for search in searches.values() for strategy in search))
-    rows = []
-    for strategy in names:
-        of_strategy = [search.get(strategy) for search in searches.values()]
-        sizes = [size for floor in of_strategy if floor and (size := floor.bytes) is not None]
-        difference = max(sizes) - min(sizes) if len(sizes) > 1 else None
-        share = f" ({difference / min(sizes):.1%})" if difference is not None else ""
-        rows.append([strategy, *map(_floor_text, of_strategy), _scaled(difference, MIB, 0) + share])
-    heads = ["floor, MiB", *searches, "difference, MiB"]
-    note = (
-        "One step below its floor, a load was killed for lack of memory, unless the table names"
-        " another outcome."
-    )
-    everything = [result for results in runs.values() for result in results]
-    return "\n".join(
-        [*table_lines(heads, rows, names=1), "", note, "", escaped(caption(everything))]
-    )
-
-
-def _floor_text(floor: Floor | None) -> str:
-    """Return a floor in MiB, with the outcome one step below the floor unless that is "killed"."""
-    if floor is None or floor.bytes is None:
-        return "-"
-    mark = ENDS if floor.aim is Aim.ENDS else ""
-    below = f" ({floor.below})" if floor.below != KILLED else ""
-    return _scaled(floor.bytes, MIB, 0) + mark + below
+    heads = [
+        "\n".join(filter(None, [*heading.split(), unit])) for heading, unit in _headings(searched)
+    ]
+    rows = [_row(floor, searched) for floor in searched]
+    caption = captions.shared(series(results), results, without=("ram_limit_bytes",))
+    lines = [*_reasons(searched), *_notes(searched)]
+    return [Found("RAM floors", heads, rows, 1, caption, reasons=lines)]
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
@@ -161,7 +87,7 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
     }
 
 
-def reasons(searched: Iterable[Floor]) -> list[str]:
+def _reasons(searched: Iterable[Floor]) -> list[str]:
     """Return a line with the reason for each missing floor, and the figures behind each verdict."""
     lines = []
     for floor in searched:
@@ -174,7 +100,7 @@ def reasons(searched: Iterable[Floor]) -> list[str]:
     return lines
 
 
-def notes(searched: Sequence[Floor]) -> list[str]:
+def _notes(searched: Sequence[Floor]) -> list[str]:
     """Return explanations of the columns of the table of floors."""
     cells = sum(floor.cells for floor in searched)
     is_shown = _ABOVE_IMPORT in _headings(searched)
@@ -189,25 +115,19 @@ def notes(searched: Sequence[Floor]) -> list[str]:
     ]
 
 
-def caption(results: Sequence[Result]) -> str:
-    """Return the properties that all cells share, without the limit."""
-    return captions.shared(series(results), results, without=("ram_limit_bytes",))
-
-
-def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
-    texts = [
-        label(floor, searched),
-        _scaled(floor.bytes, GIB, 3) + (ENDS if floor.bytes and floor.aim is Aim.ENDS else ""),
-        _scaled(floor.per_model, 1, 2),
-        _scaled(floor.above_import_per_model, 1, 2),
-        _below(floor),
-        _lived(floor.at_floor),
-        _lived(floor.with_room),
-        _lived(floor.unlimited),
+def _row(floor: Floor, searched: Sequence[Floor]) -> list[Entry]:
+    ends = ENDS if floor.bytes and floor.aim is Aim.ENDS else ""
+    entries = [
+        Entry(label(floor, searched)),
+        Entry(_scaled(floor.bytes, GIB, 3) + ends),
+        Entry(_scaled(floor.per_model, 1, 2)),
+        Entry(_scaled(floor.above_import_per_model, 1, 2)),
+        Entry(_below(floor)),
+        *map(_lived, (floor.at_floor, floor.with_room, floor.unlimited)),
     ]
     shown = _headings(searched)
     titles = _titled(_kind(searched))
-    return [text for text, heading in zip(texts, titles, strict=True) if heading in shown]
+    return [entry for entry, heading in zip(entries, titles, strict=True) if heading in shown]
 
 
 def _kind(searched: Sequence[Floor]) -> Kind:
@@ -235,7 +155,8 @@ def _titled(kind: Kind) -> list[tuple[str, str]]:
 
 def _below(floor: Floor) -> str:
     """Return the size of the step below the floor, and how the load failed one step below."""
-    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
+    how = floor.below.replace("out after ", "out\nafter\n")
+    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
@@ -258,26 +179,12 @@ def _scaled(value: float | None, scale: int, digits: int) -> str:
     return "-" if value is None else f"{value / scale:.{digits}f}"
 
 
-def _lived(life: Life | None) -> str:
+def _lived(life: Life | None) -> Entry:
     if life is None:
-        return "-"
+        return Entry("-")
     words = ["-" if life.ready_ns is None else format_seconds(life.ready_ns)]
-    if life.judgement:
-        words += [f"{life.times:.1f}x"] if life.times else []
-        words.append(life.judgement.verdict.value)
-    return " ".join(words)
-
-
-def _entry(text: str) -> ListEntry:
-    last = text.rpartition(" ")[2]
-    return ListEntry(text, last, SIGNS[Verdict(last)]) if last in STYLES else ListEntry(text)
-
-
-def _styled(text: str) -> Text:
-    """Return a text broken into short lines, so that nine columns fit into 80 characters."""
-    before, _, last = text.rpartition(" ")
-    if last in STYLES:
-        time, _, times = before.rpartition(" ")
-        lines = [time, times, last] if times.endswith("x") else [before, last]
-        return Text("\n".join(lines), style=STYLES[Verdict(last)])
-    return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text).replace(ENDS, "\n(ends)"))
+    if life.judgement is None:
+        return Entry(words[0])
+    verdict = life.judgement.verdict
+    words += [f"{life.times:.1f}x"] if life.times else []
+    return Entry("\n".join([*words, verdict]), verdict.value, SIGNS[verdict])

@@ -3,18 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from weighin.record import Phase, Result
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
-from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import known, series, varying
-from weighin.report.markdown import table_lines
-from weighin.text import markdown as escaped
+from weighin.report.findings import Found, of_texts
 from weighin.units import format_seconds
 
 NOTE: Final = (
@@ -23,54 +16,13 @@ NOTE: Final = (
 )
 
 
-def has_data(results: Sequence[Result]) -> bool:
-    """Return whether at least one model was called more than once."""
-    return any(len(_passes(result)) > 1 for result in results)
-
-
-def terminal_passes(results: Sequence[Result]) -> RenderableType:
-    """Return the passes of each series for a terminal."""
-    names, rows = table(results)
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, heading in enumerate(headings(names, rows)):
-        drawn.add_column(
-            heading, justify="left" if index < len(names) else "right", overflow="fold"
-        )
-    for row in rows:
-        drawn.add_row(*row)
-    return Group(drawn, Text(NOTE, style="dim"), Text(caption(results), style="dim"))
-
-
-def markdown_passes(results: Sequence[Result]) -> str:
-    """Return the passes of each series as a markdown table."""
-    names, rows = table(results)
-    lines = table_lines(headings(names, rows), rows, names=len(names))
-    return "\n".join([*lines, "", escaped(NOTE), "", escaped(caption(results))])
-
-
-def html_passes(results: Sequence[Result]) -> list[Drawable]:
-    """Return the passes of each series as a block of report.html."""
-    names, rows = table(results)
-    entries = [[ListEntry(text) for text in row] for row in rows]
-    heads = headings(names, rows)
-    return [Found("Forward passes", caption(results), heads, entries, len(names), [NOTE])]
-
-
-def caption(results: Sequence[Result]) -> str:
-    """Return the properties that all cells share."""
-    return captions.shared(series(results), results)
-
-
-def headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    most = max(len(row) for row in rows) - len(names)
-    return [*names, *(f"pass {number + 1}" for number in range(most))]
-
-
-def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that identify a series, and a row for each series.
+def found(results: Sequence[Result]) -> list[Found]:
+    """Return the passes of each series; none if every model was called at most once.
 
     A row shows the repeat whose passes took the median time.
     """
+    if not any(len(_passes(result)) > 1 for result in results):
+        return []
     frame = series(results)
     extra = varying(frame)
     groups = grouped(filter(_passes, results), lambda one: one.cell.series)
@@ -84,9 +36,12 @@ def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
             captions.size(known(row[n])) if n == "ram_limit_bytes" else str(row[n]) for n in extra
         ]
         rows.append([row["strategy"], *words, *(_pass_text(p, chosen) for p in _passes(chosen))])
-    width = max(map(len, rows))
-    heads = ["strategy", *("RAM limit" if name == "ram_limit_bytes" else name for name in extra)]
-    return heads, [row + ["-"] * (width - len(row)) for row in rows]
+    names = ["strategy", *("RAM limit" if name == "ram_limit_bytes" else name for name in extra)]
+    most = max(map(len, rows)) - len(names)
+    heads = [*names, *(f"pass {number + 1}" for number in range(most))]
+    fields = of_texts([row + ["-"] * (len(heads) - len(row)) for row in rows])
+    caption = captions.shared(frame, results)
+    return [Found("Forward passes", heads, fields, len(names), caption, [NOTE])]
 
 
 def _pass_text(phase: Phase, result: Result) -> str:

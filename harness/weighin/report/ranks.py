@@ -3,20 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from weighin.record import Result
 from weighin.records.rank_growth import RankSeries, over_ranks, sum_of_peaks, unreclaimable
 from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import table_lines
-from weighin.text import markdown as escaped
+from weighin.report.findings import Found, of_texts
 from weighin.units import GIB
 
 if TYPE_CHECKING:
@@ -32,7 +25,6 @@ HEADINGS: Final = (
     "sum of peak RSS, GiB",
     "growth",
 )
-_NAMES: Final = 2
 NOTE: Final = (
     "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the imports:"
     " less the charge when all ranks had imported torch. Unreclaimable: anonymous and shared memory above"
@@ -44,35 +36,11 @@ RULE: Final = (
 )
 
 
-def has_data(results: Sequence[Result]) -> bool:
-    """Return whether a cell of several ranks ended ok without a limit."""
-    return bool(over_ranks(results))
-
-
-def terminal_ranks(results: Sequence[Result]) -> RenderableType:
-    """Return the memory of all ranks of each series for a terminal."""
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, heading in enumerate(HEADINGS):
-        drawn.add_column(heading, justify="left" if index < 1 else "right", overflow="fold")
-    for row in _rows(results):
-        drawn.add_row(*row)
-    texts = [Text(line, style="dim") for line in (NOTE, RULE, _caption(results))]
-    return Group(drawn, *texts)
-
-
-def markdown_ranks(results: Sequence[Result]) -> str:
-    """Return the memory of all ranks of each series as a markdown table."""
-    lines = table_lines(HEADINGS, _rows(results), names=_NAMES)
-    texts = (f"{NOTE} {RULE}", _caption(results))
-    return "\n".join([*lines, *(part for text in texts for part in ("", escaped(text)))])
-
-
-def html_ranks(results: Sequence[Result]) -> list[Drawable]:
-    """Return the memory of all ranks of each series as a block of report.html."""
-    entries = [[ListEntry(text) for text in row] for row in _rows(results)]
-    return [
-        Found("Memory of all ranks", _caption(results), HEADINGS, entries, _NAMES, [NOTE, RULE])
-    ]
+def found(results: Sequence[Result]) -> list[Found]:
+    """Return the memory of all ranks of each series; none if no cell of several ranks ended ok."""
+    rows = of_texts(_rows(results))
+    caption, notes = captions.shared(series(results), results), [NOTE, RULE]
+    return [Found("Memory of all ranks", HEADINGS, rows, 1, caption, notes)] if rows else []
 
 
 def draw_ranks(results: Sequence[Result]) -> "Figure":
@@ -103,7 +71,9 @@ def draw_ranks(results: Sequence[Result]) -> "Figure":
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     look.tidy(axes)
     title = look.headline(series(results), "Memory over the number of ranks:")
-    look.dress(figure, title, handles, [f"{NOTE} {RULE}", _caption(results)])
+    look.dress(
+        figure, title, handles, [f"{NOTE} {RULE}", captions.shared(series(results), results)]
+    )
     return figure
 
 
@@ -154,7 +124,3 @@ def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:
 def _gib(sizes: Sequence[int | None]) -> str:
     size = middle(sizes)
     return "-" if size is None else f"{size / GIB:.3f}"
-
-
-def _caption(results: Sequence[Result]) -> str:
-    return captions.shared(series(results), results)

@@ -10,7 +10,6 @@ from rich.console import Group
 from rich.text import Text
 
 from weighin.record import Result
-from weighin.records.survival import matrices
 from weighin.report import (
     captions,
     commands,
@@ -24,6 +23,7 @@ from weighin.report import (
 from weighin.report import terminal as terminals
 from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.dataframe import series
+from weighin.report.findings import Found, markdown, terminal
 from weighin.report.html import facts
 from weighin.report.html.table import build
 from weighin.report.markdown import plain
@@ -78,32 +78,26 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
-    if ranks.has_data(results):
-        outputs = ranks.terminal_ranks, ranks.markdown_ranks, ranks.html_ranks
+    if found := ranks.found(results):
         pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
-        yield _finding("Memory of all ranks", results, *outputs, pictures_of_ranks)
-    if passes.has_data(results):
-        outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
-        yield _finding("Forward passes", results, *outputs)
-    is_search = floors.has_data(results)  # a search's rows have different limits, unlike a sweep's
-    if matrices(results) and not is_search:
-        outputs = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
-        yield _finding("Survival", results, *outputs, pictures)
-    if is_search:
-        outputs = floors.terminal_floors, floors.markdown_reasons, floors.html_floors
-        yield _finding("RAM floors", results, *outputs)
+        yield _tables("Memory of all ranks", found, is_found=True, pictures=pictures_of_ranks)
+    if found := passes.found(results):
+        yield _tables("Forward passes", found, is_found=True)
+    if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
+        yield _tables("RAM floors", floors.found(results), is_found=True)
+    elif found := survival.found(results):
+        yield _tables("Survival", found, is_found=True, pictures=pictures)
 
 
-def _finding(
+def _tables(
     heading: str,
-    results: Sequence[Result],
-    terminal: Callable[[Sequence[Result]], "RenderableType"],
-    markdown: Callable[[Sequence[Result]], str],
-    html: Callable[[Sequence[Result]], list[Drawable]],
+    found: Sequence[Found],
+    *,
+    is_found: bool = False,
     pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
 ) -> Section:
-    outputs = partial(terminal, results), partial(markdown, results), partial(html, results)
-    return Section(heading, *outputs, is_found=True, pictures=pictures)
+    shown = partial(terminal, found), partial(markdown, found), partial(_blocks, *found)
+    return Section(heading, *shown, is_found, pictures)
 
 
 def _cells(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
@@ -145,8 +139,8 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
     """Yield the processes, kills, marks and stacks of commands."""
-    for heading, listing in commands.listings(results):
-        yield Section(heading, listing.terminal, listing.markdown, partial(listing.html, heading))
+    for found in commands.listings(results):
+        yield _tables(found.label, [found])
     if text := commands.stacks(results):
         yield Section(
             commands.STACKS,
