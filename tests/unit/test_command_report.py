@@ -19,8 +19,8 @@ from weighin.records.floor import floors
 from weighin.records.run_folder import decode
 from weighin.records.series import name_of
 from weighin.records.survival import matrices
-from weighin.report import floors as floors_report
 from weighin.report import (
+    findings,
     html_page,
     peaks_plot,
     sections,
@@ -30,10 +30,10 @@ from weighin.report import (
     terminal_table,
     timeline,
 )
+from weighin.report import floors as floors_report
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
 from weighin.report.exports import bencher, openmetrics, parquet
-from weighin.report.findings import markdown
 from weighin.report.run_json import of_run
 from weighin.report.tables import write_summary
 from weighin.units import MIB
@@ -260,7 +260,7 @@ def sweep() -> list[Result]:
 
 
 def test_a_survival_matrix_of_commands() -> None:
-    text = markdown(survival.found(sweep()))
+    text = findings.markdown(survival.found(sweep()))
     assert text.splitlines()[0] == "| command | no limit | 800 MiB | 792 MiB |"
     assert "the first process of the command ended" in text
     assert "model" not in text
@@ -279,7 +279,7 @@ def test_commands_of_one_run_share_a_matrix() -> None:
 def test_a_floor_of_a_command() -> None:
     (floor,) = floors(sweep())
     assert floor.bytes == 800 * MIB
-    text = markdown(floors_report.found(sweep()))
+    text = findings.markdown(floors_report.found(sweep()))
     assert text.splitlines()[0] == (
         "| command | RAM floor GiB | one step below | at the floor ready | at 1.1x ready |"
         " no limit ready |"

@@ -9,6 +9,7 @@ from pathlib import Path
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
+from pages.agreement import markdown_agreement
 from weighin import report
 from weighin.record import (
     SCHEMA,
