@@ -24,6 +24,7 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         folder_index,
         per_module,
         per_param,
+        pickle_machine,
         pt,
         pt_legacy,
         safetensors,
@@ -44,6 +45,7 @@ MODULES = (
     folder_index,
     bounded_json,
     safetensors_header,
+    pickle_machine,
     state_pickle,
     tensor_refs,
 )

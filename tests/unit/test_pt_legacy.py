@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import pt_legacy, state_pickle
+from weighin.formats import pickle_machine, pt_legacy, state_pickle
 from weighin.formats.base import TensorPlan
 
 AGAIN = "copy or download the file again"
@@ -214,7 +214,7 @@ def test_a_crafted_pickle_is_named(tmp_path: Path, data: bytes, message: str) ->
 def test_a_pickle_that_grows_without_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_pickle, "_MOST_OBJECTS", 1000)
+    monkeypatch.setattr(pickle_machine, "_MOST_OBJECTS", 1000)
     lists = pickled(b"]" * 2000)
     # One list of pairs, read again and again by calls that each copy it.
     pairs = b"".join(b"M" + struct.pack("<H", number) + b"N\x86" for number in range(300))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import state_pickle
+from weighin.formats import pickle_machine, state_pickle
 
 NEVER = re.compile(rb"(?!)")
 
@@ -96,9 +96,9 @@ def test_a_pickle_of_a_crafted_loop_of_tensors_ends_at_the_same_limit(
 ) -> None:
     content = pickled()
     for most in (100, 400, 600, 700):
-        monkeypatch.setattr(state_pickle, "_MOST_PUSHED", most)
+        monkeypatch.setattr(pickle_machine, "_MOST_PUSHED", most)
         assert read(content) == one_by_one(content)
     monkeypatch.undo()
     for most in (30, 90, 150):
-        monkeypatch.setattr(state_pickle, "_MOST_OBJECTS", most)
+        monkeypatch.setattr(pickle_machine, "_MOST_OBJECTS", most)
         assert read(content) == one_by_one(content)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import pt, state_pickle, zip_directory
+from weighin.formats import pickle_machine, pt, zip_directory
 
 AGAIN = "copy or download the file again"
 Change = Callable[[bytearray, int, dict[str, int]], None]
@@ -106,7 +106,7 @@ def test_a_zip_bomb_is_not_inflated(path: Path, tmp_path: Path) -> None:
 def test_a_pickle_of_endless_length_is_not_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_pickle, "MOST_BYTES", 10)
+    monkeypatch.setattr(pickle_machine, "MOST_BYTES", 10)
     assert message_of(path).startswith("record 'model/data.pkl' has ")
     assert message_of(path).endswith(" bytes, more than the 10 that weighin reads")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats import state_pickle
+from weighin.formats import pickle_machine, state_pickle
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.recognise import is_zip, resaving
 from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
@@ -126,7 +126,7 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict
                 f"{path}: written on a big-endian machine",
                 resaving("torch.load(p, weights_only=True)", path),
             )
-    text = archive.read(pickles[0], state_pickle.MOST_BYTES)
+    text = archive.read(pickles[0], pickle_machine.MOST_BYTES)
     pickled = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
     prefix = f"{root}/data/"
     return pickled, {
