@@ -25,6 +25,7 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         per_module,
         per_param,
         pickle_machine,
+        pickled_calls,
         pt,
         pt_legacy,
         safetensors,
@@ -46,6 +47,7 @@ MODULES = (
     bounded_json,
     safetensors_header,
     pickle_machine,
+    pickled_calls,
     state_pickle,
     tensor_refs,
 )

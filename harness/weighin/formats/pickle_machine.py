@@ -1,16 +1,23 @@
 """Interpret the instructions of a pickle, of protocols 2 to 5, without executing any code.
 
 The interpreter imports and calls nothing, compares every length with the file's length, and limits
-the number of objects. ``tensor_refs`` says which record each object becomes.
+the number of objects. ``pickled_calls`` says which record each object becomes.
 """
 
 import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO, Final
 
-from weighin.formats import tensor_refs
+from weighin.formats import pickled_calls
 from weighin.formats.sniff import shown
-from weighin.formats.tensor_refs import Malformed, Named, Opaque, StorageRef
+from weighin.formats.tensor_refs import (
+    Malformed,
+    Named,
+    Opaque,
+    StateDict,
+    StorageRef,
+    type_name,
+)
 
 MOST_BYTES: Final = 32 * 1024**2
 """The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""
@@ -207,7 +214,7 @@ class Machine:
         if not isinstance(target, dict) or len(values) % 2:
             raise Malformed("an item is set on an object that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            tensor_refs.put(target, key, value)
+            pickled_calls.put(target, key, value)
 
     def _global(self) -> None:
         module, name = self._line(), self._line()
@@ -240,28 +247,28 @@ class Machine:
             for each in arguments:
                 if isinstance(each, list):
                     self._count(len(each))
-        self._new(tensor_refs.call(function, arguments))
+        self._new(pickled_calls.call(function, arguments))
 
     def _object(self) -> None:
         arguments, kind = self._pop(), self._pop()
-        self._new(tensor_refs.create(kind, arguments))
+        self._new(pickled_calls.create(kind, arguments))
 
     def _object_with_names(self) -> None:
         names, arguments, kind = self._pop(), self._pop(), self._pop()
-        self._new(tensor_refs.create(kind, (arguments, names)))
+        self._new(pickled_calls.create(kind, (arguments, names)))
 
     def _build(self) -> None:
         """Set the state of the object below it on the stack, such as a state dict's metadata."""
         state, target = self._pop(), self._top()
         if isinstance(target, Opaque):
             target.contents.append(state)
-        elif isinstance(target, tensor_refs.StateDict):
+        elif isinstance(target, StateDict):
             target.state = state
         elif not isinstance(target, dict):
-            raise Malformed(f"a state is set on a {tensor_refs.type_name(target)}")
+            raise Malformed(f"a state is set on a {type_name(target)}")
 
     def _persistent(self) -> None:
-        value = tensor_refs.persistent(self._pop())
+        value = pickled_calls.persistent(self._pop())
         if isinstance(value, StorageRef):
             first = self.storages.setdefault(value.key, value)
             if first.nbytes != value.nbytes:

@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats import tensor_refs
+from weighin.formats import pickled_calls
 from weighin.formats.pickle_machine import MARK, Ended, Machine, TooLarge, Unknown
 from weighin.formats.sniff import AGAIN, RESAVE
-from weighin.formats.tensor_refs import Malformed, Named, NotTensors, StorageRef
+from weighin.formats.tensor_refs import (
+    Malformed,
+    Named,
+    NotTensors,
+    StateDict,
+    StorageRef,
+    is_safe,
+)
 
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
@@ -59,7 +66,7 @@ class Pickled:
     @property
     def refused(self) -> str:
         """The first name that torch.load(weights_only=True) refuses; empty if it refuses none."""
-        return next((name for name in self.names if not tensor_refs.is_safe(name)), "")
+        return next((name for name in self.names if not is_safe(name)), "")
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
@@ -195,7 +202,7 @@ class _StateMachine(Machine):
         key_text, (elements,), (first,) = key.decode(), _integers(numel), _integers(offset)
         word, kind = memo[storage_at[0]], memo[kind_at[0]]
         identity = (word, kind, key_text, memo[location_at[0]], elements)
-        storage = tensor_refs.persistent(identity)
+        storage = pickled_calls.persistent(identity)
         sizes, steps = _integers(shape), _integers(stride)
         count = _IN_TENSOR + 2 * (len(sizes) + 1 + (len(sizes) > 3))
         if (
@@ -207,12 +214,12 @@ class _StateMachine(Machine):
             or count > left
         ):
             return 0, 0
-        tensor = tensor_refs.usual_tensor(storage, first, sizes, steps)
+        tensor = pickled_calls.usual_tensor(storage, first, sizes, steps)
         if tensor is None:
             return 0, 0
         self.storages.setdefault(key_text, storage)
         self._count(_MADE_IN_TENSOR)
-        no_hooks = tensor_refs.StateDict()
+        no_hooks = StateDict()
         places = (key_put, id_put, shape_put, stride_put, hooks_put, arguments_put, put)
         arguments = (storage, first, sizes, steps, False, no_hooks)
         made = (key_text, identity, sizes, steps, no_hooks, arguments, tensor)
