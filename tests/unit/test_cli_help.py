@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from weighin import __version__
 from weighin.cli import app
 from weighin.cli._options import MODEL_HELP
-from weighin.cli._verb import Argument
 from weighin.errors import CheckpointError
 
 VERBS = {
@@ -267,7 +266,7 @@ def test_every_verb_of_a_model_takes_the_same_argument(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (argument,) = [one for one in app.app.commands[verb].params if one.name == "model"]
-    assert isinstance(argument, Argument)
+    assert isinstance(argument, click.Argument)
     assert argument.help == MODEL_HELP
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')

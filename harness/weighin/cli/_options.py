@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import click
 
-from weighin.cli._verb import Argument
-
 PATH = click.Path(path_type=Path)
 
 Kind = Literal["models", "strategies", "suites"]
@@ -87,7 +85,6 @@ selection = several(
 model = several(
     click.argument(
         "model",
-        cls=Argument,
         required=False,
         shell_complete=completed("models"),
         help=MODEL_HELP,
@@ -235,7 +232,6 @@ json = click.option(
 
 command = click.argument(
     "command",
-    cls=Argument,
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="-- COMMAND ...",

@@ -64,19 +64,6 @@ class _Context(click.Context):
         return _Formatter(width=min(shutil.get_terminal_size().columns, _WIDEST))
 
 
-class Argument(click.Argument):
-    """An argument with a help text, which click itself supports only since version 8.5."""
-
-    help: str
-
-    def __init__(self, *declarations: Any, help: str, **attributes: Any) -> None:  # noqa: A002 (click's word)
-        super().__init__(*declarations, **attributes)
-        self.help = help
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        return self.make_metavar(ctx), self.help
-
-
 class Verb(click.Command):
     """A verb of ``weighin``.
 
@@ -96,18 +83,6 @@ class Verb(click.Command):
         super().__init__(*arguments, **attributes)
         self.examples = examples
         self.codes = codes
-
-    def format_arguments(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write nothing, because ``format_options`` writes the arguments."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the arguments and the options under two headings."""
-        for kind, heading in (("argument", "Arguments"), ("option", "Options")):
-            params = [one for one in self.get_params(ctx) if one.param_type_name == kind]
-            rows = [row for one in params if (row := one.get_help_record(ctx))]
-            if rows:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples and the exit codes."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb, Verbs
+from weighin.cli._verb import Verb, Verbs
 from weighin.errors import ConfigError, UnknownName
 from weighin.units import format_bytes
 
@@ -47,7 +47,6 @@ def cache_list(json_file: str | None) -> None:
 )
 @click.argument(
     "model",
-    cls=Argument,
     required=False,
     help="Delete only the checkpoints of this model. Default: all generated checkpoints.",
 )

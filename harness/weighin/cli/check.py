@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _arguments, _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @click.argument(
     "runs",
-    cls=Argument,
     type=_options.PATH,
     nargs=-1,
     required=True,

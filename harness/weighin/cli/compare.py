@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from weighin.cli import _arguments, _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 EXAMPLES = (
     "weighin compare results/torch-2.13 results/torch-2.14",
@@ -17,7 +17,6 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
     "runs",
-    cls=Argument,
     type=_options.PATH,
     nargs=-1,
     required=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 from weighin.run import interrupts
 
@@ -22,13 +22,11 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
     "source",
-    cls=Argument,
     type=_options.PATH,
     help="The checkpoint to convert, in any format; it stays unchanged.",
 )
 @click.argument(
     "target",
-    cls=Argument,
     type=_options.PATH,
     help="The file or folder to write, which must not exist yet.",
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 EXAMPLES = (
     "weighin history results",
@@ -16,7 +16,6 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
     "folder",
-    cls=Argument,
     type=_options.PATH,
     help="The folder that contains the folders of runs, such as results. A folder called published in it is left out unless you name it.",
 )

@@ -5,7 +5,7 @@ import shutil
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 EXAMPLES = (
     "weighin list",
@@ -19,7 +19,6 @@ _WIDEST = 100  # columns: longer lines are hard to read
 @click.command("list", cls=Verb, examples=EXAMPLES)
 @click.argument(
     "kind",
-    cls=Argument,
     default="all",
     help="What to list: strategies, models, suites or isolations. Default: all four. Only"
     " `weighin list isolations` tests which isolations work on this machine.",

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 EXAMPLES = (
     "weighin merge results/shard-1 results/shard-2 --out results/whole",
@@ -16,7 +16,6 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
     "runs",
-    cls=Argument,
     type=_options.PATH,
     nargs=-1,
     required=True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from weighin.cli import _arguments, _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
     from weighin.records.run_folder import Records
@@ -21,7 +21,7 @@ EXAMPLES = (
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
-@click.argument("run", cls=Argument, type=_options.PATH, help="The folder of a run.")
+@click.argument("run", type=_options.PATH, help="The folder of a run.")
 @click.option(
     "--format",
     "formats",
