@@ -40,7 +40,7 @@ def found(results: Sequence[Result]) -> list[Found]:
     """Return the memory of all ranks of each series; none if no cell of several ranks ended ok."""
     rows = of_texts(_rows(results))
     caption, notes = captions.shared(series(results), results), [NOTE, RULE]
-    return [Found("Memory of all ranks", HEADINGS, rows, 1, caption, notes)] if rows else []
+    return [Found("Memory of all ranks", HEADINGS, rows, 2, caption, notes)] if rows else []
 
 
 def draw_ranks(results: Sequence[Result]) -> "Figure":
