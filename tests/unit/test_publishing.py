@@ -20,6 +20,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
+from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.run import runner
@@ -270,11 +271,11 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "a" * 40})
+    monkeypatch.setattr(environment, "code", lambda: {"git_commit": "a" * 40})
     result = replace(make_result(), environment={"git_commit": "a" * 40})
     run = publish.Run("x", ("bench", "gpt2-tiny"), (result,))
     weighin = Weighin([result], code=130)
-    monkeypatch.setattr(publish.subprocess, "run", weighin)
+    monkeypatch.setattr(subprocess, "run", weighin)
     with pytest.raises(SystemExit, match="The same command resumes it"):
         publish.measure(run)
     weighin.code = 0
@@ -283,7 +284,7 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
         ["bench", "gpt2-tiny", "--out", "results/publishing/x"],
         ["bench", "--resume", "results/publishing/x"],
     ]
-    monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "b" * 40})
+    monkeypatch.setattr(environment, "code", lambda: {"git_commit": "b" * 40})
     with pytest.raises(
         SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
     ):
@@ -308,7 +309,7 @@ def test_what_should_not_be_published_stops_it(
     said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(publish.subprocess, "run", Weighin([replace(make_result(), **changes)]))
+    monkeypatch.setattr(subprocess, "run", Weighin([replace(make_result(), **changes)]))
     with pytest.raises(SystemExit, match=said):
         publish.measure(publish.Run("x", ("bench", "gpt2-tiny"), (make_result(),)))
 
