@@ -28,6 +28,7 @@ from weighin.formats.tensor_refs import (
 
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
+_MEMOIZE, _SHORT_TEXT, _LONG_GET, _DICT, _NOTHING = b"\x94\x8cj})"  # most of them of protocol 4
 _LONGEST_SMALL: Final = 5  # an instruction of run_usual with its operand, in bytes
 
 _REBUILD: Final = Named("torch._utils._rebuild_tensor_v2")
@@ -169,6 +170,24 @@ class _StateMachine(Machine):
                     at += 1
                     stack[-2:] = [(stack[-2], stack[-1])]
                     self._count(1)
+                elif instruction == _MEMOIZE and stack[-1] is not MARK:
+                    at += 1
+                    memo[len(memo)] = stack[-1]
+                elif instruction == _SHORT_TEXT:
+                    end = at + 2 + data[at + 1]
+                    if end > len(data):
+                        break
+                    self._new(data[at + 2 : end].decode("utf-8", "surrogatepass"))
+                    at = end
+                elif instruction == _LONG_GET:
+                    at += 5
+                    stack.append(memo[int.from_bytes(data[at - 4 : at], "little")])
+                elif instruction == _DICT:
+                    at += 1
+                    self._new({})
+                elif instruction == _NOTHING:
+                    at += 1
+                    stack.append(())
                 elif instruction == _NONE:
                     at += 1
                     stack.append(None)
