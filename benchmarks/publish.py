@@ -178,7 +178,7 @@ def measure(run: Run) -> None:
     for word in run.command:
         if (path := Path(word)).parent == FOLDERS and not path.exists():
             save_folder(path)
-        if path.name == "converting.yaml":
+        if path.name in ("converting.yaml", "converting-files.yaml"):
             subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
@@ -249,7 +249,7 @@ def put_in_place(measured: Path, published: Path) -> None:
 
 def predict(run: Run, measured: Path, published: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
-    if any(one.cell.operation == "save" for one in run.results):
+    if run.command[0] == "run" or any(one.cell.operation == "save" for one in run.results):
         return
     command = [sys.executable, "-m", "weighin", "predict", "--check", str(measured)]
     subprocess.run(
