@@ -49,8 +49,8 @@ def _quantised(folder: Path) -> str:
 
 def _dequantising(method: str) -> object:
     """Return the configuration with which ``from_pretrained`` dequantises codes of a method."""
-    kinds = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}
-    return kinds[method](dequantize=True)
+    names = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+    return getattr(transformers, names[method])(dequantize=True)
 
 
 if __name__ == "__main__":

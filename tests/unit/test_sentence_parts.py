@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def whole(tmp_path: Path) -> Iterator[Path]:
 def test_the_model_is_what_the_package_loads(whole: Path, dtype: torch.dtype | None) -> None:
     from sentence_transformers import SentenceTransformer
 
-    options = {"model_kwargs": {"dtype": dtype}} if dtype else {}
+    options: dict[str, Any] = {"model_kwargs": {"dtype": dtype}} if dtype else {}
     reference = SentenceTransformer(str(whole), device="cpu", **options)
     before = torch.get_rng_state()
     own = load_pretrained(whole, dtype=dtype or "auto")

@@ -50,7 +50,7 @@ def load_whole(
         raise ConfigError(
             f"{what}; it needs this package: {error}", install.command(EXTRA)
         ) from None
-    options = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
+    options: dict[str, Any] = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
     with torch.random.fork_rng(devices=[]), _streamed(load_part, threads):
         try:
             return package.SentenceTransformer(
@@ -73,7 +73,8 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     from sentence_transformers.base.modules.module import Module
 
     base: Any = transformers.PreTrainedModel
-    own, own_weights = vars(base)["from_pretrained"], vars(Module)["load_torch_weights"]
+    module: Any = Module
+    own, own_weights = vars(base)["from_pretrained"], vars(module)["load_torch_weights"]
 
     def from_pretrained(
         cls: Any,
@@ -113,12 +114,12 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
         return load_streaming(model, file, threads=threads)
 
     base.from_pretrained = classmethod(from_pretrained)
-    Module.load_torch_weights = classmethod(load_torch_weights)
+    module.load_torch_weights = classmethod(load_torch_weights)
     try:
         yield
     finally:
         base.from_pretrained = own
-        Module.load_torch_weights = own_weights
+        module.load_torch_weights = own_weights
 
 
 def _give_settings(model: Any, config: Any, part: Path) -> None:
