@@ -223,7 +223,8 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         *by_reason(
             (
                 strategy,
-                min(messages) + (f" (and {len(messages) - 1} like it)" if len(messages) > 1 else ""),
+                min(messages)
+                + (f" (and {len(messages) - 1} like it)" if len(messages) > 1 else ""),
             )
             for strategy, messages in sorted(reasons.items())
         ),

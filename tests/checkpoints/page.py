@@ -60,7 +60,9 @@ def _table(members: Sequence[Layout], answers: Answers) -> list[str]:
     """Return a row for each layout, with the verbs of each answer."""
     found = {verdict.state for one in members for verdict in answers[one.name].values()}
     states = [state for state in STATES if state in found]
-    rows = [[named(one), *(_verbs(answers[one.name], state) for state in states)] for one in members]
+    rows = [
+        [named(one), *(_verbs(answers[one.name], state) for state in states)] for one in members
+    ]
     return list(table_lines(("layout", *states), rows, names=1 + len(states)))
 
 

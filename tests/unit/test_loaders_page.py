@@ -60,7 +60,7 @@ def test_strategies_that_share_a_reason_are_named_together() -> None:
     ]
     _, _, reasons = page([[measured("streaming", 3.0), *others]], {}).partition("table:\n\n")
     assert reasons.splitlines()[:3] == [
-        "* dcp\\_fsdp, staggered: divides a load among several ranks: --ranks 2",
+        "* dcp_fsdp, staggered: divides a load among several ranks: --ranks 2",
         "* runai: needs x: install y",
         "* eager: needs 3 keys converted, and expects the model's own keys",
     ]

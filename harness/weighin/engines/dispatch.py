@@ -34,7 +34,6 @@ class Demand:
 
     @classmethod
     def of(cls, cell: Cell) -> "Demand":
-        """Return a cell's demand."""
         return cls(cell.ram_limit_bytes, cell.device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:

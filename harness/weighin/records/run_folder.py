@@ -352,7 +352,6 @@ def _is_json(text: bytes) -> bool:
 
 
 def _resume(run: Path) -> str:
-    """Return the command that resumes a run."""
     try:
         verb = verb_of(read_plan(run).settings)
     except RecordError:  # there is no plan, or it is damaged

@@ -72,7 +72,6 @@ def table(node: NodeExamination) -> RenderableType:
 
 
 def as_json(nodes: Sequence[NodeExamination]) -> dict[str, Any]:
-    """Return all examinations for ``--json``."""
     return {
         "schema": SCHEMA,
         "nodes": [
