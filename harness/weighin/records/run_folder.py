@@ -377,7 +377,7 @@ def _read(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise RecordError(
-            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows whose it is"
+            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows its owner"
         ) from error
 
 
