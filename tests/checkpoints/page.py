@@ -93,7 +93,7 @@ def _refusals(members: Sequence[Layout], answers: Answers) -> list[str]:
             if answer.state == "refused" and verb not in ("transformers", "baseline")
         ]
         if words:
-            said = " ".join(line.strip() for line in words[0].splitlines() if line.strip())
+            said = ". ".join(line.strip() for line in words[0].splitlines() if line.strip())
             sharing.setdefault(said.replace("`", "'"), []).append(one.name)
     lines = [f"* {'; '.join(names)}: `{said}`" for said, names in sharing.items()]
     return ["", "Words of the refusals:", "", *lines] if lines else []
