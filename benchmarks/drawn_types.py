@@ -118,9 +118,9 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             HEADING,
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
-            f" transformers {transformers.__version__}. It draws types of `CONFIG_MAPPING` beyond those above in the order of"
-            f" --seed {seed}, shrinks each type's default configuration, draws one of its classes and its weights, and saves the"
-            " model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load the"
+            f" transformers {transformers.__version__}. The command draws types of `CONFIG_MAPPING` beyond those above, in the order of"
+            f" --seed {seed}. It shrinks each type's default configuration, and draws one of its classes and its weights. It saves"
+            " the model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load the"
             " float32 folder with dtype None and bfloat16, and the bfloat16 folder with auto and float32. A type is equal if"
             " names, values bit by"
             " bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation configuration and gradients"

@@ -36,7 +36,7 @@ from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.predict import check, tables
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.report.markdown import table_lines
+from weighin.report.markdown import by_reason, table_lines
 
 KINDS: Final = {
     "decoder": "bloom codegen cohere gemma gemma3_text gpt2 gpt_neox gptj llama mistral mpt olmo2 opt phi3"
@@ -202,7 +202,7 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         "# Model types of transformers",
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
-        f" {transformers.__version__}. It saves a small model of each type with `save_pretrained`, and runs"
+        f" {transformers.__version__}. The command saves a small model of each type with `save_pretrained`, and runs"
         f" `weighin bench FOLDER` with {strategies}. Every load is verified against `from_pretrained`."
         " `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
         " `from_pretrained`, bit by bit.",
@@ -220,9 +220,12 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         ),
         "## Skipped loads",
         "",
-        *(
-            f"* {strategy}: {next(iter(sorted(messages)))}"
-            + (f" (and {len(messages) - 1} like it)" if len(messages) > 1 else "")
+        *by_reason(
+            (
+                strategy,
+                min(messages)
+                + (f" (and {len(messages) - 1} like it)" if len(messages) > 1 else ""),
+            )
             for strategy, messages in sorted(reasons.items())
         ),
         "",

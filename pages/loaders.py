@@ -19,7 +19,7 @@ from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report.dataframe import series
-from weighin.report.markdown import plain, table_lines
+from weighin.report.markdown import by_reason, table_lines
 from weighin.text import markdown as escaped
 from weighin.units import GIB, format_bytes, format_seconds
 
@@ -121,14 +121,14 @@ def _repeats(measured: Sequence[Result]) -> str:
 
 
 def _left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line with the reason for each strategy that has no row."""
-    reasons = {
-        f"{result.cell.strategy}: {result.message or result.outcome}": None
+    """Yield the reasons why strategies have no row, each with the strategies that share it."""
+    reasons = [
+        (result.cell.strategy, result.message or result.outcome)
         for result in results
         if result.outcome is not Outcome.OK
-    }
+    ]
     if reasons:
-        yield f"Not in the table: {escaped(plain('; '.join(reasons)))}.\n"
+        yield "\n".join(["Not in the table:", "", *by_reason(reasons), ""])
 
 
 def _first_use_ns(result: Result) -> int | None:

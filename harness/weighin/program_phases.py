@@ -35,7 +35,7 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
         def build(): ...
 
     Under ``weighin run``, the record then has the exact peak of the phase. Elsewhere, and in a
-    strategy, it does nothing: a strategy uses ``job.phase``. It never raises an error and never
+    strategy, it does nothing: a strategy uses ``job.phase``. A phase never raises an error and never
     changes what the program does. If weighin does not answer within 2 s, the process reports no
     further phases.
 

@@ -280,7 +280,7 @@ class Stack:
 class Track:
     """The phases of one process of a command, beside those of the process that began the first one.
 
-    Their peaks are those of the process alone; ``peak_cgroup_bytes`` is None.
+    The peaks of such phases are those of the process alone; ``peak_cgroup_bytes`` is None.
     """
 
     pid: int

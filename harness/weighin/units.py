@@ -109,7 +109,7 @@ def parse_seconds(text: str) -> int:
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
     """Return what is wrong with a RAM limit that no program survives, and the repair; None if it is right.
 
-    It is mostly a size without its unit.
+    Such a size mostly lacks its unit.
     """
     if limit is None or limit >= MIB:
         return None

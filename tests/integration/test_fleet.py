@@ -174,8 +174,8 @@ def test_the_error_without_a_node_that_may_measure(
     )
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
-        "error: no node of the cluster has the resource weighin_slot, and the labels that --label"
-        " names\nstart the nodes that may measure with it: RAY_memory_monitor_refresh_ms=0 ray start"
+        "error: no node of the cluster has the resource weighin_slot and all labels of --label\nstart"
+        " Ray with this resource on each machine that measures: RAY_memory_monitor_refresh_ms=0 ray start"
         """ --resources '{"weighin_slot": 1}' --address HOST:6379\n"""
     )
 

@@ -133,19 +133,22 @@ def test_the_settings_of_an_engine() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("local", "auto", ()), "--address belongs to a fleet\nadd --engine ray, or leave it out"),
+        (
+            ("local", "auto", ()),
+            "--address is for --engine ray only\nadd --engine ray, or leave --address out",
+        ),
         (
             ("local", None, ("a=b",)),
-            "--label belongs to a fleet\nadd --engine ray, or leave it out",
+            "--label is for --engine ray only\nadd --engine ray, or leave --label out",
         ),
         (
             ("ray", None, ("H100",)),
-            "--label: 'H100' is not a label and its value\n"
+            "--label: 'H100' is not of the form KEY=VALUE\n"
             "write --label ray.io/accelerator-type=H100",
         ),
         (
             ("ray", None, (), 2),
-            "--jobs is for one machine: a node of a fleet runs one cell at a time\nleave it out",
+            "--jobs is for one machine, because each node of a cluster runs one cell at a time\nleave --jobs out",
         ),
         (("local", None, (), 0), "--jobs 0 runs nothing\ngive the number of cells to run at once"),
     ],

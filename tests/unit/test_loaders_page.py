@@ -48,7 +48,22 @@ def test_private_memory_is_what_is_left_above_the_import() -> None:
 
 def test_what_is_not_in_the_table_has_its_reason() -> None:
     text = page([[measured("streaming", 3.0), skipped("runai", "runai needs x: install y")]], {})
-    assert "Not in the table: runai: runai needs x: install y." in text
+    assert "Not in the table:\n\n* runai: needs x: install y\n" in text
+
+
+def test_strategies_that_share_a_reason_are_named_together() -> None:
+    others = [
+        skipped("dcp_fsdp", "dcp_fsdp divides a load among several ranks: --ranks 2"),
+        skipped("runai", "runai needs x: install y"),
+        skipped("staggered", "staggered divides a load among several ranks: --ranks 2"),
+        skipped("eager", "needs 3 keys converted, and eager expects the model's own keys"),
+    ]
+    _, _, reasons = page([[measured("streaming", 3.0), *others]], {}).partition("table:\n\n")
+    assert reasons.splitlines()[:3] == [
+        "* dcp_fsdp, staggered: divides a load among several ranks: --ranks 2",
+        "* runai: needs x: install y",
+        "* eager: needs 3 keys converted, and expects the model's own keys",
+    ]
 
 
 def test_a_run_of_which_nothing_was_measured_has_no_table() -> None:

@@ -217,12 +217,13 @@ def test_a_strategy_may_select_what_the_run_selects() -> None:
 
 def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here: Path) -> None:
     assert complaint(lambda: start(training("ema"))) == (
-        "streaming selects the weights with --key=ema, but the run selects them with --key=model\n"
+        "strategy streaming has the options --key=ema, but the run has --key=model\n"
         "add --checkpoint PATH --key=ema, or change the strategy's options"
     )
     alone = asked(strategies=[{"name": "baseline", "options": {"key": "model"}}])
     assert complaint(lambda: start(alone)).startswith(
-        "baseline selects the weights with --key=model, but the run selects none\n"
+        "strategy baseline has the options --key=model, but the run has neither --key nor"
+        " --strip-prefix\n"
     )
     assert complaint(lambda: start(training("model", format="safetensors"))) == (
         "streaming with the option --key=model reads your checkpoint itself, whose format is pt, not"

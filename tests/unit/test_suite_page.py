@@ -107,7 +107,7 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
             "{name: mine, builder: 'nets:build', key: model}",
             WHOLE,
             "key and strip_prefix of a model select the weights in a checkpoint of your own\n"
-            "add checkpoint: PATH, or leave them out",
+            "add checkpoint: PATH, or leave key and strip_prefix of a model out",
         ),
         (
             "[gpt2-tiny, {name: mine, builder: 'nets:build', key: model}]",
@@ -119,7 +119,7 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
             "gpt2-tiny",
             Selection("ema"),
             "--key and --strip-prefix select the weights in a checkpoint of your own\n"
-            "add --checkpoint PATH, or leave them out",
+            "add --checkpoint PATH, or leave --key and --strip-prefix out",
         ),
     ],
 )

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from judged import strategies
 from loads import Outcome
 from running import Tried
 
+MODELS_SHOWN = 8
+"""In a row of a table; the last part of the page names all models."""
 BAD = frozenset({"DIFFERENT", "CRASHED", "MISJUDGED"})
 
 
@@ -29,9 +30,9 @@ def page(tried: Sequence[Tried], versions: str) -> str:
     """Return the whole page as Markdown."""
     parts = [
         "# The zoo: models of torch's tests and of torchvision\n",
-        f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and the\n"
-        "result is compared bit by bit with that of torch's own `load_state_dict`. Every strategy loads it too, unmodified and with planted\n"
-        "faults, and the result is verified as in a worker.\n",
+        f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and a\n"
+        "test compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy loads the checkpoint, too, unmodified and\n"
+        "with planted faults. Each result is verified as in a worker, which must detect every fault.\n",
         "## The loader\n", _loader_counts(tried),
         "## The strategies and their verification\n", _strategy_counts(tried),
         "## Loads by the loader that are not equal\n", _rows(tried, "loads"),
@@ -87,7 +88,8 @@ def _rows(tried: Sequence[Tried], field: str) -> str:
         return "None.\n"
     lines = ["| outcome | message | tries | models |", "| --- | --- | --- | --- |"]
     for (kind, detail), (tries, named) in sorted(rows.items()):
-        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), 4)} | {_names(named)} |")
+        models = _some(_names(named), MODELS_SHOWN)
+        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), 4)} | {models} |")
     return "\n".join([*lines, ""])
 
 
@@ -102,13 +104,17 @@ def _some(names: Sequence[str], shown: int) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def _names(labels: Iterable[str]) -> str:
+def _names(labels: Iterable[str]) -> list[str]:
     """Return the names of models; labels that differ only in their number are one name with a count."""
     names = Counter(label.partition("[")[0] for label in labels)
-    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+    return [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
 
 
 def _covered(tried: Sequence[Tried]) -> str:
-    families = groupby(tried, key=lambda one: one.case.family)
-    lines = [f"* **{name}**: {_names(one.case.label for one in each)}" for name, each in families]
+    """Return a list of each family's models; "pair of" before a model is said once, by the family's name."""
+    families: dict[str, list[str]] = {}
+    for one in tried:
+        label = one.case.label.removeprefix(f"{one.case.family} of ")
+        families.setdefault(one.case.family, []).append(label)
+    lines = [f"* **{name}**: {', '.join(_names(labels))}" for name, labels in families.items()]
     return "\n".join([*lines, ""])

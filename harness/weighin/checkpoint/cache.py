@@ -88,7 +88,7 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. This file is compared with the model once, and
+    ``checkpoint`` is the user's own file, if any. The user's file is compared with the model once, and
     again when its size or modification time changes. The file is converted into the cache if it has
     another format than ``fmt``, if ``selection`` selects only a part of it or renames its tensors, or
     if it holds more than tensors; the converted file then holds only the model's state dict. ``python_path`` lists the

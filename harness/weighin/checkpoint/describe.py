@@ -55,7 +55,7 @@ def describe(
 ) -> list[Described]:
     """Return all tensors of a model that is built in ``dtype``.
 
-    They are its state dict in order, then its non-persistent buffers.
+    The tensors are its state dict in order, then its non-persistent buffers.
 
     Raises:
         ConfigError: the builder is invalid, or the state dict contains more than parameters and

@@ -158,8 +158,8 @@ def list_entries() -> list[CachedCheckpoint]:
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
     """Remove the entries of a model, the entry of exactly this name, or all entries.
 
-    The function waits for subprocesses that are writing to these entries. It removes only entries
-    of the cache's folder, and returns the removed checkpoints.
+    The function waits for subprocesses that are writing to these entries. ``clear`` removes only
+    entries of the cache's folder, and returns the removed checkpoints.
 
     Raises:
         UnknownName: no entry has this name.

@@ -94,8 +94,9 @@ def expected(
     """Return the expected memory of each strategy that loads in one process.
 
     ``sizes`` maps the names of tensors to their sizes in bytes, without tied duplicates; ``layout`` is
-    the checkpoint's format. ``storages`` has the sizes of the storages in the checkpoint's files. It is
-    None if strategies load converted files, whose storages have no more and no less than the tensors.
+    the checkpoint's format. ``storages`` has the sizes of the storages in the checkpoint's files.
+    ``storages`` is None if strategies load converted files, whose storages have no more and no less
+    than the tensors.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}

@@ -75,7 +75,7 @@ def _entries(
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
 
-    It loads the model once in each dtype: what it dequantises to float32 and rounds to bfloat16 need
+    The model is loaded once in each dtype: what it dequantises to float32 and rounds to bfloat16 need
     not be what it dequantises to bfloat16. Modules of a package keep the codes, in any dtype, unless
     ``arguments`` ask for the weights.
     """

@@ -1,7 +1,7 @@
 """Keep the checksums of a checkpoint's tensors in a small file with the checkpoint.
 
 The checksum file of a one-file checkpoint is next to it (``model.pt.weighin-checksums.json``); the
-checksum file of a folder is in the folder. Its content::
+checksum file of a folder is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 

@@ -45,17 +45,20 @@ def settings(
     if name == "local":
         if address or labels:
             option = "--address" if address else "--label"
-            raise ConfigError(f"{option} belongs to a fleet", "add --engine ray, or leave it out")
+            raise ConfigError(
+                f"{option} is for --engine ray only", f"add --engine ray, or leave {option} out"
+            )
         return {"name": name, "jobs": jobs} if jobs > 1 else {}
     if jobs > 1:
         raise ConfigError(
-            "--jobs is for one machine: a node of a fleet runs one cell at a time", "leave it out"
+            "--jobs is for one machine, because each node of a cluster runs one cell at a time",
+            "leave --jobs out",
         )
     pairs = [label.partition("=") for label in labels]
     for key, divided, value in pairs:
         if not (key and divided and value):
             raise ConfigError(
-                f"--label: {key!r} is not a label and its value",
+                f"--label: {key!r} is not of the form KEY=VALUE",
                 "write --label ray.io/accelerator-type=H100",
             )
     return {

@@ -34,11 +34,10 @@ class Demand:
 
     @classmethod
     def of(cls, cell: Cell) -> "Demand":
-        """Return a cell's demand."""
         return cls(cell.ram_limit_bytes, cell.device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
-        """Return the reason why a node can never run such a cell, or an empty text."""
+        """Return the reason why ``node`` can never run a cell of this demand; empty if it can."""
         limit = self.ram_limit_bytes
         if limit is not None and limit > node.ram_bytes:
             return (

@@ -221,8 +221,8 @@ class Layout(ReadLayout, Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        The function calls ``pieces`` once for each tensor that is not tied to an earlier tensor. It
-        needs anonymous memory for a few pieces. It syncs the files and drops them from the page
-        cache.
+        The function calls ``pieces`` once for each tensor that is not tied to an earlier tensor. A
+        write needs anonymous memory for a few pieces. Afterwards the files are synced, and dropped
+        from the page cache.
         """
         ...

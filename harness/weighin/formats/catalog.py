@@ -24,7 +24,7 @@ Read, but not written, of training runs and of llama.cpp:
 The folder of a whole training run stands for its newest step.
 
 weighin also makes files of one format that only a package writes and reads, for this package's own
-strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert or inspect it.
+strategy: ``tensorizer``. The format is not in ``NAMES``: weighin does not read, convert or inspect it.
 
 Importing this module does not import torch.
 """

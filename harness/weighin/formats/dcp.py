@@ -49,7 +49,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the metadata file and all data files."""
     return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
 
 

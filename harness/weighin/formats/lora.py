@@ -1,7 +1,8 @@
 """Read an adapter of LoRA that peft saved: which matrices it adds to which modules, and how much.
 
-This module uses only the standard library. It refuses an adapter that changes a model in another way
-than to add scaled products of two matrices, because peft merges that one in another way.
+This module uses only the standard library. The module refuses an adapter that changes a model in
+another way than to add scaled products of two matrices, because peft merges that one in another
+way.
 """
 
 import re

@@ -43,7 +43,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the file of each rank."""
     return list(_rank_files(path).values())
 
 

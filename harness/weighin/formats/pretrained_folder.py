@@ -272,8 +272,8 @@ def _explicit(path: Path) -> Path | None:
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
     if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
         raise CheckpointError(
-            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, no safetensors file or index in the"
-            " folder: from_pretrained fails, too",
+            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, which is neither a safetensors file nor"
+            " an index in this folder; from_pretrained fails for the same reason",
             f"correct '{_EXPLICIT}', or remove it for the usual names",
         )
     file: Path = path / name

@@ -17,8 +17,9 @@ _TIES: Final = "tie_word_embeddings"
 def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tuple[str, ...]:
     """Return the sorted names of tensors in the file that differ, although a class may tie them.
 
-    These are tensors with a row for each token of the vocabulary, of equal shape. The result is
-    empty if ``config.json`` ties nothing. Equal tensors are read whole, others to the first difference.
+    Such names are of tensors with a row for each token of the vocabulary, of equal shape. The
+    result is empty if ``config.json`` ties nothing. Equal tensors are read whole, others to the
+    first difference.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -35,7 +35,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the file itself."""
     return [path]
 
 

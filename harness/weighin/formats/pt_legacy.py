@@ -46,7 +46,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint."""
     check_present(path)
     return [path]
 

@@ -1,7 +1,7 @@
 """Read the quantisation that the configuration of a Hugging Face folder names.
 
-It stands in ``quantization_config`` of ``config.json``, or in a key or a file that transformers does
-not read. This module uses only the standard library.
+The configuration stands in ``quantization_config`` of ``config.json``, or in a key or a file that
+transformers does not read. This module uses only the standard library.
 """
 
 from collections.abc import Mapping

@@ -51,7 +51,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the files of all parts."""
     return [file for part in parts(path) for file in formats.files(part.weights)]
 
 

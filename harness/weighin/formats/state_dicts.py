@@ -1,8 +1,8 @@
 """Find the state dict among the records of a pickled checkpoint, or say why there is none.
 
 A training checkpoint also holds settings, schedulers and random states, whose classes are unknown
-here. They do not matter outside of the selected state dict. Inside of it, an object may only hold no
-tensors. This module uses only the standard library.
+here. Such objects do not matter outside of the selected state dict. Inside of it, an object may
+only hold no tensors. This module uses only the standard library.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -19,7 +19,7 @@ _MOST_BYTES: Final = 1000
 def named_step(path: Path) -> tuple[Path, Path] | None:
     """Return the file that names the newest step of a run, and the step's folder; None without one.
 
-    The folder may be missing. It is always in ``path``.
+    The folder may be missing. The step is always a folder in ``path``.
     """
     for name in _TAGS:
         text = _text(path / name)

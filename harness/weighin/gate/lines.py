@@ -110,5 +110,4 @@ class GateResult:
 
     @property
     def failed(self) -> tuple[Line, ...]:
-        """The lines that make the gate fail."""
         return tuple(line for line in self.lines if line.verdict in FAILING)

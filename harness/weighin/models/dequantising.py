@@ -1,8 +1,9 @@
 """Let a quantiser say how the codes of a folder become the weights of its model.
 
 It is transformers' own quantiser, or that of ``own_dequantiser`` for a method that transformers does not
-dequantise. It adds entries to the tables by which ``from_pretrained`` renames and converts tensors. This
-module attaches it to a model that is built for such a folder, and removes it after the load.
+dequantise. The quantiser adds entries to the tables by which ``from_pretrained`` renames and
+converts tensors. This module attaches it to a model that is built for such a folder, and removes it
+after the load.
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def attach_quantiser(
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments by which ``from_pretrained`` dequantises on every device.
 
-    They are empty for a checkpoint in a folder whose codes it does not dequantise.
+    The arguments are empty for a checkpoint in a folder whose codes it does not dequantise.
     """
     config = object_in(folder_of(checkpoint) / CONFIG)
     named = named_in(folder_of(checkpoint), config)

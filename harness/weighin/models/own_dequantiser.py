@@ -95,7 +95,6 @@ class Operation:
         return self.weight(parts, dtype)
 
     def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in ``dtype``."""
         raise NotImplementedError
 
 

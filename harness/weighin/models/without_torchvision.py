@@ -1,6 +1,6 @@
 """Import transformers and diffusers where the build of torchvision does not fit torch's build.
 
-Both import torchvision for image processors, which no load needs.
+transformers and diffusers import torchvision for image processors, which no load needs.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Read the memory of a whole command at one instant: of its cgroup, or without one, of its tree.
 
 A cgroup's figures are the kernel's own, and cheap. The processes of a tree share pages, so that only
-the sum of their proportional set sizes counts each page once. This sum is expensive.
+the sum of their proportional set sizes counts each page once. A sum of PSS is expensive.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ class Freezer:
     def frozen(self) -> Iterator[bool]:
         """Stop all processes until the block ends; the value tells whether they have stopped.
 
-        They go on at the end of the block in any case.
+        The processes go on at the end of the block in any case.
         """
         if self._control is None:
             yield False

@@ -350,7 +350,6 @@ def _is_json(text: bytes) -> bool:
 
 
 def _resume(run: Path) -> str:
-    """Return the command that resumes a run."""
     try:
         verb = verb_of(read_plan(run).settings)
     except RecordError:  # there is no plan, or it is damaged
@@ -376,7 +375,7 @@ def _read(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise RecordError(
-            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows whose it is"
+            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows its owner"
         ) from error
 
 

@@ -20,5 +20,19 @@ def table_lines(
         yield _line(map(escaped, row))
 
 
+def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a list item for each reason, with all names that share it.
+
+    A reason may begin with the name that it belongs to, or repeat it: "dcp divides a load" and
+    "staggered divides a load" are one reason.
+    """
+    groups: dict[str, dict[str, None]] = {}
+    for name, reason in reasons:
+        shared = reason.removeprefix(f"{name} ").replace(f" and {name} ", " and ")
+        groups.setdefault(shared, {})[name] = None
+    for shared, names in groups.items():
+        yield f"* {escaped(', '.join(names))}: {escaped(plain(shared))}"
+
+
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

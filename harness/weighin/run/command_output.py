@@ -1,7 +1,7 @@
 """Pass a command's output on unchanged, and find lines in it while the command runs.
 
 Where this process writes to a terminal, the command gets a terminal too: programs print differently
-to a pipe. Its bytes are passed on before they are searched.
+to a pipe. The command's bytes are passed on before they are searched.
 """
 
 import contextlib

@@ -31,7 +31,6 @@ class Merged:
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for ``--json``."""
         return {
             "schema": SCHEMA,
             "run": str(self.folder),

@@ -77,8 +77,8 @@ class Readiness:
     ) -> bool:
         """Return whether the command was ready or ended within ``timeout_s``.
 
-        It is not waited for any longer when ``is_over`` returns True. A command of which the kernel killed a process gets a second: it may start the process again
-        and again, and its outcome is certain.
+        The wait also ends when ``is_over`` returns True. A command of which the kernel killed a
+        process gets a second: it may start the process again and again, and its outcome is certain.
         """
         if not self.is_expected and not is_over:
             return running.wait(timeout_s)

@@ -212,8 +212,8 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
         options, asked = " ".join(each.selection.options), " ".join(selection.options)
         if each.selection != selection:
             raise ConfigError(
-                f"{each.cell.strategy} selects the weights with {options}, but the run selects"
-                f" {f'them with {asked}' if asked else 'none'}",
+                f"strategy {each.cell.strategy} has the options {options}, but the run has"
+                f" {asked or 'neither --key nor --strip-prefix'}",
                 f"add --checkpoint PATH {options}, or change the strategy's options",
             )
         if each.cell.format != own:

@@ -118,7 +118,7 @@ def choose(
             options, path = "key and strip_prefix of a model", "checkpoint: PATH"
         raise ConfigError(
             f"{options} select the weights in a checkpoint of your own",
-            f"add {path}, or leave them out",
+            f"add {path}, or leave {options} out",
         )
     python_path: tuple[str, ...] = ()
     if not all(user_code.is_ours(spec.builder) for spec in specs):  # a folder may hide any module

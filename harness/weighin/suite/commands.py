@@ -47,8 +47,6 @@ def _check_limit(value: int | None) -> int | None:
 
 
 class SuiteCommand(Strict):
-    """One command of a suite."""
-
     name: Annotated[str, AfterValidator(_check_name)]
     """The label of the command in reports and in a baseline. Each command has its own."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]

@@ -1,6 +1,6 @@
 """Start one worker for each rank of a cell, and pass messages between these workers and the parent.
 
-The launcher runs inside the cell's isolation and imports no torch. It gives each rank the
+The launcher runs inside the cell's isolation and imports no torch. The launcher gives each rank the
 environment variables that torchrun sets. torchrun itself would import torch into the cell's cgroup,
 and it ends all ranks before one can see which rank the kernel killed.
 """

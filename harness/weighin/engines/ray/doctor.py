@@ -51,8 +51,8 @@ def examine(
         nodes = cluster.nodes()
         if not nodes:
             raise ConfigError(
-                f"no node of the cluster has the resource {SLOT}, and the labels that --label names",
-                f"start the nodes that may measure with it: {START} --address HOST:6379",
+                f"no node of the cluster has the resource {SLOT} and all labels of --label",
+                f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
             )
         tasks = [cluster.submit(node, {"kind": "examine"}) for node in nodes]
         found = []
@@ -72,7 +72,6 @@ def table(node: NodeExamination) -> RenderableType:
 
 
 def as_json(nodes: Sequence[NodeExamination]) -> dict[str, Any]:
-    """Return all examinations for ``--json``."""
     return {
         "schema": SCHEMA,
         "nodes": [

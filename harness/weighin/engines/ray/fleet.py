@@ -130,8 +130,8 @@ def find(cluster: Cluster) -> Fleet:
     found = probe(cluster, nodes)
     if not found:
         raise ConfigError(
-            f"no node of the cluster has the resource {SLOT}, and the labels that --label names",
-            f"start the nodes that may measure with it: {START} --address HOST:6379",
+            f"no node of the cluster has the resource {SLOT} and all labels of --label",
+            f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
         )
     return Fleet(found)
 

@@ -131,8 +131,8 @@ class Facts:
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
         """Return by how much the command grew, in bytes, between stacks for which ``holds`` is true.
 
-        Stacks of one process count. It is a lower bound: growth between a stack for which ``holds`` is
-        true and another one is left out.
+        Stacks of one process count. The sum is a lower bound: growth between a stack for which
+        ``holds`` is true and another one is left out.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -148,7 +148,7 @@ class Facts:
     def grown_since(self, file: OpenFile) -> int:
         """Return by how much anonymous memory grew from when a file was first seen open to the peak.
 
-        It is a lower bound of what has grown since the file was opened; 0 without samples.
+        The figure is a lower bound of the growth since the file was opened; 0 without samples.
         """
         if file.seen_ns is None or not self.samples:
             return 0
