@@ -10,16 +10,19 @@ FORWARD: Final = "forward"
 NONE: Final = "none"
 """Written in place of a use for a cell that ends when the model is ready."""
 
+TO_DEVICE: Final = "to-device"
+SAVE: Final = "save"
+FORK: Final = "fork"
 USES: Final = {
     FORWARD: "Run forward passes with the model's example inputs (--passes).",
     "write": "Write every weight once, in place.",
     "sgd": "Train one step with SGD without momentum (foreach=False).",
     "adamw": "Train one step with AdamW (foreach=False), which creates its two states.",
     "to-float32": "Convert the model to float32 with model.to(torch.float32).",
-    "to-device": "Move the model from the CPU to the GPU with model.to(device).",
+    TO_DEVICE: "Move the model from the CPU to the GPU with model.to(device).",
     "deepcopy": "Copy the model with copy.deepcopy.",
-    "save": "Save the state dict to a new file with torch.save, and remove the file.",
-    "fork": "Fork two processes that write every weight.",
+    SAVE: "Save the state dict to a new file with torch.save, and remove the file.",
+    FORK: "Fork two processes that write every weight.",
 }
 """The uses of weighin, each with one line of help."""
 
