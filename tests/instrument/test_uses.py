@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cells import LARGE, Bench, Watched, names_of
+from cells import LARGE, Bench, Watched, names_of, prepared_isolation
 
 from weighin.record import Outcome, Phase, Result
 from weighin.records import after_load
@@ -11,6 +11,11 @@ from weighin.units import MIB
 
 NOISE = 0.1  # of the model: buffers of the math libraries, Python's own objects
 FAILS = "def use(model):\n    raise ValueError('no such layer')\n"
+
+
+@pytest.fixture(scope="session")
+def cgroup() -> Watched:
+    return prepared_isolation("cgroup")
 
 
 def ready(result: Result) -> Phase:
@@ -33,9 +38,7 @@ def grown(result: Result) -> float:
 
 
 @pytest.mark.cgroup
-def test_the_first_write_copies_a_mapped_model_and_no_other(
-    bench: Bench, cgroup: Watched
-) -> None:
+def test_the_first_write_copies_a_mapped_model_and_no_other(bench: Bench, cgroup: Watched) -> None:
     mapped = used(bench, cgroup, "write")
     assert grown(mapped) == pytest.approx(1.0, abs=NOISE)
     assert mapped.use and mapped.use.anon_sampled_bytes is not None

@@ -177,7 +177,9 @@ def test_a_model_without_weights_to_train_says_so() -> None:
 def test_the_other_uses_do_what_they_are_called(tmp_path: Path) -> None:
     mixed = Mixed()
     copied = given(mixed, "deepcopy").kept
-    assert isinstance(copied, Mixed) and copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
+    assert (
+        isinstance(copied, Mixed) and copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
+    )
     given(mixed.to(torch.bfloat16), "to-float32")
     assert {weight.dtype for weight in mixed.parameters()} == {torch.float32}
     given(mixed, "save", target=tmp_path)

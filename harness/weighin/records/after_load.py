@@ -41,6 +41,12 @@ def most_anon_bytes(result: Result) -> int | None:
     return result.use.anon_sampled_bytes if result.use else None
 
 
+def needed_bytes(result: Result) -> int:
+    """Return the sampled maximum of anonymous memory during the use, with that of forked processes."""
+    use = result.use
+    return (use.anon_sampled_bytes or 0) + sum(use.children_private_bytes) if use else 0
+
+
 def per_model(result: Result, size: int | None) -> float | None:
     """Return an amount of anonymous memory above the baseline as a multiple of the model's size."""
     if size is None or result.baseline is None or not result.model_bytes:
