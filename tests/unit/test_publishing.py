@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_cell, make_result, write_samples
+from factories import make_cell, make_result, make_skipped, write_samples
 from safetensors.torch import save_file
 from sweeps import a_sweep
 

@@ -66,7 +66,7 @@ def test_a_suite_refuses_uses_without_an_effect(asked: dict[str, Any], message: 
 def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
     assert suite_uses.chosen(["write", str(file)]) == {"write": "", "half": str(file)}
-    with pytest.raises(UnknownName, match="adamv.*did you mean 'adamw'"):
+    with pytest.raises(UnknownName, match=r"adamv.*did you mean 'adamw'"):
         suite_uses.chosen(["adamv"])
 
 
