@@ -138,7 +138,7 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
     assert run("list", "model") == (
         2,
         "error: no list is called 'model'\n"
-        "did you mean 'models'? known: all, isolations, models, strategies, suites\n",
+        "did you mean 'models'? known: all, isolations, models, strategies, suites, uses\n",
     )
 
 
@@ -160,9 +160,9 @@ def test_formats_and_metrics_that_do_not_exist(
         "error: no format is called 'htm'\n"
         "did you mean 'html'? known: bmf, csv, gha, html, md, openmetrics, parquet, png, svg\n",
     )
-    code, text = run("history", str(tmp_path), "--metric", "rss_peak")
+    code, text = run("history", str(tmp_path), "--metric", "peak_rs")
     assert code == 2
-    assert text.startswith("error: no metric is called 'rss_peak'\ndid you mean 'peak_rss'? known:")
+    assert text.startswith("error: no metric is called 'peak_rs'\ndid you mean 'peak_rss'? known:")
     assert not list(tmp_path.glob("report.*"))
 
 
@@ -178,8 +178,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
     said = (
         "outcome: input should be 'ok', 'oom_killed', 'child_killed', 'cuda_oom', 'timeout',"
-        " 'thrashing', 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed' or"
-        " 'command_failed', got 'okay'"
+        " 'thrashing', 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed',"
+        " 'command_failed' or 'use_failed', got 'okay'"
     )
     torn, wrong, newer, *error = text.splitlines()
     assert torn.startswith(f"note: {records}, line 5 is incomplete")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from weighin.record import Result
 from weighin.report import (
+    after_load,
     captions,
     commands,
     floors,
@@ -73,7 +74,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: ranks, forward passes, survival, floors."""
+    """Yield the findings for which a run has data: ranks, uses, forward passes, survival, floors."""
     pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
@@ -81,6 +82,8 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
     if found := ranks.found(results):
         pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
         yield _tables("Memory of all ranks", found, is_found=True, pictures=pictures_of_ranks)
+    if found := after_load.found(results):
+        yield _tables(after_load.TITLE, found, is_found=True)
     if found := passes.found(results):
         yield _tables("Forward passes", found, is_found=True)
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
