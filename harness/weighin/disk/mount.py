@@ -19,6 +19,7 @@ from weighin.disk.unmount import unmount
 from weighin.errors import IsolationUnavailable
 from weighin.pipes import last_line
 from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.probes.storage import unescaped
 from weighin.protocol import decode_event
 
 _DEVICE: Final = Path("/dev/fuse")
@@ -158,7 +159,7 @@ def _mounted() -> list[tuple[str, Path]]:
         before, _, after = line.partition(" - ")
         kind, name, _ = after.split(" ", 2)
         if kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", name):
-            found.append((name, Path(_unescaped(before.split(" ")[4]))))
+            found.append((name, Path(unescaped(before.split(" ")[4]))))
     return found
 
 
@@ -166,14 +167,9 @@ def _minor(folder: Path) -> int | None:
     """Return the minor number of the device that is mounted at a folder, without touching it."""
     for line in _MOUNTS.read_text().splitlines():
         fields = line.split(" ")
-        if _unescaped(fields[4]) == str(folder):
+        if unescaped(fields[4]) == str(folder):
             return int(fields[2].partition(":")[2])
     return None
-
-
-def _unescaped(text: str) -> str:
-    """Return a path of mountinfo, which writes blanks as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _remove(folder: Path) -> None:
