@@ -21,6 +21,7 @@ from weighin.pipes import last_line
 from weighin.probes.cgroup import is_left_behind, owned_name
 from weighin.probes.storage import unescaped
 from weighin.protocol import decode_event
+from weighin.units import format_latency, format_rate
 
 _DEVICE: Final = Path("/dev/fuse")
 _MOUNTS: Final = Path("/proc/self/mountinfo")
@@ -58,8 +59,8 @@ class Mount:
         self.folder = root / name / self._source.name
         self.folder.mkdir(parents=True)
         pairs = (
-            ("--rate", f"{pace.bytes_per_s}B/s" if pace.bytes_per_s else ""),
-            ("--latency", f"{pace.latency_ns / 1e6:.6f}ms" if pace.latency_ns else ""),
+            ("--rate", format_rate(pace.bytes_per_s) if pace.bytes_per_s else ""),
+            ("--latency", format_latency(pace.latency_ns) if pace.latency_ns else ""),
             ("--stall-from", str(pace.stall_from_bytes or "")),
             ("--name", name),
         )

@@ -4,13 +4,9 @@ import threading
 from dataclasses import dataclass
 from typing import Final
 
-from weighin.errors import ConfigError
-from weighin.units import format_exact, format_seconds, parse_bytes
+from weighin.units import format_latency, format_rate
 
 _SECOND_NS: Final = 1_000_000_000
-_MEGABYTE: Final = 1000**2
-LEAST_BYTES_PER_S: Final = 100_000
-"""Less than any disk reads; a rate without its unit is mostly meant as MB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +25,10 @@ class Pace:
         return self != Pace()
 
     def __str__(self) -> str:
-        """Return the pace as the command line has it: "200MB/s, 5 ms"."""
+        """Return the pace as the command line has it: "200MB/s, 5ms"."""
         parts = [
             format_rate(self.bytes_per_s) if self.bytes_per_s else "",
-            format_seconds(self.latency_ns) if self.latency_ns else "",
+            format_latency(self.latency_ns) if self.latency_ns else "",
         ]
         return ", ".join(filter(None, parts))
 
@@ -57,33 +53,3 @@ class Schedule:
             start_ns = max(arrival_ns - self._lead_ns, self._free_ns)
             self._free_ns = start_ns + round(length * self._ns_per_byte)
             return self._free_ns + self._latency_ns
-
-
-def parse_rate(text: str) -> int:
-    """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
-
-    MB is 1000**2, as makers of disks and networks count. "/s" may be left out.
-
-    Raises:
-        ConfigError: the text is no size, or less than any disk reads.
-    """
-    size = text.strip().removesuffix("/s")
-    try:
-        rate = parse_bytes(size, decimal=True)
-    except ConfigError:
-        raise ConfigError(
-            f"cannot read {text!r} as a rate", "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
-        ) from None
-    if rate < LEAST_BYTES_PER_S:
-        raise ConfigError(
-            f"{text!r} is less than any disk reads",
-            f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s",
-        )
-    return rate
-
-
-def format_rate(bytes_per_s: int) -> str:
-    """Return a rate without rounding, in MB/s if it is a number of them: "200MB/s", "100MiB/s"."""
-    if bytes_per_s % _MEGABYTE == 0:
-        return f"{bytes_per_s // _MEGABYTE}MB/s"
-    return f"{format_exact(bytes_per_s)}/s"

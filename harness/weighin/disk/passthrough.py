@@ -25,10 +25,10 @@ from mmap import MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.disk.pace import Pace, Schedule, parse_rate
+from weighin.disk.pace import Pace, Schedule
 from weighin.disk.unmount import unmount
 from weighin.parent_process import Parent
-from weighin.units import KIB, parse_bytes, parse_seconds
+from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of libfuse 2, for each request
 _LEAD_NS: Final = 90_000  # measured: what a read of 4 KiB takes without rate and latency

@@ -4,6 +4,7 @@ The throttle delays requests to the disk itself. Pages that are in the page cach
 are read at the speed of memory: the caller drops them first.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,24 +38,25 @@ def device_of(path: Path) -> tuple[str, str]:
     return "", f"{path} lies on {storage.file_system}, which has no disk of its own"
 
 
-def limit(group: Path, device: str, bytes_per_s: int) -> None:
-    """Limit the reads of a cgroup, in the hierarchy of ``hierarchy``, from the disk ``device``.
+def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
+    """Limit the reads from the disk ``device`` in the one of these cgroups whose hierarchy can do so.
 
     Raises:
         IsolationUnavailable: the kernel refuses.
     """
     number = (Path("/sys/class/block") / device / "dev").read_text().strip()
-    v1 = group / _V1_FILE
     try:
-        if v1.exists():
-            v1.write_text(f"{number} {bytes_per_s}")
-            return
+        for group in groups:
+            if (v1 := group / _V1_FILE).exists():
+                v1.write_text(f"{number} {bytes_per_s}")
+                return
+        group = next(each for each in groups if (each / "cgroup.controllers").exists())
         control = group.parent / "cgroup.subtree_control"
         if "io" not in control.read_text().split():
             control.write_text("+io")
         (group / _V2_FILE).write_text(f"{number} rbps={bytes_per_s}")
     except OSError as error:
         raise IsolationUnavailable(
-            f"the kernel does not limit reads from /dev/{device} in {group}: {error.strerror}",
+            f"the kernel does not limit reads from /dev/{device}: {error.strerror}",
             "leave out --disk, or use a machine with the cgroup controller blkio (v1) or io (v2)",
         ) from None
