@@ -33,6 +33,7 @@ _REQUESTS: Final = 30
 _THREADS: Final = 4
 _MOST_THREADS: Final = 128
 _PATIENCE_S: Final = 60.0
+_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,11 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
         IsolationUnavailable: this machine does not hold one of them.
     """
     for job in {slow_disk.pace_of(job.cell): job for job in jobs}.values():
-        proof = prove(isolation, job)
-        if not proof.holds:
+        for _ in range(_ATTEMPTS):  # other work disturbs a read, and makes no disk faster
+            proof = prove(isolation, job)
+            if proof.holds:
+                break
+        else:
             raise IsolationUnavailable(
                 f"this machine does not hold a disk of {proof.pace}: a direct read got {proof}",
                 "stop other work on this machine, or ask for a slower disk",

@@ -73,7 +73,7 @@ def throttle(cell: Cell, device: str) -> dict[str, int]:
     return {f"/dev/{device}": rate} if device and rate else {}
 
 
-def _rates(throttle: Mapping[str, int]) -> list[dict[str, Any]]:
+def _rates(throttle: Mapping[str, int]) -> list[Mapping[str, str | int]]:
     return [{"Path": disk, "Rate": rate} for disk, rate in throttle.items()]
 
 

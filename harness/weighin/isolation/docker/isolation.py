@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -206,7 +206,7 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
-        throttle: dict[str, int] | None = None,
+        throttle: Mapping[str, int],
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client = self._client
