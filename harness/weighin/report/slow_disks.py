@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 HEADING: Final = "Slow disks"
 NOTE: Final = (
     "Ready + first pass: the time until every byte of the model was read once, plus the first forward"
-    " pass. Ready alone flatters a mapped model, whose first pass waits for the disk."
+    " pass. The time of the load alone flatters a mapped model, which waits for the disk afterwards."
 )
+_BY: Final = ("rate", "latency")
 _LINE: Final = "Dotted: the model's size divided by the rate."
 _Disk = tuple[int | None, int | None]
 """A rate in bytes per second and a latency in ns; None is that of the disk itself."""
@@ -121,7 +122,7 @@ def _field(row: _Row, disk: _Disk) -> str:
 def _draw(results: Sequence[Result], over: int) -> "Figure":
     """Draw the times over the rate (0) or the latency (1), a panel for each value of the other one."""
     rows = _rows(results)
-    others = list(dict.fromkeys(disk[1 - over] for disk in _disks(results)))
+    others = sorted({disk[1 - over] for disk in _disks(results)}, key=lambda value: value or 0)
     scenes = list(dict.fromkeys(row.scene for row in rows))
     panels = [(scene, other) for scene in scenes for other in others][: look.MAX_PANELS]
     figure, grid = look.new_figure(3.0 * len(panels), len(panels), 1)
@@ -129,16 +130,18 @@ def _draw(results: Sequence[Result], over: int) -> "Figure":
     for axes, (scene, other) in zip(grid[:, 0], panels, strict=True):
         ours = [row for row in rows if row.scene == scene]
         handles |= _draw_panel(axes, ours, over, other)
-        words = _words((None, other) if over == 0 else (other, None))
-        axes.set_title(" · ".join(filter(None, (scene, words))), fontsize=9, loc="left")
-    by = ("rate", "latency")[over]
-    title = look.headline(series(results), f"Ready + first pass over the disk's {by}:")
+        words = f"{_BY[1 - over]} {_words((None, other) if over == 0 else (other, None))}"
+        panel = f"{scene} · {words}" if len(scenes) > 1 else words
+        axes.set_title(look.verbatim(panel), fontsize=9, loc="left")
+    title = look.headline(series(results), f"Ready + first pass over the disk's {_BY[over]}:")
     lines = [f"{NOTE} {_LINE}" if over == 0 else NOTE, _caption(results)]
     look.dress(figure, title, list(handles.values()), lines)
     return figure
 
 
 def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None) -> dict[str, Any]:
+    from matplotlib.ticker import FixedLocator
+
     handles: dict[str, Any] = {}
     disks = {disk for row in rows for disk in row.by_disk if disk[1 - over] == other}
     values = sorted(value for disk in disks if (value := disk[over]) is not None)
@@ -159,8 +162,9 @@ def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
+    axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]))
     axes.minorticks_off()
-    axes.set_xlabel(("disk's rate", "disk's latency")[over], fontsize=9)
+    axes.set_xlabel(f"disk's {_BY[over]}", fontsize=9)
     axes.set_ylabel("ready + first pass, s", fontsize=9)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
