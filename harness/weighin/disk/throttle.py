@@ -4,6 +4,7 @@ The throttle delays requests to the disk itself. Pages that are in the page cach
 are read at the speed of memory: the caller drops them first.
 """
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -50,7 +51,9 @@ def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
             if (v1 := group / _V1_FILE).exists():
                 v1.write_text(f"{number} {bytes_per_s}")
                 return
-        group = next(each for each in groups if (each / "cgroup.controllers").exists())
+        unified = (each for each in groups if (each / "cgroup.controllers").exists())
+        if (group := next(unified, None)) is None:
+            raise OSError(errno.ENOENT, "there is no group for it")
         control = group.parent / "cgroup.subtree_control"
         if "io" not in control.read_text().split():
             control.write_text("+io")
