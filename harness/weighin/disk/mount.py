@@ -128,13 +128,12 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
         return "fusermount is not installed", "apt-get install fuse"
     try:
         os.close(os.open(_DEVICE, os.O_RDWR))
-    except PermissionError as error:
-        return f"{_DEVICE}: {error.strerror}", "run weighin as root"
     except OSError as error:
-        return (
-            f"{_DEVICE}: {error.strerror}",
-            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN",
+        repair = (
+            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN"
         )
+        is_refused = isinstance(error, PermissionError) and os.geteuid()
+        return f"{_DEVICE}: {error.strerror}", "run weighin as root" if is_refused else repair
     if in_container and not may_allow_others():
         return (
             "the user of a container may not read this user's FUSE file systems",
