@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import leftovers
 import pytest
 from cells import LARGE, Bench, Watched, prepared_isolation
 
@@ -17,6 +19,7 @@ from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.disk.mount import Mount, remove_stale
 from weighin.disk.pace import Pace
+from weighin.probes import stalled_reads
 from weighin.record import Outcome
 from weighin.run import disk_proof
 from weighin.suite.registry import model
@@ -157,6 +160,33 @@ def test_a_read_without_an_answer_ends_as_a_timeout_that_names_it(
     assert not [text for text in result.warnings if "SIGKILL did not end it" in text]
     assert result.cost
     assert result.cost.wall_ns / 1e9 < timeout_s + GRACE_S  # bench itself sees that nothing is left
+
+
+@pytest.mark.fuse
+def test_a_read_that_waits_is_found_from_outside(source: Path, disk: Path) -> None:
+    asked = 4 * MIB
+    with mounted(source, Pace(stall_from_bytes=MIB), disk / "mounts") as folder:
+        path = folder / "known.bin"
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        failed: list[OSError] = []
+
+        def read() -> None:
+            try:
+                os.preadv(descriptor, [mmap.mmap(-1, REQUEST_BYTES)], asked)
+            except OSError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        leftovers.wait_until(
+            lambda: stalled_reads.waiting([os.getpid()]) == [(str(path), asked)],
+            "the read was not found",
+        )
+    thread.join()  # the unmounting made it fail
+    with suppress(OSError):  # it is closed although its file system has gone
+        os.close(descriptor)
+    assert [error.errno for error in failed] == [errno.ECONNABORTED]
+    assert stalled_reads.waiting([os.getpid()]) == []
 
 
 @pytest.mark.fuse
