@@ -148,7 +148,7 @@ def test_a_read_without_an_answer_ends_as_a_timeout_that_names_it(
     strategy: str, name: str, bench: Bench, seconds_to_load: Callable[[Watched], float]
 ) -> None:
     isolation = prepared_isolation(name)
-    timeout_s = 4 + 2 * seconds_to_load(isolation)
+    timeout_s = 5 + 2 * seconds_to_load(isolation)
     stalling = Pace(stall_from_bytes=32 * MIB)
     result = bench(strategy, isolation, spec=LARGE, disk=stalling, timeout_s=timeout_s)
     print(result.message)

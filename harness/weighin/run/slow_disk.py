@@ -23,7 +23,7 @@ from weighin.isolation import delegation
 from weighin.probes import stalled_reads
 from weighin.units import format_seconds
 
-_LONG_NS: Final = 1_000_000_000  # a read waits longer than its latency by this time: it stalls
+_LONG_NS: Final = 500_000_000  # a read waits longer than its latency by this time: it stalls
 
 
 @dataclass(frozen=True, slots=True)
