@@ -6,7 +6,7 @@ timelines, because they need samples, which are not kept.
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
 block names a run and a part of the run's report: ``relative`` for the table of all series with
 times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models``, ``converting``,
-``uses`` or ``trained``, or no part for the table of all series. A run of runs.yaml that nobody has
+``disks``, ``uses`` or ``trained``, or no part for the table of all series. A run of runs.yaml that nobody has
 measured yet has a line that says so.
 A block may also name several floor searches, to compare their floors (``agreement``), or several
 runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
@@ -38,7 +38,7 @@ from pages.predicted import markdown_predicted
 from pages.relative import markdown_relative
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import after_load, floors, passes, ranks, style, survival, writing
+from weighin.report import after_load, floors, passes, ranks, slow_disks, style, survival, writing
 from weighin.report.after_load import markdown_trained
 from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
@@ -60,6 +60,7 @@ _PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
     "floors": lambda results: markdown(floors.found(results), reasons=False),
     "passes": lambda results: markdown(passes.found(results), reasons=False),
     "ranks": lambda results: markdown(ranks.found(results), reasons=False),
+    "disks": lambda results: markdown(slow_disks.found(results), reasons=False),
     "models": markdown_models,
     "converting": markdown_converting,
     "uses": lambda results: markdown(after_load.found(results), reasons=False),

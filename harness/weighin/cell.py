@@ -7,6 +7,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self
 
 from weighin.text import printable
+from weighin.units import format_latency, format_rate
 from weighin.uses import FORWARD, NONE, TO_DEVICE
 
 CacheState = Literal["cold", "warm", "as found"]
@@ -61,6 +62,9 @@ class Cell(_Named):
     format to write and ``device`` is the device that holds the model. ``environment`` holds the
     variables that are added to the parent's environment when the worker starts.
 
+    ``disk_bytes_per_s`` and ``disk_latency_ns`` slow the disk of the checkpoint down; None leaves it
+    as fast as it is.
+
     The cell of a ``command`` has the operation "command": ``strategy`` is its label, and there is
     no model, dtype or format (``of_command``).
     """
@@ -82,6 +86,8 @@ class Cell(_Named):
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     command: tuple[str, ...] = ()
+    disk_bytes_per_s: int | None = None
+    disk_latency_ns: int | None = None
     use: str = ""
 
     @classmethod
@@ -130,6 +136,15 @@ class Cell(_Named):
         return tuple(f"{name}={value}" for name, value in sorted(self.environment.items()))
 
     @property
+    def disk(self) -> tuple[str, ...]:
+        """The pace of the checkpoint's disk, as texts: ("disk=200MB/s", "disk_latency=5ms")."""
+        rate, latency_ns = self.disk_bytes_per_s, self.disk_latency_ns
+        return (
+            *([f"disk={format_rate(rate)}"] if rate else []),
+            *([f"disk_latency={format_latency(latency_ns)}"] if latency_ns else []),
+        )
+
+    @property
     def id(self) -> str:
         """The name of this cell and of its files, unique within a run."""
         return f"{self.series}-r{self.repeat}"
@@ -158,7 +173,8 @@ class Job:
     see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
     in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
     for the worker of any other cell. If there is a ``body``, the worker loads no model and reads only
-    ``cell``, ``timeout_s`` and ``python_path``.
+    ``cell``, ``timeout_s`` and ``python_path``. ``throttled_device`` is the name of the disk below /dev
+    whose reads the isolation limits to the cell's rate; empty if it limits none.
     """
 
     cell: Cell
@@ -172,6 +188,7 @@ class Job:
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None
+    throttled_device: str = ""
     use_path: str = ""
 
 

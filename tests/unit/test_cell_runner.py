@@ -47,7 +47,12 @@ class _Isolation:
         return running
 
     def start_command(
-        self, _cell: Cell, _folder: str, _streams: Streams, _mounts: Sequence[str] = ()
+        self,
+        _cell: Cell,
+        _folder: str,
+        _streams: Streams,
+        _mounts: Sequence[str] = (),
+        _throttled_device: str = "",
     ) -> Any: ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

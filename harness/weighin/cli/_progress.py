@@ -123,4 +123,5 @@ def _limits(cell: Cell) -> Iterator[str]:
         yield f"{cell.ranks} ranks"
     if cell.use:
         yield f"use {escape(cell.use)}"
+    yield from cell.disk
     yield from map(escape, cell.settings)

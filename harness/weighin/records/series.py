@@ -93,6 +93,7 @@ def name_of(cell: Cell) -> str:
         *([f"passes={cell.passes}"] if cell.passes != 1 and not (is_command or cell.use) else []),
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
+        *cell.disk,
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]

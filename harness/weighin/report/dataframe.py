@@ -16,12 +16,13 @@ from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
 from weighin.records import after_load
 from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.repeats import grouped, latest, middle, outcome_of
-from weighin.units import format_exact
+from weighin.records.verdict import through_first_pass_ns
+from weighin.units import format_exact, format_latency, format_rate
 
 # Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "ranks", "use", "format", "dtype", "cache", "isolation", "options",
+    "disk", "disk_latency", "ranks", "use", "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
@@ -33,7 +34,14 @@ BYTES: Final = (
     "use_peak_rss_bytes", "use_peak_cgroup_bytes", "use_anon_bytes", "use_anon_sampled_bytes",
     "use_child_bytes",
 )  # fmt: skip
-_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s", "use_s")
+_TIMES: Final = (
+    "import_s",
+    "import_transformers_s",
+    "load_s",
+    "ready_s",
+    "ready_and_pass_s",
+    "use_s",
+)
 _MULTIPLES: Final = ("above_import_per_model", "use_most_per_model", "use_anon_per_model")
 NUMBERS: Final = (*_TIMES, *_MULTIPLES)
 FIGURES: Final = (*_TIMES, *BYTES, *_MULTIPLES)
@@ -164,6 +172,8 @@ def _row(result: Result) -> dict[str, Any]:
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
         "vram_limit_bytes": cell.vram_limit_bytes,
+        "disk": format_rate(cell.disk_bytes_per_s) if cell.disk_bytes_per_s else None,
+        "disk_latency": format_latency(cell.disk_latency_ns) if cell.disk_latency_ns else None,
         "ranks": str(cell.ranks) if cell.ranks > 1 else None,
         "use": cell.after_load if cell.operation == "load" else None,
         "format": cell.format,
@@ -179,6 +189,7 @@ def _row(result: Result) -> dict[str, Any]:
         "import_transformers_s": _seconds(_duration_ns(result, IMPORT_TRANSFORMERS)),
         "load_s": _seconds(result.load_ns),
         "ready_s": _seconds(result.ready_ns),
+        "ready_and_pass_s": _seconds(through_first_pass_ns(result) if cell.disk else None),
         "peak_rss_bytes": peaks.rss_bytes,
         "above_import_bytes": above,
         "above_import_per_model": ratio,

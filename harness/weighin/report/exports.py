@@ -178,6 +178,7 @@ def _labels(cell: Cell) -> dict[str, str]:
         [
             *([f"ranks={cell.ranks}"] if cell.ranks > 1 else []),
             *([f"use={cell.use}"] if cell.use else []),
+            *cell.disk,
             *(f"{key}={value}" for key, value in sorted(cell.options.items())),
             *cell.settings,
         ]

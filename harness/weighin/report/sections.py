@@ -17,6 +17,7 @@ from weighin.report import (
     floors,
     passes,
     ranks,
+    slow_disks,
     survival,
     survival_plots,
     tables,
@@ -74,7 +75,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: ranks, uses, forward passes, survival, floors."""
+    """Yield the findings for which a run has data: ranks, uses, passes, slow disks, survival, floors."""
     pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
@@ -86,6 +87,10 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         yield _tables(after_load.TITLE, found, is_found=True)
     if found := passes.found(results):
         yield _tables("Forward passes", found, is_found=True)
+    if found := slow_disks.found(results):
+        yield _tables(
+            slow_disks.HEADING, found, is_found=True, pictures=slow_disks.pictures(results)
+        )
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
         yield _tables("RAM floors", floors.found(results), is_found=True)
     elif found := survival.found(results):

@@ -105,6 +105,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
             uses=tuple(use_paths),
+            disks=tuple(suite.disk),
+            disk_latencies=tuple(suite.disk_latency),
         )
     )
     planned = _without_gpu_uses(planned, site)
@@ -129,6 +131,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         use_paths={name: path for name, path in use_paths.items() if path},
         python_path=tuple(chosen.python_path),
         mounts=mounts,
+        storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
     if settings.shard and not settings.shard.of(planned):
         raise ConfigError(
