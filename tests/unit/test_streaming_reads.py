@@ -15,6 +15,7 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.loader import fill
+from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
 from weighin.loader.reads import Fillable
 from weighin.probes import page_cache
@@ -60,9 +61,9 @@ def test_reading_a_part_ends_before_the_next_begins(
     found: list[int] = []
     being_filled = fill.being_filled
 
-    def noting(fills: Sequence[Fillable], threads: int | None) -> AbstractContextManager[None]:
+    def noting(fills: Sequence[Fillable], disk: DiskReaders) -> AbstractContextManager[None]:
         found.append(sum(len(one.members) for one in fills))
-        return being_filled(fills, threads)
+        return being_filled(fills, disk)
 
     monkeypatch.setattr(fill, "being_filled", noting)
     load_streaming(Two, two[1], granularity=granularity)

@@ -1,0 +1,192 @@
+"""A disk that answers late is read by many threads, in small reads, with no more buffers than others."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from weighin.loader import disk_readers, fill
+from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES
+from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
+from weighin.loader.load import Granularity, load_streaming
+from weighin.probes import page_cache
+
+KIB, MIB = 1024, 1024**2
+MS = 1_000_000
+LATE = (TimedRead(4 * KIB, 20 * MS), TimedRead(128 * KIB, 21 * MS))
+
+
+@pytest.mark.parametrize(
+    ("reads", "threads", "piece_kib"),
+    [
+        pytest.param([(4096, 52_000)], 16, 1024, id="a local SSD"),
+        pytest.param([(4096, 499_999)], 16, 1024, id="just in time"),
+        pytest.param([(4096, 8 * MS), (128 * KIB, 300_000)], 16, 1024, id="late once, by chance"),
+        pytest.param([(4096, 1 * MS), (128 * KIB, 1_300_000)], 16, 1024, id="1 ms"),
+        pytest.param([(4096, 2 * MS), (128 * KIB, 2_500_000)], 32, 512, id="2 ms"),
+        pytest.param([(4096, 5 * MS), (128 * KIB, 5_200_000)], 64, 256, id="5 ms"),
+        pytest.param([(4096, 20 * MS), (128 * KIB, 20 * MS)], 64, 256, id="20 ms"),
+        pytest.param([(4096, 600_000), (128 * KIB, 30 * MS)], 64, 256, id="slow, not only late"),
+    ],
+)
+def test_the_first_reads_choose_the_readers(
+    reads: list[tuple[int, int]], threads: int, piece_kib: int
+) -> None:
+    chosen = choose([TimedRead(*read) for read in reads])
+    assert (chosen.threads, chosen.piece_bytes) == (threads, piece_kib * KIB)
+
+
+@given(st.lists(st.builds(TimedRead, st.integers(1, 2**40), st.integers(1, 10**12)), min_size=1))
+def test_the_buffers_of_all_threads_are_as_large_for_every_disk(reads: list[TimedRead]) -> None:
+    chosen = choose(reads)
+    assert chosen.threads * chosen.piece_bytes == DISK_THREADS * PIECE_BYTES
+    assert DISK_THREADS <= chosen.threads <= disk_readers.MOST_THREADS
+
+
+def test_one_load_looks_at_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = answering(monkeypatch, LATE)
+    disk = DiskReaders(None)
+    assert disk.of(tmp_path, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
+    assert disk.of(tmp_path, 1000, MIB) == disk.of(tmp_path, 5, MIB) == choose(LATE)
+    assert DiskReaders(3).of(tmp_path, 0, MIB) == Readers(3)  # as the caller wants
+    assert looks == [1000 + (MIB - 128 * KIB) // 2]
+
+
+def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert page_cache.drop([saved]) == 0
+    clock = iter([0, 100_000])
+    monkeypatch.setattr(disk_readers.time, "monotonic_ns", lambda: next(clock))
+    assert list(disk_readers.first_reads(saved, MIB)) == [(4096, 100_000)]
+    clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
+    assert list(disk_readers.first_reads(saved, MIB)) == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
+
+
+class Layers(nn.Module):
+    """Large tensors, many small ones, a turned one, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(3000, 2001)
+        self.small = nn.ModuleList(nn.Linear(120, 100) for _ in range(60))
+        self.turned = nn.Parameter(torch.randn(700, 900).t())
+        self.again = self.large
+        self.register_buffer("steps", torch.arange(1_000_003))
+
+
+def saved_as(path: Path) -> Path:
+    torch.manual_seed(0)
+    state = Layers().state_dict()
+    if path.suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file({name: one.clone().contiguous() for name, one in state.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["pt", "safetensors"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_as(tmp_path_factory.mktemp("late") / f"model.{request.param}")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> list[int]:
+    """Let every disk answer its first reads in these times; return the list of the reads' offsets."""
+    looks: list[int] = []
+
+    def first_reads(_file: Path, offset: int) -> Iterator[TimedRead]:
+        looks.append(offset)
+        yield from reads
+
+    monkeypatch.setattr(disk_readers, "first_reads", first_reads)
+    return looks
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh memory", "memory that is there"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
+def test_a_model_from_a_late_disk_is_right(
+    saved: Path, granularity: Granularity, dtype: torch.dtype | None,
+    fresh: bool, cold: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    right = Layers().state_dict()
+    looks = answering(monkeypatch, LATE)
+    if cold:
+        assert page_cache.drop([saved]) == 0
+    found = load_streaming(Layers if fresh else Layers(), saved, dtype=dtype, granularity=granularity).state_dict()
+    for name, tensor in right.items():
+        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], wanted), name
+    assert len(looks) == cold
+
+
+class Flights:
+    """Counts the reads under way, and keeps each of them until as many as awaited are."""
+
+    def __init__(self, awaited: int, latency_s: float) -> None:
+        self.most, self._now = 0, 0
+        self._awaited, self._latency_s = awaited, latency_s
+        self._changed = threading.Condition()
+        self._preadv = os.preadv
+
+    def preadv(self, file: int, buffers: Sequence[Any], offset: int) -> int:
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            alone = sum(map(len, buffers)) <= 3 * 64 * KIB  # the first reads, and a file's end
+            if not alone:
+                self._changed.wait_for(lambda: self.most >= self._awaited, timeout=20)
+        if alone:
+            time.sleep(self._latency_s)
+        try:
+            return self._preadv(file, buffers, offset)
+        finally:
+            with self._changed:
+                self._now -= 1
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "under_way"), [(0.0, 16), (0.02, 64)], ids=["at once", "late"]
+)
+def test_many_reads_are_under_way_at_once_if_the_disk_answers_late(
+    latency_s: float, under_way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, count = tmp_path / "model.safetensors", 2896  # 32 MiB
+    save_file({"weight": torch.zeros(count, count)}, path)
+    monkeypatch.setattr(fill, "READ_BYTES", MIB)
+    assert page_cache.drop([path]) == 0
+    if not latency_s:  # as most disks do; but nobody knows how busy this one is
+        answering(monkeypatch, [TimedRead(4096, 60_000)])
+    flights = Flights(under_way, latency_s)
+    monkeypatch.setattr(os, "preadv", flights.preadv)
+    load_streaming(lambda: nn.Linear(count, count, bias=False), path)
+    assert flights.most == under_way
+
+
+def test_small_tensors_are_read_at_once_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({f"{number}.weight": torch.randn(100, 100) for number in range(500)}, path)
+    assert page_cache.drop([path]) == 0
+    answering(monkeypatch, LATE)
+    flights = Flights(64, 0.0)
+    monkeypatch.setattr(os, "preadv", flights.preadv)
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(500)))
+
+    load_streaming(build, path)
+    assert flights.most == 64
