@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin.loader import disk_readers, fill
-from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES
+from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
 from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
 from weighin.loader.load import Granularity, load_streaming
 from weighin.probes import page_cache
@@ -53,11 +54,11 @@ def test_the_buffers_of_all_threads_are_as_large_for_every_disk(reads: list[Time
 
 
 def test_one_load_looks_at_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = answering(monkeypatch, LATE)
-    disk = DiskReaders(None)
-    assert disk.of(tmp_path, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
-    assert disk.of(tmp_path, 1000, MIB) == disk.of(tmp_path, 5, MIB) == choose(LATE)
-    assert DiskReaders(3).of(tmp_path, 0, MIB) == Readers(3)  # as the caller wants
+    looks, disk, reader = answering(monkeypatch, LATE), DiskReaders(None), PieceReader()
+    assert disk.of(reader, tmp_path, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
+    assert disk.of(reader, tmp_path, 1000, MIB) == choose(LATE)
+    assert disk.of(reader, tmp_path, 5, MIB) == choose(LATE)
+    assert DiskReaders(3).of(reader, tmp_path, 0, MIB) == Readers(3)  # as the caller wants
     assert looks == [1000 + (MIB - 128 * KIB) // 2]
 
 
@@ -67,9 +68,11 @@ def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
     assert page_cache.drop([saved]) == 0
     clock = iter([0, 100_000])
     monkeypatch.setattr(disk_readers.time, "monotonic_ns", lambda: next(clock))
-    assert list(disk_readers.first_reads(saved, MIB)) == [(4096, 100_000)]
-    clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
-    assert list(disk_readers.first_reads(saved, MIB)) == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
+    with closing(PieceReader()) as reader:
+        assert list(disk_readers.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
+        clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
+        late = list(disk_readers.first_reads(reader, saved, MIB))
+    assert late == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
 
 
 class Layers(nn.Module):
@@ -103,7 +106,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> li
     """Let every disk answer its first reads in these times; return the list of the reads' offsets."""
     looks: list[int] = []
 
-    def first_reads(_file: Path, offset: int) -> Iterator[TimedRead]:
+    def first_reads(_reader: PieceReader, _file: Path, offset: int) -> Iterator[TimedRead]:
         looks.append(offset)
         yield from reads
 

@@ -9,7 +9,6 @@ would be one chain, for which the whole load waits. All buffers together are as 
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -75,23 +74,23 @@ class DiskReaders:
         self.threads = threads
         self._readers = Readers(threads) if threads else None
 
-    def of(self, file: Path, offset: int, size: int) -> Readers:
+    def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
         """Return the readers, after a look at how soon the disk answers in this range of a file."""
         if self._readers is None and size < _SAMPLE_BYTES:
             return Readers(DISK_THREADS)
         if self._readers is None:
-            self._readers = choose(list(first_reads(file, offset + (size - _SAMPLE_BYTES) // 2)))
+            middle = offset + (size - _SAMPLE_BYTES) // 2
+            self._readers = choose(list(first_reads(reader, file, middle)))
         return self._readers
 
 
-def first_reads(file: Path, offset: int) -> Iterator[TimedRead]:
+def first_reads(reader: PieceReader, file: Path, offset: int) -> Iterator[TimedRead]:
     """Make a small read and, if it was late, one of 128 KiB; yield the time of each."""
-    with closing(PieceReader()) as reader:
-        reader.is_cached(file, offset, _SMALL_BYTES)  # opens the file before the clock
-        for size in (_SMALL_BYTES, _SAMPLE_BYTES):
-            start = time.monotonic_ns()
-            reader.piece(file, offset, size)
-            elapsed_ns = time.monotonic_ns() - start
-            yield TimedRead(size, elapsed_ns)
-            if elapsed_ns < LATE_NS:
-                return
+    reader.is_cached(file, offset, _SMALL_BYTES)  # opens the file before the clock
+    for size in (_SMALL_BYTES, _SAMPLE_BYTES):
+        start = time.monotonic_ns()
+        reader.piece(file, offset, size)
+        elapsed_ns = time.monotonic_ns() - start
+        yield TimedRead(size, elapsed_ns)
+        if elapsed_ns < LATE_NS:
+            return

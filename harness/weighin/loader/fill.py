@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -125,12 +124,7 @@ def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[N
     if not stretches:
         yield
         return
-    if is_mostly_cached(stretches):
-        readers = Readers(disk.threads or cache_threads())
-        lent = Lent((), copies(stretches, readers.threads))
-    else:
-        readers = disk.of(*_largest_read(stretches))
-        lent = _from_disk(stretches, readers)
+    readers, lent = _divided(stretches, disk)
     threads, piece_bytes = readers.threads, readers.piece_bytes
     runs = Runs(lent.borrowers, piece_bytes if readers.late else READ_BYTES)
     failed = threading.Event()
@@ -162,13 +156,22 @@ def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[N
             future.result()
 
 
-def _from_disk(stretches: Sequence[Fillable], readers: Readers) -> Lent:
-    """Return the reads of files that are not cached."""
+def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers, Lent]:
+    """Return the threads that read, and their reads."""
+    largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
+    pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
+    with closing(PieceReader()) as reader:
+        if _is_mostly_cached(pieces, reader):
+            readers = Readers(disk.threads or cache_threads())
+            return readers, Lent((), copies(stretches, readers.threads))
+        first = pieces[0]
+        readers = disk.of(reader, first.source.file, first.offset, first.source_bytes)
     if not readers.late:
-        return lend(stretches, READ_BYTES, readers.threads)
+        return readers, lend(stretches, READ_BYTES, readers.threads)
     most = readers.piece_bytes  # of memory, and of the file
     sizes = (min(most, most * one.memory.nbytes // max(1, one.source_bytes)) for one in stretches)
-    return Lent((), (p for one, size in zip(stretches, sizes, strict=True) for p in one.pieces(size)))
+    reads = (one.pieces(size) for one, size in zip(stretches, sizes, strict=True))
+    return readers, Lent((), chain.from_iterable(reads))
 
 
 def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
@@ -216,30 +219,18 @@ class _OneThreadEach:
 one_thread_each = _OneThreadEach()
 
 
-def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
-    """Tell whether most bytes of the largest of ``stretches`` are in the page cache.
+def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
+    """Tell whether most bytes of these reads are in the page cache.
 
-    Checks the pages of its first 16 reads. One missing page is no proof that the file is not
-    cached, because the kernel may have reclaimed single pages of a cached file.
+    One missing page is no proof that the file is not cached, because the kernel may have reclaimed
+    single pages of a cached file.
     """
-    largest = _largest(stretches)
     cached_bytes, all_bytes = 0.0, 0
-    with closing(PieceReader()) as reader:
-        for piece in islice(largest.pieces(READ_BYTES), _MOST_PROBED):
-            share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
-            cached_bytes += share * piece.source_bytes
-            all_bytes += piece.source_bytes
+    for piece in pieces:
+        share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
+        cached_bytes += share * piece.source_bytes
+        all_bytes += piece.source_bytes
     return cached_bytes >= _MOSTLY * all_bytes
-
-
-def _largest(stretches: Sequence[Fillable]) -> Fillable:
-    return max(stretches, key=lambda stretch: stretch.memory.nbytes)
-
-
-def _largest_read(stretches: Sequence[Fillable]) -> tuple[Path, int, int]:
-    """Return the file, the offset and the size of a read of the largest of ``stretches``."""
-    piece = next(iter(_largest(stretches).pieces(READ_BYTES)))
-    return piece.source.file, piece.offset, piece.source_bytes
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:

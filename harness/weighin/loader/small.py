@@ -139,11 +139,12 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
     """
     if not groups:
         return
-    if _is_cached(groups):
-        readers = Readers(disk.threads or cache_threads())
-    else:
-        largest = max(groups, key=lambda group: group.nbytes)
-        readers = disk.of(largest.file, largest.start, largest.nbytes)
+    with closing(PieceReader()) as reader:
+        if _is_cached(groups, reader):
+            readers = Readers(disk.threads or cache_threads())
+        else:
+            largest = max(groups, key=lambda group: group.nbytes)
+            readers = disk.of(reader, largest.file, largest.start, largest.nbytes)
     waiting = deque(part for group in groups for part in group.parts(readers.piece_bytes))
     with one_thread_each, ThreadPoolExecutor(readers.threads) as pool:
         futures = [pool.submit(_fill_some, waiting, readers) for _ in range(readers.threads)]
@@ -151,12 +152,11 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
             future.result()
 
 
-def _is_cached(groups: Sequence[Group]) -> bool:
-    with closing(PieceReader()) as reader:
-        return all(
-            reader.is_cached(group.file, group.start, group.nbytes)
-            for group in groups[:: len(groups) // _MOST_PROBED + 1]
-        )
+def _is_cached(groups: Sequence[Group], reader: PieceReader) -> bool:
+    return all(
+        reader.is_cached(group.file, group.start, group.nbytes)
+        for group in groups[:: len(groups) // _MOST_PROBED + 1]
+    )
 
 
 def _fill_some(waiting: deque[Group], readers: Readers) -> None:
