@@ -7,6 +7,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self
 
 from weighin.text import printable
+from weighin.units import format_latency, format_rate
 
 CacheState = Literal["cold", "warm", "as found"]
 Operation = Literal["load", "save", "command"]
@@ -64,6 +65,9 @@ class Cell(_Named):
     format to write and ``device`` is the device that holds the model. ``environment`` holds the
     variables that are added to the parent's environment when the worker starts.
 
+    ``disk_bytes_per_s`` and ``disk_latency_ns`` slow the disk of the checkpoint down; None leaves it
+    as fast as it is.
+
     The cell of a ``command`` has the operation "command": ``strategy`` is its label, and there is
     no model, dtype or format (``of_command``).
     """
@@ -85,6 +89,8 @@ class Cell(_Named):
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     command: tuple[str, ...] = ()
+    disk_bytes_per_s: int | None = None
+    disk_latency_ns: int | None = None
 
     @classmethod
     def of_command(
@@ -114,7 +120,7 @@ class Cell(_Named):
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         if self.model.builder.startswith(_OUR_MODELS):  # keeps the series names of 0.1
             fields["model"]["builder"] = self.model.builder.replace("weighin.", _FORMER_PACKAGE, 1)
-        for name in ("vram_limit_bytes", "ram_high_bytes"):
+        for name in ("vram_limit_bytes", "ram_high_bytes", "disk_bytes_per_s", "disk_latency_ns"):
             if fields[name] is None:
                 del fields[name]  # keeps the series names of records written before this field
         if not fields["environment"]:
@@ -131,6 +137,15 @@ class Cell(_Named):
     def settings(self) -> tuple[str, ...]:
         """The cell's environment variables as sorted texts: ("MALLOC_ARENA_MAX=2",)."""
         return tuple(f"{name}={value}" for name, value in sorted(self.environment.items()))
+
+    @property
+    def disk(self) -> tuple[str, ...]:
+        """The pace of the checkpoint's disk, as texts: ("disk=200MB/s", "disk_latency=5ms")."""
+        rate, latency_ns = self.disk_bytes_per_s, self.disk_latency_ns
+        return (
+            *([f"disk={format_rate(rate)}"] if rate else []),
+            *([f"disk_latency={format_latency(latency_ns)}"] if latency_ns else []),
+        )
 
     @property
     def id(self) -> str:
@@ -161,7 +176,8 @@ class Job:
     see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
     in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
     for the worker of any other cell. If there is a ``body``, the worker loads no model and reads only
-    ``cell``, ``timeout_s`` and ``python_path``.
+    ``cell``, ``timeout_s`` and ``python_path``. ``throttled_device`` is the name of the disk below /dev
+    whose reads the isolation limits to the cell's rate; empty if it limits none.
     """
 
     cell: Cell
@@ -175,6 +191,7 @@ class Job:
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None
+    throttled_device: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

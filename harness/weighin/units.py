@@ -19,6 +19,8 @@ _FACTORS: Final = {"": 1, "b": 1} | {
 }
 _DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
+_MEGABYTE: Final = 1000**2
+_LEAST_BYTES_PER_S: Final = 100_000  # a rate without its unit is mostly meant as MB/s
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
@@ -104,6 +106,41 @@ def parse_seconds(text: str) -> int:
             f"{text!r} is less than one nanosecond", "write a duration such as 2.5 s or 150 ms"
         )
     return nanoseconds
+
+
+def format_latency(nanoseconds: int) -> str:
+    """Return a latency without rounding, in ms: "5ms", "0.25ms"."""
+    return f"{Decimal(nanoseconds).scaleb(-6):f}".rstrip("0").rstrip(".") + "ms"
+
+
+def parse_rate(text: str) -> int:
+    """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
+
+    MB is 1000**2, as makers of disks and networks count. "/s" may be left out.
+
+    Raises:
+        ConfigError: the text is no size, or less than any disk reads.
+    """
+    size = text.strip().removesuffix("/s")
+    try:
+        rate = parse_bytes(size, decimal=True)
+    except ConfigError:
+        raise ConfigError(
+            f"cannot read {text!r} as a rate", "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
+        ) from None
+    if rate < _LEAST_BYTES_PER_S:
+        raise ConfigError(
+            f"{text!r} is less than any disk reads",
+            f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s",
+        )
+    return rate
+
+
+def format_rate(bytes_per_s: int) -> str:
+    """Return a rate without rounding, in MB/s if it is a number of them: "200MB/s", "100MiB/s"."""
+    if bytes_per_s % _MEGABYTE == 0:
+        return f"{bytes_per_s // _MEGABYTE}MB/s"
+    return f"{format_exact(bytes_per_s)}/s"
 
 
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:

@@ -59,6 +59,11 @@ def folder() -> Path:
     return Path(chosen).expanduser().absolute() if chosen else Path(user_cache_dir("weighin"))
 
 
+def use(chosen: Path) -> None:
+    """Make ``chosen`` the cache's folder, for this process and all processes that it starts."""
+    os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
+
+
 def entry_name(model: str, *origin: Any) -> str:
     """Return the name of an entry's folder: the model's name and a digest of ``origin``."""
     text = json.dumps(origin, sort_keys=True, default=str)

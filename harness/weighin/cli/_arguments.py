@@ -34,6 +34,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "address",
     "labels",
     "shard",
+    "storage",
     "trust_remote_code",
     "variant",
     "model_class",

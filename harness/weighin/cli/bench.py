@@ -30,6 +30,7 @@ EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
     "weighin bench gpt2-large --operation save --ram 8g",
+    "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
     "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
     "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
@@ -77,6 +78,27 @@ EXAMPLES = (
     " beforehand, charged to the cell's cgroup).",
 )
 @_options.formats
+@click.option(
+    "--disk",
+    default="none",
+    metavar="RATES",
+    help="Rates of the checkpoint's disk, comma-separated: 50MB/s, 200MB/s, none. They are at most what"
+    " the disk gives, are tested before the run, and need root or FUSE (the extra disk).",
+)
+@click.option(
+    "--disk-latency",
+    default="none",
+    metavar="TIMES",
+    help="Latencies of each request to the checkpoint's disk, comma-separated: 1ms, 20ms, none. They"
+    " need FUSE (the extra disk).",
+)
+@click.option(
+    "--storage",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="Put generated and converted checkpoints into this folder, on the disk to measure, instead of"
+    " the cache (WEIGHIN_CACHE). Your own checkpoint is read where it is.",
+)
 @click.option("--first-use", hidden=True)  # refused: --passes
 @click.option(
     "--passes",
@@ -179,6 +201,8 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
         "ranks": _arguments.names([typed["ranks"]]),
+        "disk": _arguments.names([typed["disk"]]),
+        "disk_latency": _arguments.names([typed["disk_latency"]]),
     }
     if variables := _arguments.environment(typed["env"]):
         asked["environment"] = variables
@@ -190,4 +214,4 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
         asked["format"] = _arguments.names([typed["fmt"]])
     shard = parse(typed["shard"]) if typed["shard"] else None
     suite = _arguments.read_suite(typed["suite"], asked)
-    return _arguments.request(typed, suite, shard=shard, engine=engine)
+    return _arguments.request(typed, suite, shard=shard, engine=engine, storage=typed["storage"])

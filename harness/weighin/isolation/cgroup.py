@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weighin.cell import Cell, Job
+from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
 from weighin.isolation.base import RunningCommand, Streams
@@ -66,7 +67,7 @@ class CgroupIsolation:
 
     def start(self, job: Job) -> "CgroupRunning":
         """Start a worker that enters its limited group before its first instruction."""
-        with _limited_groups(job.cell) as groups:
+        with _limited_groups(job.cell, job.throttled_device) as groups:
             command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
             running = CgroupRunning(command, groups, job.cell.environment)
         running.channel.send(encode_job(job))
@@ -89,7 +90,7 @@ class CgroupIsolation:
         """Kill the processes in groups whose owner is dead, and remove those groups."""
         return [
             f"cgroup {group}"
-            for root in _roots()
+            for root in _roots(throttled=True)
             for group in root.glob(f"{_PREFIX}*")
             if is_left_behind(group.name.removeprefix(_PREFIX), any_lock=any_lock)
             and not _removal_error(group, patience_s=_PATIENCE_S)
@@ -147,10 +148,15 @@ class CgroupCommand(LocalCommand):
 
 
 @contextlib.contextmanager
-def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
-    """Make the groups of a cell and set its limits; remove them if the block fails."""
-    groups = _make_groups()
+def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
+    """Make the groups of a cell and set its limits; remove them if the block fails.
+
+    ``device`` is the disk from which the cell reads at its rate at most; empty for no such limit.
+    """
+    groups = _make_groups(throttled=bool(device))
     try:
+        if device and cell.disk_bytes_per_s:
+            throttle.limit(groups, device, cell.disk_bytes_per_s)
         if cell.ram_limit_bytes is not None:
             limit(groups[0], cell.ram_limit_bytes)
         if cell.ram_high_bytes is not None:
@@ -161,11 +167,11 @@ def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
         raise
 
 
-def _roots() -> list[Path]:
+def _roots(*, throttled: bool = False) -> list[Path]:
     """Return the folders in which to create groups.
 
     The first folder is in the memory hierarchy. On a hybrid machine, a second folder is the v2
-    tree.
+    tree. If the groups are to be ``throttled``, one folder is in the hierarchy that limits reads.
 
     Raises:
         IsolationUnavailable: this user may not create a group with a memory limit.
@@ -175,7 +181,9 @@ def _roots() -> list[Path]:
         raise IsolationUnavailable("this user may not create memory cgroups", _repair())
     is_v1 = memory_hierarchy() == (1, root)
     pressure = pressure_hierarchy() if is_v1 else None
-    return [root, pressure] if pressure else [root]
+    roots = [root, pressure] if pressure else [root]
+    reads = throttle.hierarchy() if throttled else None
+    return [*roots, reads[1]] if reads and reads[0] == 1 and reads[1] not in roots else roots
 
 
 def _repair() -> str:
@@ -187,10 +195,10 @@ def _repair() -> str:
     return "run it as root"
 
 
-def _make_groups() -> list[Path]:
+def _make_groups(*, throttled: bool = False) -> list[Path]:
     name = f"{_PREFIX}{owned_name(next(_numbers))}"
     groups: list[Path] = []
-    for root in _roots():
+    for root in _roots(throttled=throttled):
         try:
             (root / name).mkdir()
         except OSError as error:

@@ -113,9 +113,9 @@ def find(
         same_machine &= CONCURRENT not in result.environment  # its times are not comparable
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
-            cell.environment,
+            cell.environment, cell.disk,
         ) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {},
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {}, wanted.disk,
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())

@@ -21,6 +21,8 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("isolation.image", "ignore"),  # a hash of the wheels; their versions are settings themselves
     ("isolation.groups", "ignore"),
     ("node.*", "ignore"),  # the name of a machine in a fleet, and not a property of it
+    ("disk.*", "ignore"),  # a cell's own setting; its series has another name
+    ("storage.*", "ignore"),  # records before this entry do not have it
     ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
     ("psi", "ignore"),
     ("governor", "ignore"),

@@ -92,6 +92,7 @@ def name_of(cell: Cell) -> str:
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 and not is_command else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
+        *cell.disk,
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]

@@ -47,7 +47,8 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
         return _PAGE_CACHE[value]
     if name in _WORDED:
         return f"{value}{_WORDED[name]}" if value else "1 rank"
-    return f"{name} {value}" if value else f"no {name}"
+    words = name.replace("_", " ")
+    return f"{words} {value}" if value else f"no {words}"
 
 
 def model_size(frame: pd.DataFrame) -> int | None:

@@ -61,7 +61,11 @@ LEFT_OUT_FIRST: Final[tuple[str, ...]] = (
     "anonymous (sampled)",
 )  # fmt: skip
 """Headings of the columns that a narrow terminal leaves out, the first of them first."""
-HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
+HEADINGS: Final = {
+    "ram_limit_bytes": "RAM limit",
+    "vram_limit_bytes": "GPU limit",
+    "disk_latency": "disk latency",
+}
 
 
 def figures_of(frame: pd.DataFrame) -> list[Column]:
@@ -80,7 +84,7 @@ def figures_of(frame: pd.DataFrame) -> list[Column]:
 def name_text(name: str, row: "pd.Series[Any]") -> str:
     """Return the value of a series in one dimension as text."""
     value = known(row[name])
-    return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
+    return captions.size(value) if name.endswith("_limit_bytes") else plain(str(value or "-"))
 
 
 def figure_text(row: "pd.Series[Any]", figure: Column) -> str:

@@ -15,12 +15,12 @@ from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
 from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.repeats import latest, middle, outcome_of
-from weighin.units import format_exact
+from weighin.units import format_exact, format_latency, format_rate
 
 # Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "ranks", "format", "dtype", "cache", "isolation", "options",
+    "disk", "disk_latency", "ranks", "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
@@ -162,6 +162,8 @@ def _row(result: Result) -> dict[str, Any]:
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
         "vram_limit_bytes": cell.vram_limit_bytes,
+        "disk": format_rate(cell.disk_bytes_per_s) if cell.disk_bytes_per_s else None,
+        "disk_latency": format_latency(cell.disk_latency_ns) if cell.disk_latency_ns else None,
         "ranks": str(cell.ranks) if cell.ranks > 1 else None,
         "format": cell.format,
         "dtype": cell.dtype,

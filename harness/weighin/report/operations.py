@@ -112,7 +112,7 @@ _NOT_OF_MODELS: Final = frozenset(
 )
 _NOT_OF_COMMANDS: Final = frozenset(
     (
-        "model", "device", "vram_limit_bytes", "ranks", "format", "dtype",
+        "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "format", "dtype",
         "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
         "written_disk_bytes", "load_s", *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
     )

@@ -28,8 +28,8 @@ GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # Each combination of these properties has its own panel; row labels show formats and options.
 SCENE: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "ranks", "dtype", "cache",
-    "isolation",
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "disk", "disk_latency",
+    "ranks", "dtype", "cache", "isolation",
 )  # fmt: skip
 
 # Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted colours for other names.

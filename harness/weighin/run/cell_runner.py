@@ -13,11 +13,12 @@ from weighin.cell import Job
 from weighin.errors import HarnessError
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment, page_cache
+from weighin.probes import storage as storages
 from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.records.thrashing import Reference
-from weighin.run import interrupts
+from weighin.run import interrupts, slow_disk
 from weighin.run import page_preconditioning as steady
 from weighin.run.measurement import CellMeasurement
 from weighin.run.supervisor import Watch
@@ -29,7 +30,10 @@ _NAMED = 3  # the most changed files that a message names
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings that all cells of a run share."""
+    """The settings that all cells of a run share.
+
+    A slow disk never answers a read behind ``stall_from_bytes``; None for one that answers all.
+    """
 
     isolation: Isolation
     run: Path
@@ -37,6 +41,7 @@ class Setting:
     interval_s: float = DEFAULT_INTERVAL_S
     steady: bool = False
     on_phase: Callable[[str], None] = lambda _: None
+    stall_from_bytes: int | None = None
 
 
 def measure(
@@ -74,12 +79,14 @@ def take(
     size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
     # Memory that the worker needs before its baseline: a save's model, a warm load's page cache.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
-    with ExitStack() as memory:
+    stall = setting.stall_from_bytes
+    with ExitStack() as memory, slow_disk.under(job, setting.isolation.name, stall) as disk:
         # Two copies of the model, and its file in the page cache: no strategy here needs more.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
+        storage = _storage(files, disk.job.checkpoint)
         with interrupts.put_off():
-            running = setting.isolation.start(job)
+            running = setting.isolation.start(disk.job)
             try:
                 watch = Watch(
                     running,
@@ -88,6 +95,7 @@ def take(
                     before_load,
                     job.cell.ranks,
                     ThrashGuard(reference, limit) if reference and limit else None,
+                    disk,
                 )
                 try:
                     watch.follow(job.timeout_s)
@@ -95,8 +103,10 @@ def take(
                 finally:
                     watch.close()
             except BaseException:
+                disk.close()  # a process that waits for it does not end
                 running.close()
                 raise
+            disk.close()
             trouble = _close(running)
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
@@ -120,7 +130,7 @@ def take(
         trace_path=run_folder.trace_path(job.cell) if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
-        environment=setting.environment | _disk(files) | watch.event_log.environment,
+        environment=setting.environment | storage | disk.means | watch.event_log.environment,
         warnings=warnings,
         ranks=tuple(
             replace(rank, samples_path=run_folder.samples_path(job.cell, number))
@@ -132,9 +142,17 @@ def take(
     return CellMeasurement(result, watch.samples, trace, watch.rank_samples, changed, trouble)
 
 
-def _disk(files: Sequence[Path]) -> dict[str, Any]:
-    """Return how much the kernel reads ahead in the mapped files of a checkpoint."""
-    return {"read_ahead_bytes": environment.read_ahead_bytes(files[0])} if files else {}
+def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:
+    """Return where a checkpoint lies, and how much the kernel reads ahead in its mapped files.
+
+    ``read_at`` is the checkpoint's path for a worker on this machine.
+    """
+    if not files:
+        return {}
+    return {
+        "storage": storages.describe(files[0]).as_json(),
+        "read_ahead_bytes": environment.read_ahead_bytes(Path(read_at)),
+    }
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:

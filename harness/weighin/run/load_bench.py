@@ -20,7 +20,7 @@ from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import Memory, Result
 from weighin.records import run_folder
-from weighin.run import interrupts, model_fault, save_target
+from weighin.run import disk_proof, interrupts, model_fault, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
@@ -135,6 +135,10 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
         steady=task.settings.steady,
         on_phase=progress.phase,
     )
+    slow = [each for each in needed if each.cell.disk and not each.skip]
+    if slow and not task.is_probed:
+        progress.preparing("reading directly, to test the slow disks", None)
+        disk_proof.check(setting, [_job(task, each, prepared) for each in slow])
     return LoadBench(task, setting, prepared, refused)
 
 

@@ -101,6 +101,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
+            disks=tuple(suite.disk),
+            disk_latencies=tuple(suite.disk_latency),
         )
     )
     preload.check(suite.environment)
@@ -123,6 +125,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         strategy_paths={info.name: str(info.path) for info, _ in strategies},
         python_path=tuple(chosen.python_path),
         mounts=mounts,
+        storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
     if settings.shard and not settings.shard.of(planned):
         raise ConfigError(

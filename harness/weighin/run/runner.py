@@ -56,6 +56,7 @@ def prepare(task: Run, progress: Progress) -> None:
     Raises:
         HarnessError: no cell can be run here.
     """
+    _use_storage(task)
     task.isolation.check()
     with interrupts.stoppable(), _alone(task, progress):
         _remove_leftovers(task, progress)
@@ -86,17 +87,27 @@ def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Benc
     return load_bench.set_up(task, cast("Sequence[Planned]", needed), progress)
 
 
+def _use_storage(task: Run) -> None:
+    if task.settings.storage:
+        from weighin.checkpoint import entries
+
+        entries.use(task.settings.storage)
+
+
 def _remove_leftovers(task: Run, progress: Progress) -> None:
     lines = task.isolation.remove_stale()
     if not task.settings.command:
-        from weighin.run import save_target
+        from weighin.disk import mount
+        from weighin.run import save_target, slow_disk
 
         lines += save_target.remove_leftovers()
+        lines += mount.remove_stale(slow_disk.root())
     for line in lines:
         progress.preparing(f"removed a leftover of a dead run: {line}", None)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
+    _use_storage(task)
     task.isolation.check()
     with interrupts.stoppable(), _alone(task, progress):  # a run that waits can be stopped
         _remove_leftovers(task, progress)

@@ -34,6 +34,7 @@ class RunSettings:
             before 0.3 looked for the limit under which a load ends at all.
         engine: the engine's name and settings; empty for cells that run one by one on this machine.
         shard: the part of the plan that this run measures; None for all of it.
+        storage: the folder for generated and converted checkpoints; None for the cache.
         command: how commands are started and watched; None for a run of loads or saves.
     """
 
@@ -53,6 +54,7 @@ class RunSettings:
     shard: Shard | None = None
     command: CommandSettings | None = None
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    storage: Path | None = None
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:
         """Return the user's checkpoint of a model; None for a generated one."""
@@ -64,12 +66,14 @@ class RunSettings:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         selection = values.pop("selection")
         values |= {"key": selection.key, "strip_prefix": selection.strip_prefix}
-        values |= {name: str(values[name]) for name in ("checkpoint", "shard") if values[name]}
+        values |= {
+            name: str(values[name]) for name in ("checkpoint", "shard", "storage") if values[name]
+        }
         if self.within is None:
             del values["aim"]
         if self.command:
             values["command"] = self.command.as_json()
-        optional = ("within", "engine", "shard", "command", "checkpoints")
+        optional = ("within", "engine", "shard", "command", "checkpoints", "storage")
         return {name: one for name, one in values.items() if one or name not in optional}
 
     @classmethod
@@ -79,6 +83,7 @@ class RunSettings:
         values = {name: one for name, one in found.items() if name in known and one is not None}
         for name, read in (
             ("checkpoint", Path),
+            ("storage", Path),
             ("shard", parse),
             ("aim", Aim),
             ("python_path", tuple),

@@ -37,6 +37,7 @@ from weighin.records import thrashing
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
+from weighin.run.slow_disk import SlowDisk
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 
@@ -54,7 +55,8 @@ class Watch:
     A worker of several ``ranks`` starts one process for each rank; each process has an event log.
     ``samples`` are those of all ranks together, ``rank_samples`` those of each rank by its number.
     ``escape`` tells how the worker got out of its limit; it is empty if the worker did not. With a
-    ``guard``, a cell that is proven to thrash is ended.
+    ``guard``, a cell that is proven to thrash is ended. A ``disk`` is taken away from a worker that
+    is killed, so that a read without an answer does not keep it.
     """
 
     def __init__(
@@ -65,9 +67,12 @@ class Watch:
         before_load: Callable[[], None] | None = None,
         ranks: int = 1,
         guard: ThrashGuard | None = None,
+        disk: SlowDisk | None = None,
     ) -> None:
         self._started_ns = time.monotonic_ns()
         self._guard = guard
+        self._disk = disk
+        self._stalled = ""
         self._stopped: Stopped | None = None
         self._logs = [EventLog() for _ in range(ranks)]
         self.event_log = self._logs[0]
@@ -114,6 +119,8 @@ class Watch:
                 return
             self._stopped = self._stopped or self._proof()
             if self._stopped:
+                if self._disk and self._stopped.timeout_s is not None:
+                    self._stalled = self._disk.stalled(self._pids())
                 self._kill()
                 return
             if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
@@ -164,6 +171,7 @@ class Watch:
         if self._stopped and self._stopped.timeout_s is not None:
             outcome = Outcome.TIMEOUT
             message = f"still running after {job.timeout_s:g} s, {rank_logs.where(self._logs)}"
+            message += f"; {self._stalled}" if self._stalled else ""
         elif self._stopped:
             outcome = Outcome.THRASHING
             message = f"{thrashing.words(self._stopped)}; {rank_logs.where(self._logs)}"
@@ -414,6 +422,16 @@ class Watch:
             warnings.append(rank_logs.lost(self._oom_kills))
         return warnings
 
+    def _pids(self) -> list[int]:
+        """Return the cell's processes that are visible; only the worker if it has no cgroup."""
+        worker = [self._running.pid] if self._running.pid else []
+        if not self._running.cgroup:
+            return worker
+        try:
+            return list(map(int, (self._running.cgroup / "cgroup.procs").read_text().split()))
+        except OSError:
+            return worker
+
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()
         if self.event_log.baseline:  # a worker that has just started is not in its cgroup yet
@@ -427,6 +445,8 @@ class Watch:
         """
         if not (self._observer and self._observer.kill()):
             self._running.kill()
+        if self._disk:
+            self._disk.close()
         self._peak_at_kill = self._observe().peak_bytes
         if self._observer:
             self._observer.raise_limit()

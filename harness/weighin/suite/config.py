@@ -4,7 +4,7 @@ Each error names the file and the key, and for an unknown key the most similar v
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.suite.yaml_file import read_mapping
-from weighin.units import MIB, format_exact, parse_bytes
+from weighin.units import MIB, format_exact, parse_bytes, parse_rate, parse_seconds
 
 DEFAULT_STRATEGIES = (
     "baseline",
@@ -61,12 +61,26 @@ def as_list(value: object) -> list[object]:
 
 def _as_limit(value: object) -> object:
     """Read one RAM limit, which is a size as text, a number of bytes, or "none" for no limit."""
+    return _read(parse_bytes, value)
+
+
+def _as_rate(value: object) -> object:
+    """Read one rate of a disk, which is a text, a number of bytes per second, or "none"."""
+    return _read(parse_rate, value)
+
+
+def _as_latency(value: object) -> object:
+    """Read one latency of a disk, which is a text such as "5ms", or "none"."""
+    return _read(parse_seconds, value)
+
+
+def _read(parse: Callable[[str], int], value: object) -> object:
     if isinstance(value, str) and value.lower() == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
         return value
     try:
-        return parse_bytes(str(value))
+        return parse(str(value))
     except ConfigError as error:
         raise ValueError(error.message, error.repair) from None
 
@@ -125,6 +139,8 @@ def _check_ram(value: int | None) -> int | None:
     raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
+_Rate = Annotated[StrictInt | None, BeforeValidator(_as_rate)]
+_Latency = Annotated[StrictInt | None, BeforeValidator(_as_latency)]
 _Ram = Annotated[Limit, AfterValidator(_check_ram)]
 
 
@@ -234,6 +250,17 @@ def _check_ranks(value: list[int], info: ValidationInfo) -> list[int]:
     return value
 
 
+def _check_disk(value: list[int | None], info: ValidationInfo) -> list[int | None]:
+    """Refuse a slow disk where nothing is read from it."""
+    if all(each is None for each in value):
+        return value
+    if info.data.get("operation") == "save":
+        raise ValueError("a save is not slowed down, only a load", "leave it out")
+    if info.data.get("cache") == "warm":
+        raise ValueError("a warm load reads the page cache, and not the disk", "leave out cache")
+    return value
+
+
 def _default_strategies(operation: str) -> list[SuiteStrategy]:
     names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
     return [SuiteStrategy(name=name) for name in names]
@@ -280,6 +307,14 @@ class Suite(Strict):
         Field(min_length=1),
     ] = [1]
     """The numbers of processes that load the model at once, each number in cells of its own."""
+    disk: Annotated[
+        list[_Rate], BeforeValidator(as_list), AfterValidator(_check_disk), Field(min_length=1)
+    ] = [None]
+    """Rates of the checkpoint's disk, such as `[50MB/s, 200MB/s, none]`: each rate in cells of its own."""
+    disk_latency: Annotated[
+        list[_Latency], BeforeValidator(as_list), AfterValidator(_check_disk), Field(min_length=1)
+    ] = [None]
+    """Latencies of each request to the checkpoint's disk, such as `[1ms, 20ms, none]`, each in cells of its own."""
     repeats: int = Field(1, ge=1, le=10_000)
     """How many times each cell is measured."""
     environment: Annotated[list[Environment], BeforeValidator(as_list), Field(min_length=1)] = [{}]

@@ -90,6 +90,8 @@ def _missing_for_gguf() -> str:
 class CellMatrix:
     """The values to combine. ``ram_limits`` and ``vram_limits`` are in bytes; None is no limit.
 
+    ``disks`` are rates in bytes per second, ``disk_latencies`` are in ns; None is that of the disk itself.
+
     ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
     that it supports. If no format is requested, each strategy runs with the model's one in
     ``own_formats``, which is the format of the user's checkpoint, or else with the first format that the
@@ -112,6 +114,8 @@ class CellMatrix:
     own_formats: Mapping[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], ...] = ({},)
     ranks: tuple[int, ...] = (1,)
+    disks: tuple[int | None, ...] = (None,)
+    disk_latencies: tuple[int | None, ...] = (None,)
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
@@ -126,6 +130,8 @@ def plan(matrix: CellMatrix) -> list[Planned]:
             matrix.models,
             matrix.ram_limits,
             matrix.vram_limits,
+            matrix.disks,
+            matrix.disk_latencies,
             matrix.ranks,
             matrix.environments,
             matrix.strategies,
@@ -168,6 +174,8 @@ def _planned(
         isolation=matrix.isolation,
         ram_limit_bytes=limits[0],
         vram_limit_bytes=limits[1],
+        disk_bytes_per_s=limits[2],
+        disk_latency_ns=limits[3],
         device=matrix.device,
         dtype=matrix.dtypes.get(model.title, "float32"),
         format=fmt,

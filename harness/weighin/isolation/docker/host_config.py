@@ -26,8 +26,12 @@ def of_worker(
     limit_bytes: int | None,
     *,
     gpu: bool,
+    throttle: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings of a worker's container: no network, no rights, a read-only root."""
+    """Return the settings of a worker's container: no network, no rights, a read-only root.
+
+    ``throttle`` has the bytes per second that it may read from a disk, by the disk's path.
+    """
     return client.create_host_config(
         **_memory(info, limit_bytes),
         network_mode="none",
@@ -40,6 +44,7 @@ def of_worker(
         tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
+        device_read_bps=[{"Path": disk, "Rate": rate} for disk, rate in (throttle or {}).items()],
         device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
     )
 

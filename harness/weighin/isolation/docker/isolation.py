@@ -120,6 +120,7 @@ class DockerIsolation:
             gpu=job.cell.device.startswith("cuda"),
             labels={"weighin.cell": job.cell.id},
             environment=environment_inside(job.cell.environment),
+            throttle=_throttle(job),
         )
         running.channel.send(encode_job(inside))
         return running
@@ -199,10 +200,13 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
+        throttle: dict[str, int] | None = None,
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client = self._client
-        host = host_config.of_worker(client, self._engine_info(), binds, limit_bytes, gpu=gpu)
+        host = host_config.of_worker(
+            client, self._engine_info(), binds, limit_bytes, gpu=gpu, throttle=throttle
+        )
         channel = None
         with self._new_container() as name:
             try:
@@ -264,3 +268,9 @@ class DockerIsolation:
         with contextlib.suppress(IsolationUnavailable):  # the engine has stopped
             for name in tuple(self._containers):
                 self._remove(name)
+
+
+def _throttle(job: Job) -> dict[str, int]:
+    """Return the bytes per second that a cell may read from a disk, by the disk's path."""
+    device, rate = job.throttled_device, job.cell.disk_bytes_per_s
+    return {f"/dev/{device}": rate} if device and rate else {}

@@ -1,0 +1,181 @@
+"""Mount the pass-through for a cell, and take the mounts of killed runs away."""
+
+import contextlib
+import os
+import re
+import shutil
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from time import monotonic_ns
+from typing import Final
+
+from weighin import child_process, install
+from weighin.disk.pace import Pace
+from weighin.disk.passthrough import may_allow_others
+from weighin.disk.unmount import unmount
+from weighin.errors import IsolationUnavailable
+from weighin.pipes import last_line
+from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.probes.storage import unescaped
+from weighin.protocol import decode_event
+from weighin.units import format_latency, format_rate
+
+_DEVICE: Final = Path("/dev/fuse")
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_KIND: Final = "fuse.weighin"
+_START_S: Final = 20.0
+_ANSWER_S: Final = 2.0
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRead:
+    """A read of a mounted file that has no answer yet, and the time since it arrived."""
+
+    path: Path
+    offset: int
+    length: int
+    waited_ns: int
+
+
+class Mount:
+    """A folder that is shown again at another place, as a disk of another pace shows it.
+
+    Attributes:
+        folder: the place; a file in it has the name that it has in the source.
+    """
+
+    def __init__(self, source: Path, pace: Pace, root: Path) -> None:
+        """Mount ``source`` below ``root``; return when its files can be read.
+
+        Raises:
+            IsolationUnavailable: FUSE refused.
+        """
+        self._source = source.absolute()
+        name = owned_name(next(_numbers))
+        self.folder = root / name / self._source.name
+        self.folder.mkdir(parents=True)
+        pairs = (
+            ("--rate", format_rate(pace.bytes_per_s) if pace.bytes_per_s else ""),
+            ("--latency", format_latency(pace.latency_ns) if pace.latency_ns else ""),
+            ("--stall-from", str(pace.stall_from_bytes or "")),
+            ("--name", name),
+        )
+        options = [word for option, value in pairs if value for word in (option, value)]
+        command = child_process.module(
+            "weighin.disk.passthrough", *options, str(self._source), str(self.folder)
+        )
+        self._child = child_process.Child(command, child_process.environment())
+        self._device: int | None = None
+        try:
+            self._await()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await(self) -> None:
+        try:
+            line = self._child.receive(_START_S)
+        except TimeoutError:
+            line = None
+        if line is None:
+            printed = last_line(self._child.stderr_tail)
+            raise IsolationUnavailable(
+                f"FUSE could not show {self._source} again" + (f": {printed}" if printed else ""),
+                "weighin doctor says what works on this machine",
+            )
+        self._device = _minor(self.folder)
+
+    def waiting(self) -> list[WaitingRead]:
+        """Return the reads that have no answer yet, the oldest first; empty if nothing tells."""
+        self._child.send(b"waiting\n")
+        try:
+            line = self._child.receive(_ANSWER_S)
+        except TimeoutError:
+            return []
+        event = decode_event(line) if line else None
+        now_ns = monotonic_ns()
+        return [
+            WaitingRead(self._source / path.lstrip("/"), offset, length, now_ns - arrival_ns)
+            for path, offset, length, arrival_ns in (event or {}).get("reads", ())
+        ]
+
+    def close(self) -> None:
+        """Fail the reads that wait, unmount, and end the process; a second call has no effect."""
+        if not self.folder.parent.exists():
+            return
+        unmount(self.folder, self._device)
+        with contextlib.suppress(TimeoutError):  # it waits for the disk below, and serves nobody
+            self._child.close()
+        _remove(self.folder.parent)
+
+
+def obstacle(*, in_container: bool) -> tuple[str, str] | None:
+    """Return why FUSE cannot show a checkpoint here, and the repair; None if nothing is known.
+
+    ``in_container`` tells whether a Docker container is to read the files.
+    """
+    if find_spec("mfusepy") is None:
+        return "mfusepy is not installed", install.command("disk")
+    if find_library("fuse") is None:
+        return "libfuse 2 is not installed", "apt-get install libfuse2"
+    if os.geteuid() and not (shutil.which("fusermount") or shutil.which("fusermount3")):
+        return "fusermount is not installed", "apt-get install fuse"
+    try:
+        os.close(os.open(_DEVICE, os.O_RDWR))
+    except OSError as error:
+        return (
+            f"{_DEVICE}: {error.strerror}",
+            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN",
+        )
+    if in_container and not may_allow_others():
+        return (
+            "the user of a container may not read this user's FUSE file systems",
+            "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup",
+        )
+    return None
+
+
+def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
+    """Unmount what killed runs left mounted; return one line for each mount."""
+    removed = []
+    for name, folder in _mounted():
+        if is_left_behind(name, any_lock=any_lock):
+            unmount(folder, _minor(folder))
+            _remove(folder.parent)
+            removed.append(f"slow disk at {folder}")
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if is_left_behind(folder.name, any_lock=any_lock):
+            _remove(folder)
+    return removed
+
+
+def _mounted() -> list[tuple[str, Path]]:
+    """Return the name and the folder of each pass-through that is mounted here."""
+    found = []
+    for line in _MOUNTS.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, name, _ = after.split(" ", 2)
+        if kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", name):
+            found.append((name, Path(unescaped(before.split(" ")[4]))))
+    return found
+
+
+def _minor(folder: Path) -> int | None:
+    """Return the minor number of the device that is mounted at a folder, without touching it."""
+    for line in _MOUNTS.read_text().splitlines():
+        fields = line.split(" ")
+        if unescaped(fields[4]) == str(folder):
+            return int(fields[2].partition(":")[2])
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of a mountpoint, if nothing is mounted there."""
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            each.rmdir()
+        folder.rmdir()

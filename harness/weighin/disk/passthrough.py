@@ -1,0 +1,205 @@
+"""Show a folder read-only through FUSE, as if it lay on a disk of another speed.
+
+    python -m weighin.disk.passthrough FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
+
+Each request gets a deadline: its arrival, plus the time that its bytes take at the rate, which all
+requests share, plus the latency, which requests spend side by side. A read asks for 128 KiB at most,
+as FUSE does. The process reads the files without their page cache, so that no cache of this machine
+answers. The page cache of the mounted files works as for any disk: buffered and mapped reads fill it,
+and direct reads do not. The process ends, and unmounts, at SIGINT or SIGTERM.
+
+With ``--name``, a parent of weighin started it: it says when it is mounted, answers each line with the
+reads that it has not answered, and unmounts when the parent ends.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from mmap import MAP_PRIVATE, PAGESIZE, mmap
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.disk.pace import Pace, Schedule
+from weighin.disk.unmount import unmount
+from weighin.parent_process import Parent
+from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
+
+LARGEST_READ_BYTES: Final = 128 * KIB  # of libfuse 2, for each request
+_LEAD_NS: Final = 90_000  # measured: what a read of 4 KiB takes without rate and latency
+_BACKGROUND: Final = (
+    64  # reads ahead in flight for all files; the kernel's default of 12 would limit the rate
+)
+_NO_SLACK_NS: Final = 1  # a thread may else be woken 50 us late
+_PR_SET_TIMERSLACK: Final = 29
+_FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
+_TIMES: Final = ("mtime", "ctime", "atime")
+_CACHED_S: Final = 3600  # the files do not change while a cell runs
+
+
+class PassThrough:
+    """The files of a folder, and the requests that wait for their answers."""
+
+    use_ns = True
+
+    def __init__(self, source: str, pace: Pace, on_mounted: Callable[[], None]) -> None:
+        self._source = source
+        self._schedule = Schedule(pace, _LEAD_NS)
+        self._stall_from = pace.stall_from_bytes
+        self._on_mounted = on_mounted
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, int, int, int]] = {}
+        self._direct: dict[int, bool] = {}
+        self._areas: list[mmap] = []  # a callback has no thread of its own to keep its buffer in
+
+    @property
+    def waiting(self) -> list[tuple[str, int, int, int]]:
+        """The reads without an answer: path, offset, length, time of arrival in ns; oldest first."""
+        return sorted(self._waiting.values(), key=lambda read: read[3])
+
+    def init(self, _path: str) -> None:
+        self._on_mounted()
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        with self._answered(0):
+            found = os.fstat(fh) if fh else Path(self._source + path).stat()
+        fields = {f"st_{name}": getattr(found, f"st_{name}") for name in _FIELDS}
+        return fields | {f"st_{name}": getattr(found, f"st_{name}_ns") for name in _TIMES}
+
+    def readdir(self, path: str, _fh: int) -> list[str]:
+        with self._answered(0):
+            return [".", "..", *(each.name for each in Path(self._source + path).iterdir())]
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        with self._answered(0):
+            return self._open(self._source + path)
+
+    def _open(self, path: str) -> int:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this file system reads through the page cache only
+                raise
+            descriptor = os.open(path, os.O_RDONLY)
+            self._direct[descriptor] = False
+        else:
+            self._direct[descriptor] = True
+        return descriptor
+
+    def release(self, _path: str, fh: int) -> int:
+        del self._direct[fh]
+        os.close(fh)
+        return 0
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        number = next(self._numbers)
+        self._waiting[number] = (path, offset, size, time.monotonic_ns())
+        try:
+            if self._stall_from is not None and offset + size > self._stall_from:
+                threading.Event().wait()
+            with self._answered(size):
+                return self._read(size, offset, fh)
+        finally:
+            del self._waiting[number]
+
+    def _read(self, size: int, offset: int, fh: int) -> bytes:
+        """Read through a buffer at the start of a page, from the start of a page, as O_DIRECT needs."""
+        before = offset % PAGESIZE
+        length = -(-(before + size) // PAGESIZE) * PAGESIZE
+        area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
+        area = area or mmap(-1, max(length, LARGEST_READ_BYTES), MAP_PRIVATE)
+        with memoryview(area) as view:
+            count = os.preadv(fh, [view[:length]], offset - before)
+            data = bytes(view[before : min(before + size, count)])
+        if len(area) == LARGEST_READ_BYTES:
+            self._areas.append(area)
+        if not self._direct[fh]:
+            os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
+        return data
+
+    @contextlib.contextmanager
+    def _answered(self, length: int) -> Iterator[None]:
+        """Hold the answer of a request, whose work is the block, until it is due."""
+        due_ns = self._schedule.due_ns(time.monotonic_ns(), length)
+        yield
+        if (left_ns := due_ns - time.monotonic_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+
+
+def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
+    """Mount a folder, and answer requests until the file system is unmounted.
+
+    With ``name``, a parent reads what this process sends, and is answered.
+    """
+    import mfusepy  # of the extra "disk"
+
+    parent = Parent() if name else None
+    on_mounted: Callable[[], None] = (lambda: parent.send("mounted")) if parent else (lambda: None)
+    files = PassThrough(str(Path(source).resolve()), pace, on_mounted)
+    if parent:
+        threading.Thread(
+            target=_listen, args=(parent, files, Path(mountpoint)), daemon=True
+        ).start()
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # inherited by threads
+    mfusepy.FUSE(
+        files,
+        mountpoint,
+        foreground=True,
+        fsname=name or "weighin",
+        subtype="weighin",
+        ro=True,
+        allow_other=may_allow_others(),
+        default_permissions=True,
+        kernel_cache=True,
+        max_background=_BACKGROUND,
+        **dict.fromkeys(("attr_timeout", "entry_timeout"), _CACHED_S),
+    )
+
+
+def may_allow_others() -> bool:
+    """Tell whether other users, as that of a container, can be given access to the mounted files."""
+    if os.geteuid() == 0:
+        return True
+    try:
+        lines = Path("/etc/fuse.conf").read_text().splitlines()
+    except OSError:
+        return False
+    return "user_allow_other" in (line.strip() for line in lines)
+
+
+def _listen(parent: Parent, files: PassThrough, mountpoint: Path) -> None:
+    """Answer each line of the parent with the reads that wait; unmount when the parent has ended."""
+    while parent.receive() is not None:
+        parent.send("waiting", reads=files.waiting)
+    unmount(mountpoint)
+    os._exit(0)  # a read that is never answered would keep this process
+
+
+def main() -> None:
+    """Run the module by hand, or as the child of a run."""
+    parser = argparse.ArgumentParser(prog="python -m weighin.disk.passthrough", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", help="the folder to show")
+    parser.add_argument("mountpoint", help="an empty folder")
+    parser.add_argument("--rate", type=parse_rate, help="of all requests together: 200MB/s")
+    parser.add_argument("--latency", type=parse_seconds, help="of each request: 5ms")
+    parser.add_argument(
+        "--stall-from",
+        type=parse_bytes,
+        help="never answer a read that ends behind this offset: 64MiB",
+    )
+    parser.add_argument("--name", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    pace = Pace(given.rate, given.latency, given.stall_from)
+    serve(given.folder, given.mountpoint, pace, given.name)
+
+
+if __name__ == "__main__":
+    main()

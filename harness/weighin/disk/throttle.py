@@ -1,0 +1,62 @@
+"""Limit the rate of a cgroup's reads from one disk, with the throttle of the kernel.
+
+The throttle delays requests to the disk itself. Pages that are in the page cache, whoever read them,
+are read at the speed of memory: the caller drops them first.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from weighin.errors import IsolationUnavailable
+from weighin.probes.storage import describe
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_V1_FILE: Final = "blkio.throttle.read_bps_device"
+_V2_FILE: Final = "io.max"
+
+
+def hierarchy() -> tuple[int, Path] | None:
+    """Return (cgroup version, mount point) of the hierarchy that can limit reads; None without one."""
+    version2: Path | None = None
+    for line in filter(None, _MOUNTS.read_text().split("\n")):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        mount = Path(before.split(" ")[4])
+        if kind == "cgroup" and "blkio" in options.split(",") and (mount / _V1_FILE).exists():
+            return 1, mount
+        if kind == "cgroup2" and "io" in (mount / "cgroup.controllers").read_text().split():
+            version2 = version2 or mount
+    return (2, version2) if version2 else None
+
+
+def device_of(path: Path) -> tuple[str, str]:
+    """Return the disk of ``path`` below /dev, and why there is none; one of both is empty."""
+    storage = describe(path)
+    if storage.device:
+        return storage.device, ""
+    return "", f"{path} lies on {storage.file_system}, which has no disk of its own"
+
+
+def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
+    """Limit the reads from the disk ``device`` in the one of these cgroups whose hierarchy can do so.
+
+    Raises:
+        IsolationUnavailable: the kernel refuses.
+    """
+    number = (Path("/sys/class/block") / device / "dev").read_text().strip()
+    try:
+        for group in groups:
+            if (v1 := group / _V1_FILE).exists():
+                v1.write_text(f"{number} {bytes_per_s}")
+                return
+        group = next(each for each in groups if (each / "cgroup.controllers").exists())
+        control = group.parent / "cgroup.subtree_control"
+        if "io" not in control.read_text().split():
+            control.write_text("+io")
+        (group / _V2_FILE).write_text(f"{number} rbps={bytes_per_s}")
+    except OSError as error:
+        raise IsolationUnavailable(
+            f"the kernel does not limit reads from /dev/{device}: {error.strerror}",
+            "leave out --disk, or use a machine with the cgroup controller blkio (v1) or io (v2)",
+        ) from None

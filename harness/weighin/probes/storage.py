@@ -1,0 +1,92 @@
+"""Describe the storage that a path lies on: its file system and device, for records and slow disks."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_SYSFS: Final = Path("/sys")
+_KINDS: Final = {
+    "overlay": "overlay",
+    "tmpfs": "tmpfs",
+    "ramfs": "tmpfs",
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "9p": "shared by the host",
+    "virtiofs": "shared by the host",
+    "cifs": "network",
+    "smb3": "network",
+    "ceph": "network",
+    "lustre": "network",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a path lies.
+
+    Attributes:
+        file_system: the kernel's name of its type, as "ext4" or "fuse.sshfs".
+        kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
+        device: the name of the whole disk below /dev, as "vda"; empty for a file system without one.
+        rotational: whether the kernel takes the disk for one with rotating plates; None without a disk.
+    """
+
+    file_system: str
+    kind: str
+    device: str = ""
+    rotational: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry for a record's environment."""
+        return {
+            "file_system": self.file_system,
+            "kind": self.kind,
+            "device": self.device or None,
+            "rotational": self.rotational,
+        }
+
+
+def describe(path: Path) -> Storage:
+    """Return the storage of ``path``, or of its nearest existing parent folder."""
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    number = nearest.stat().st_dev
+    name = file_system_of(_MOUNTS.read_text(), nearest.resolve())
+    device = disk_of(f"{os.major(number)}:{os.minor(number)}")
+    kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
+    rotational = _read(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
+    return Storage(name, kind, device, rotational == "1" if rotational else None)
+
+
+def file_system_of(mounts: str, path: Path) -> str:
+    """Return the type of the file system that a mountinfo text has at a path without links."""
+    deepest, found = 0, "unknown"
+    for line in filter(None, mounts.split("\n")):
+        before, _, after = line.partition(" - ")
+        place = Path(unescaped(before.split(" ")[4]))
+        if path.is_relative_to(place) and len(place.parts) >= deepest:  # a later mount hides others
+            deepest, found = len(place.parts), after.split(" ")[0]
+    return found
+
+
+def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
+    """Return the name of the whole disk with this device number or with a partition of it; else ""."""
+    folder = sysfs / "dev/block" / number
+    if not folder.exists():
+        return ""
+    resolved = folder.resolve()
+    return resolved.parent.name if (resolved / "partition").exists() else resolved.name
+
+
+def unescaped(text: str) -> str:
+    """Return a path of mountinfo, which writes blanks as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

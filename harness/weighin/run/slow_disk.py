@@ -1,0 +1,131 @@
+"""Put a slow disk under a cell: choose the means, and take it away after the cell.
+
+A rate alone is held by the kernel's throttle where this machine has one; a latency, and a rate on other
+machines, by the FUSE pass-through.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.cell import Cell, Job
+from weighin.checkpoint import cache
+from weighin.disk import mount, throttle
+from weighin.disk.mount import Mount
+from weighin.disk.pace import Pace
+from weighin.disk.passthrough import LARGEST_READ_BYTES
+from weighin.errors import IsolationUnavailable
+from weighin.formats.pretrained_folder import folder_of
+from weighin.isolation import delegation
+from weighin.probes import stalled_reads
+from weighin.units import format_seconds
+
+_LONG_NS: Final = 1_000_000_000  # a read waits longer than its latency by this time: it stalls
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDisk:
+    """The disk under one cell.
+
+    Attributes:
+        job: the cell's job, with the checkpoint where its worker reads it.
+        means: the record's entry: how the disk is slowed down; empty for a disk as fast as it is.
+    """
+
+    job: Job
+    means: dict[str, Any]
+    mount: Mount | None = None
+
+    def stalled(self, pids: list[int]) -> str:
+        """Return which file a process waits for, at which offset, as words; empty if none does."""
+        reads = self.mount.waiting() if self.mount else []
+        patience_ns = (self.job.cell.disk_latency_ns or 0) + _LONG_NS
+        if reads and reads[0].waited_ns > patience_ns:
+            first = reads[0]
+            return (
+                f"the read of {first.path} at offset {first.offset} has had no answer for"
+                f" {format_seconds(first.waited_ns)}"
+            )
+        for path, offset in stalled_reads.waiting(pids):
+            return f"the read of {path} at offset {offset} has no answer"
+        return ""
+
+    def close(self) -> None:
+        """Fail the reads that wait, so that their processes can end, and unmount; repeatable."""
+        if self.mount:
+            self.mount.close()
+
+
+@contextmanager
+def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iterator[SlowDisk]:
+    """Slow the disk of a job's checkpoint down until the end of the block.
+
+    ``stall_from_bytes`` is the offset behind which no read is ever answered; None for none.
+
+    Raises:
+        IsolationUnavailable: this machine cannot do so.
+    """
+    pace = replace(pace_of(job.cell), stall_from_bytes=stall_from_bytes)
+    checkpoint = Path(job.checkpoint)
+    device = device_to_throttle(pace, checkpoint, isolation) if pace else ""
+    if not pace or device:
+        means = {"disk": {"means": "throttle", "device": device}} if device else {}
+        yield SlowDisk(replace(job, throttled_device=device), means)
+        return
+    folder = folder_of(checkpoint)
+    mounted = Mount(folder, pace, root())
+    try:
+        inside = replace(job, checkpoint=str(mounted.folder / checkpoint.relative_to(folder)))
+        means = {"disk": {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}}
+        yield SlowDisk(inside, means, mounted)
+    finally:
+        mounted.close()
+
+
+def pace_of(cell: Cell) -> Pace:
+    """Return the pace of a cell's disk."""
+    return Pace(cell.disk_bytes_per_s, cell.disk_latency_ns)
+
+
+def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
+    """Return the disk whose reads the kernel is to limit; empty if FUSE is to hold the pace.
+
+    Raises:
+        IsolationUnavailable: this machine can do neither.
+    """
+    device, why = "", "the kernel's throttle gives no latency"
+    if pace.latency_ns is None and pace.stall_from_bytes is None:
+        why = _without_throttle(isolation)
+        if not why:
+            device, why = throttle.device_of(checkpoint)
+        if device:
+            return device
+    if obstacle := mount.obstacle(in_container=isolation == "docker"):
+        message, repair = obstacle
+        raise IsolationUnavailable(f"a disk of {pace} needs FUSE, because {why}: {message}", repair)
+    return ""
+
+
+def root() -> Path:
+    """Return the folder below which the slow disks of all runs are mounted."""
+    return cache.folder() / "disks"
+
+
+def _without_throttle(isolation: str) -> str:
+    """Return why an isolation's cells cannot be throttled; empty if they can."""
+    if isolation == "docker":
+        return ""
+    if isolation != "cgroup":
+        return f"--isolation {isolation} has no cgroup to throttle"
+    hierarchy = throttle.hierarchy()
+    if hierarchy is None:
+        return "this machine has no cgroup controller that limits reads (blkio or io)"
+    version, place = hierarchy
+    if version == 1:
+        return "" if os.access(place, os.W_OK) else f"this user may not make groups in {place}"
+    groups = delegation.groups_root()
+    controllers = (groups / "cgroup.controllers").read_text().split() if groups else []
+    return "" if "io" in controllers else f"{groups} lacks the controller io"
