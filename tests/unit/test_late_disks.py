@@ -127,7 +127,9 @@ def test_a_model_from_a_late_disk_is_right(
     looks = answering(monkeypatch, LATE)
     if cold:
         assert page_cache.drop([saved]) == 0
-    found = load_streaming(Layers if fresh else Layers(), saved, dtype=dtype, granularity=granularity).state_dict()
+    found = load_streaming(
+        Layers if fresh else Layers(), saved, dtype=dtype, granularity=granularity
+    ).state_dict()
     for name, tensor in right.items():
         wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         assert torch.equal(found[name], wanted), name

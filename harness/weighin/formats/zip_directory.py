@@ -179,9 +179,10 @@ class Archive:
             descriptor = self._file.fileno()
         except OSError:
             return {}  # an archive inside another file has few records
+        entries = [one for one in entries if one.local_at < self._size]
         if hasattr(os, "posix_fadvise"):
             for one in entries:
-                if one.local_at < self._size and not (late and _is_data(one.name)):
+                if not (late and _is_data(one.name)):
                     size = DEFAULT_BUFFER_SIZE + (min(one.size, _MOST_AHEAD_BYTES) if late else 0)
                     os.posix_fadvise(descriptor, one.local_at, size, os.POSIX_FADV_WILLNEED)
         if not late:

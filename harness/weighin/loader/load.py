@@ -120,7 +120,7 @@ def load_streaming(
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
     loaded, was_meta = _load(
-        model, Path(checkpoint), selection, device, dtype, threads, granularity
+        model, Path(checkpoint), selection, device, dtype, DiskReaders(threads), granularity
     )
     skeleton.give_back_heap()  # objects that only the load needed
     if dtype is not None or was_meta or _is_elsewhere(loaded, device):
@@ -134,7 +134,7 @@ def _load(
     selection: Selection,
     device: torch.device,
     dtype: torch.dtype | None,
-    threads: int | None,
+    disk: DiskReaders,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
@@ -171,7 +171,6 @@ def _load(
     del loads
     if any(others for _, others in batches):
         place = _Placer(modules_of(model), log, device, dtype)
-    disk = DiskReaders(threads)
     while batches:
         groups, others = batches.pop(0)
         small.fill_all(groups, disk)
@@ -182,7 +181,7 @@ def _load(
         plain, computed = converted.split(fills)
         with fill.being_filled(plain, disk):
             pass
-        converted.fill_all(computed, threads)
+        converted.fill_all(computed, disk.threads)
     if mapped and mapped.conversions:
         from weighin.loader import (
             converting,  # imports transformers' functions, which few loads need

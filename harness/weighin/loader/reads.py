@@ -223,7 +223,9 @@ class _GpuCopier:
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # it allocated the memory
-        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"
+        ]
         self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
 
