@@ -80,11 +80,11 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.large = nn.Linear(3000, 2001)
-        self.small = nn.ModuleList(nn.Linear(120, 100) for _ in range(60))
-        self.turned = nn.Parameter(torch.randn(700, 900).t())
+        self.large = nn.Linear(1000, 1001)
+        self.small = nn.ModuleList(nn.Linear(120, 100) for _ in range(20))
+        self.turned = nn.Parameter(torch.randn(700, 300).t())
         self.again = self.large
-        self.register_buffer("steps", torch.arange(1_000_003))
+        self.register_buffer("steps", torch.arange(100_003))
 
 
 def saved_as(path: Path) -> Path:
@@ -117,7 +117,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> li
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh memory", "memory that is there"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
+@pytest.mark.parametrize("granularity", ["all", "tensor"])
 def test_a_model_from_a_late_disk_is_right(
     saved: Path, granularity: Granularity, dtype: torch.dtype | None,
     fresh: bool, cold: bool, monkeypatch: pytest.MonkeyPatch,
@@ -125,6 +125,7 @@ def test_a_model_from_a_late_disk_is_right(
     torch.manual_seed(0)
     right = Layers().state_dict()
     looks = answering(monkeypatch, LATE)
+    saved.read_bytes()
     if cold:
         assert page_cache.drop([saved]) == 0
     found = load_streaming(
@@ -185,12 +186,12 @@ def test_small_tensors_are_read_at_once_too(
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_file({f"{number}.weight": torch.randn(100, 100) for number in range(500)}, path)
-    assert page_cache.drop([path]) == 0
     answering(monkeypatch, LATE)
     flights = Flights(64, 0.0)
     monkeypatch.setattr(os, "preadv", flights.preadv)
 
     def build() -> nn.Module:
+        assert page_cache.drop([path]) == 0  # also what the kernel read ahead behind the header
         return nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(500)))
 
     load_streaming(build, path)
