@@ -130,6 +130,7 @@ def test_the_model_of_another_checkpoint_is_refused_after_it_was_built(
         load_streaming(lambda: torch.nn.Linear(2500, 4001), two[1])
 
 
+@pytest.mark.usefixtures("disk_in_time")
 @pytest.mark.parametrize(
     ("cold", "processors", "threads"),
     [(True, 2, 16), (False, 1, 1), (False, 2, 2), (False, 64, 4)],

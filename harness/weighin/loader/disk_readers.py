@@ -4,7 +4,7 @@ A local disk answers a small read within some tenths of a millisecond, and is fa
 reads. Storage behind a network answers after some milliseconds, and a large read may be a chain of
 requests: FUSE makes requests of 128 KiB, one after the other. One thread then gets the size of a
 request per latency, so many threads must read at once. Their reads are small: the last large read
-would be one chain, for which the whole load waits. All buffers together are as large as before.
+would be one chain, for which the whole load waits. All buffers together are smaller.
 """
 
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
+from weighin.loader.vectored import ALIGNMENT, down
 
 MOST_THREADS: Final = 64
 """The largest number of threads that read from a disk."""
@@ -23,6 +24,9 @@ LATE_NS: Final = 500_000
 200,000 ns."""
 
 _WANTED_BYTES_PER_S: Final = 10**9  # of all threads together, if the disk's rate allows it
+_BUFFER_BYTES: Final = (
+    8 * 1024**2
+)  # of all threads; half as large as else, as threads take memory too
 _SMALL_BYTES: Final = 4096
 _SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
 
@@ -60,7 +64,7 @@ def choose(reads: Sequence[TimedRead]) -> Readers:
     threads = DISK_THREADS
     while threads < MOST_THREADS and threads * nbytes * 1e9 < _WANTED_BYTES_PER_S * ns:
         threads *= 2
-    return Readers(threads, PIECE_BYTES * DISK_THREADS // threads, late=True)
+    return Readers(threads, _BUFFER_BYTES // threads - 2 * ALIGNMENT, late=True)
 
 
 class DiskReaders:
@@ -79,7 +83,7 @@ class DiskReaders:
         if self._readers is None and size < _SAMPLE_BYTES:
             return Readers(DISK_THREADS)
         if self._readers is None:
-            middle = offset + (size - _SAMPLE_BYTES) // 2
+            middle = down(offset + (size - _SAMPLE_BYTES) // 2, ALIGNMENT)
             self._readers = choose(list(first_reads(reader, file, middle)))
         return self._readers
 
