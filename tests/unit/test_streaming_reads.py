@@ -177,6 +177,7 @@ def test_a_cached_file_stays_cached_if_the_kernel_reclaims_a_few_of_its_pages(
     assert started == [2]
 
 
+@pytest.mark.usefixtures("disk_in_time")
 def test_small_tensors_that_are_converted_do_not_wait_for_a_disk_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
