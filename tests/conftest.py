@@ -152,6 +152,14 @@ def _index_missing() -> str:
     return "" if answer.returncode == 0 else "pip reaches no index: see pip config list"
 
 
+@cache
+def _fuse_missing() -> str:
+    from weighin.disk import mount
+
+    found = mount.obstacle(in_container=False)
+    return ": ".join(found) if found else ""
+
+
 def _root_missing() -> str:
     return (
         ""
@@ -171,6 +179,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "ray": _ray_missing,
     "index": _index_missing,
     "root": _root_missing,
+    "fuse": _fuse_missing,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from weighin.disk import throttle
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 
 _PATIENCE_S = 10.0
@@ -40,7 +41,8 @@ def end(found: list[str]) -> None:
 def groups(owner: int) -> list[Path]:
     """Return the cgroups in which process ``owner`` ran its cells."""
     hierarchy = memory_hierarchy()
-    roots = {hierarchy[1] if hierarchy else None, pressure_hierarchy()} - {None}
+    reads = throttle.hierarchy()
+    roots = {each[1] for each in (hierarchy, reads) if each} | {pressure_hierarchy()} - {None}
     found = [Path(folder) for root in roots if root for folder, _, _ in os.walk(root)]  # some end
     return [group for group in found if group.name.startswith(f"weighin.{owner}-")]
 
@@ -62,9 +64,15 @@ def containers(owner: int) -> list[str]:
     return [c["Names"][0] for c in found if c["Labels"]["weighin.owner"].startswith(mine)]
 
 
+def mounts(owner: int) -> list[str]:
+    """Return the slow disks that process ``owner`` mounted."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in lines if f" fuse.weighin {owner}-" in line]
+
+
 def all_of(owner: int, mark: str) -> list[str]:
     """Return all leftovers of process ``owner``, whose children have ``mark`` in their environment."""
-    leftovers = [*groups(owner), *containers(owner), *processes(mark)]
+    leftovers = [*groups(owner), *containers(owner), *processes(mark), *mounts(owner)]
     return [str(leftover) for leftover in leftovers]
 
 

@@ -16,6 +16,7 @@ import leftovers
 
 from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
 from weighin.checkpoint import cache as checkpoints
+from weighin.disk.pace import Pace
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import temporary_group
@@ -28,6 +29,8 @@ from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.units import MIB
 
 UNNAMED = "other"  # weighin.worker.phases: on a busy machine there is such a stretch now and then
+
+AS_IT_IS = Pace()
 
 FILE_BYTES = 64 * MIB
 """Size of ``known.bin``: a file of known size to map."""
@@ -99,6 +102,7 @@ class Bench:
         dtype: str = "float32",
         fmt: str = "",
         reference: Reference | None = None,
+        disk: Pace = AS_IT_IS,
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
@@ -122,6 +126,8 @@ class Bench:
             operation=operation,
             environment=environment or {},
             ranks=ranks,
+            disk_bytes_per_s=disk.bytes_per_s,
+            disk_latency_ns=disk.latency_ns,
         )
         job = Job(
             cell,
@@ -131,7 +137,9 @@ class Bench:
             timeout_s=timeout_s,
             python_path=(str(known_file(self.strategies).parent),),  # containers see it, too
         )
-        setting = Setting(isolation, self.run, {}, on_phase=on_phase)
+        setting = Setting(
+            isolation, self.run, {}, on_phase=on_phase, stall_from_bytes=disk.stall_from_bytes
+        )
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
         model_bytes = checkpoint.manifest().model_bytes(dtype)
         with save_target.target(model_bytes) if operation == "save" else nullcontext("") as target:

@@ -22,7 +22,7 @@ ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 def test_only_groups_of_dead_owners_are_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "_roots", lambda: [tmp_path])
+    monkeypatch.setattr(cgroup, "_roots", lambda **_: [tmp_path])
     monkeypatch.delenv(LOCK_VARIABLE)
     dead, living = tmp_path / f"weighin.{ENDED}.0", tmp_path / f"weighin.{this_process()}.0"
     leaf = tmp_path / delegation.PARENT_LEAF  # an ordinary user's own process is in it

@@ -38,6 +38,7 @@ VERBS = {
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
             "weighin bench gpt2-large --operation save --ram 8g",
+            "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
             "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
             "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",

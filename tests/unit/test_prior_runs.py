@@ -69,6 +69,8 @@ def test_commands_do_not_count(tmp_path: Path) -> None:
         {"model": replace(WANTED.model, kwargs={})},
         {"operation": "save"},
         {"vram_limit_bytes": GIB},
+        {"disk_bytes_per_s": 200_000_000},
+        {"disk_latency_ns": 5_000_000},
     ],
 )
 def test_other_loads_do_not_count(tmp_path: Path, other: dict[str, Any]) -> None:

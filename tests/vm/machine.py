@@ -27,7 +27,16 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = ("kernel", "instrument", "killed", "floor", "outer-limit", "namespaces", "doctor")
+STEPS = (
+    "kernel",
+    "instrument",
+    "slow-disk",
+    "killed",
+    "floor",
+    "outer-limit",
+    "namespaces",
+    "doctor",
+)
 """What the script ``inside`` does, in its order."""
 NIGHTLY_STEPS = ("ordinary-user", "more-loads")
 """What it does before in a nightly run: a load imports torch, which takes half a minute there."""

@@ -46,6 +46,7 @@ class Mount:
 
     Attributes:
         folder: the place; a file in it has the name that it has in the source.
+        pid: of the process that answers.
     """
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
@@ -69,6 +70,7 @@ class Mount:
             "weighin.disk.passthrough", *options, str(self._source), str(self.folder)
         )
         self._child = child_process.Child(command, child_process.environment())
+        self.pid = self._child.pid
         self._device: int | None = None
         try:
             self._await()

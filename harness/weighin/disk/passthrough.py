@@ -36,6 +36,7 @@ _BACKGROUND: Final = (
     64  # reads ahead in flight for all files; the kernel's default of 12 would limit the rate
 )
 _NO_SLACK_NS: Final = 1  # a thread may else be woken 50 us late
+_PRIORITY: Final = -15
 _PR_SET_TIMERSLACK: Final = 29
 _FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
 _TIMES: Final = ("mtime", "ctime", "atime")
@@ -147,6 +148,8 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
         threading.Thread(
             target=_listen, args=(parent, files, Path(mountpoint)), daemon=True
         ).start()
+    with contextlib.suppress(PermissionError):  # only root may; a disk waits for no processor
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # inherited by threads
     mfusepy.FUSE(
         files,

@@ -1,54 +1,65 @@
-"""A strategy that reads its checkpoint directly, with which weighin tests a slow disk.
+"""Read a file directly, and print how long that took: with it, weighin tests a slow disk.
 
-Options: bytes to read in the phase "rate", bytes to read before it, threads that read at once, and the
-number of small reads in the phase "latency".
+    python probe.py FILE OPTIONS
+
+OPTIONS is JSON: the number of small reads that are timed one by one (``requests``), and the bytes that
+are timed (``bytes``) after others that are not (``before``), with several ``threads`` at once. The file
+is read from its start again at its end. The program uses the standard library alone, so that it also
+runs in a container.
 """
 
+import json
 import os
+import statistics
+import sys
 import threading
+import time
 from mmap import PAGESIZE, mmap
-from pathlib import Path
-
-import torch
-
-from weighin.strategy import Load, files
-
-FORMATS = ("pt",)
-DEVICES = ("cpu",)
-OPTIONS = ("bytes", "before", "threads", "requests")
 
 _BLOCK_BYTES = 128 * 1024
 
 
-def load(job: Load) -> torch.nn.Module:
-    options = job.options
-    path = max(files(job.checkpoint), key=lambda each: each.stat().st_size)
+def main() -> None:
+    path, text = sys.argv[1:]
+    options = json.loads(text)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    with job.phase("latency"):
-        _read(descriptor, path, PAGESIZE, options["requests"] * PAGESIZE, 1)
-    _read(descriptor, path, _BLOCK_BYTES, options["before"], options["threads"])
-    with job.phase("rate"):
-        _read(descriptor, path, _BLOCK_BYTES, options["bytes"], options["threads"])
-    os.close(descriptor)
-    return torch.nn.Module()
+    size = os.fstat(descriptor).st_size
+    area = mmap(-1, PAGESIZE)
+    times_ns = []
+    for number in range(options["requests"]):
+        start_ns = time.monotonic_ns()
+        os.preadv(descriptor, [area], number * PAGESIZE % max(PAGESIZE, size - PAGESIZE))
+        times_ns.append(time.monotonic_ns() - start_ns)
+    blocks = max(1, size // _BLOCK_BYTES)
+    _read(descriptor, blocks, options["before"], options["threads"])
+    start_ns = time.monotonic_ns()
+    read_bytes = _read(descriptor, blocks, options["bytes"], options["threads"])
+    spent_ns = time.monotonic_ns() - start_ns
+    latency_ns = statistics.median(times_ns) if times_ns else None
+    print(json.dumps({"latency_ns": latency_ns, "bytes": read_bytes, "spent_ns": spent_ns}))
 
 
-def _read(descriptor: int, path: Path, block_bytes: int, wanted_bytes: int, threads: int) -> None:
-    """Read as many bytes as wanted, from the file's start again at its end, with several threads."""
-    last_block = max(1, path.stat().st_size // block_bytes)
-    blocks = iter(range(-(-wanted_bytes // block_bytes)))
+def _read(descriptor: int, blocks: int, wanted_bytes: int, threads: int) -> int:
+    """Read at least as many bytes as wanted, with several threads; return how many were read."""
+    numbers = iter(range(-(-wanted_bytes // _BLOCK_BYTES)))
     lock = threading.Lock()
+    counts: list[int] = []
 
     def work() -> None:
-        area = mmap(-1, block_bytes)
+        area = mmap(-1, _BLOCK_BYTES)
         while True:
             with lock:
-                if (number := next(blocks, None)) is None:
+                if (number := next(numbers, None)) is None:
                     return
-            os.preadv(descriptor, [area], number % last_block * block_bytes)
+            counts.append(os.preadv(descriptor, [area], number % blocks * _BLOCK_BYTES))
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    return sum(counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -45,16 +45,17 @@ def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
         IsolationUnavailable: the kernel refuses.
     """
     number = (Path("/sys/class/block") / device / "dev").read_text().strip()
+    v1 = [group for group in groups if (group / _V1_FILE).exists()]
+    v2 = [group for group in groups if (group / "cgroup.controllers").exists()]
     try:
-        for group in groups:
-            if (v1 := group / _V1_FILE).exists():
-                v1.write_text(f"{number} {bytes_per_s}")
-                return
-        group = next(each for each in groups if (each / "cgroup.controllers").exists())
-        control = group.parent / "cgroup.subtree_control"
-        if "io" not in control.read_text().split():
-            control.write_text("+io")
-        (group / _V2_FILE).write_text(f"{number} rbps={bytes_per_s}")
+        if v1:
+            (v1[0] / _V1_FILE).write_text(f"{number} {bytes_per_s}")
+            return
+        for group in v2[:1]:
+            control = group.parent / "cgroup.subtree_control"
+            if "io" not in control.read_text().split():
+                control.write_text("+io")
+            (group / _V2_FILE).write_text(f"{number} rbps={bytes_per_s}")
     except OSError as error:
         raise IsolationUnavailable(
             f"the kernel does not limit reads from /dev/{device}: {error.strerror}",

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
+from weighin.disk import mount
+from weighin.doctor import disks
 from weighin.doctor.capabilities import Capability, figures
 from weighin.errors import HarnessError
 from weighin.isolation import delegation, select
@@ -24,7 +26,7 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 from weighin.record import Outcome
-from weighin.run import command_runner
+from weighin.run import command_runner, slow_disk
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
@@ -64,13 +66,14 @@ class Examination:
 def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` gets a line before each step that takes long.
 
-    The function removes the containers, cgroups and folders that killed runs left behind, and reports them;
+    The function removes the containers, cgroups, mounts and folders that killed runs left behind, and reports them;
     with ``clean`` also those of runs with another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
     folders = map(_removed, command_runner.remove_leftovers())
-    return Examination((*folders, *limits, *figures(), *_machine()))
+    mounts = map(_removed, mount.remove_stale(slow_disk.root(), any_lock=clean))
+    return Examination((*folders, *mounts, *limits, *figures(), *_machine()))
 
 
 def table(examination: Examination) -> Table:
@@ -94,12 +97,15 @@ def _isolation(
     yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
+        yield from disks.examine(isolation, say)
         return
     say(f"running a probe into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
     try:
         yield _prove(isolation, say)
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
+        return
+    yield from disks.examine(isolation, say)
 
 
 def _removed(line: str) -> Capability:

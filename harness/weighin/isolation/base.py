@@ -201,11 +201,17 @@ class Isolation(Protocol):
         ...
 
     def start_command(
-        self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
+        self,
+        cell: Cell,
+        folder: str,
+        streams: Streams,
+        mounts: Sequence[str] = (),
+        throttled_device: str = "",
     ) -> RunningCommand:
         """Start the command of this cell in a working folder, under the cell's limits.
 
-        A container sees ``folder`` and, read-only, ``mounts``, each at its own path.
+        A container sees ``folder`` and, read-only, ``mounts``, each at its own path. The command
+        reads from the disk ``throttled_device`` at the cell's rate at most (``Job``).
         """
         ...
 

@@ -74,10 +74,15 @@ class CgroupIsolation:
         return running
 
     def start_command(
-        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+        self,
+        cell: Cell,
+        folder: str,
+        streams: Streams,
+        _mounts: Sequence[str] = (),
+        throttled_device: str = "",
     ) -> RunningCommand:
         """Start a command that enters its limited group before its first instruction."""
-        with _limited_groups(cell) as groups:
+        with _limited_groups(cell, throttled_device) as groups:
             return CgroupCommand(
                 cell.command,
                 folder=folder,

@@ -50,7 +50,12 @@ class ProcessIsolation:
         return running
 
     def start_command(
-        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+        self,
+        cell: Cell,
+        folder: str,
+        streams: Streams,
+        _mounts: Sequence[str] = (),
+        _throttled_device: str = "",
     ) -> RunningCommand:
         return ProcessCommand(cell, folder, streams)
 

@@ -106,6 +106,17 @@ def used_ns(result: Result) -> int | None:
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
 
 
+def through_first_pass_ns(result: Result) -> int | None:
+    """Return the time until ready plus the first forward pass; None if the model was not called.
+
+    A mapped model may be ready before it has read its file; its first pass then waits for the disk.
+    """
+    first = next((each for each in result.phases if each.name == "forward"), None)
+    if result.ready_ns is None or first is None:
+        return None
+    return result.ready_ns + first.end_ns - first.start_ns
+
+
 def refaults(result: Result) -> int | None:
     """Return the pages that were read again during the load and the forward passes."""
     loading = result.faults.workingset_refault_file if result.faults else None

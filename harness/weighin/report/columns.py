@@ -34,6 +34,7 @@ _COLUMNS: Final = {
         Column("import_transformers_s", "import transformers", "s"),
         Column("load_s", "load", "s"),
         Column("ready_s", "ready", "s"),
+        Column("ready_and_pass_s", "ready + first pass", "s"),
         Column("needed_bytes", "needs", "GiB", GIB, 3, "needed_is_sampled"),
         Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
         Column(ABOVE_IMPORT, "above import", "x model"),

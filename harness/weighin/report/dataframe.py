@@ -15,6 +15,7 @@ from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
 from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.verdict import through_first_pass_ns
 from weighin.units import format_exact, format_latency, format_rate
 
 # Properties that together with the strategy identify a series, in the order of columns.
@@ -30,7 +31,7 @@ BYTES: Final = (
     "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
     "pss_bytes", "sum_of_peaks_bytes", "needed_bytes", "shmem_sampled_bytes", "exit_code",
 )  # fmt: skip
-_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s")
+_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s", "ready_and_pass_s")
 NUMBERS: Final = (*_TIMES, "above_import_per_model")
 FIGURES: Final = (*_TIMES, *BYTES, "above_import_per_model")
 _LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
@@ -178,6 +179,7 @@ def _row(result: Result) -> dict[str, Any]:
         "import_transformers_s": _seconds(_duration_ns(result, IMPORT_TRANSFORMERS)),
         "load_s": _seconds(result.load_ns),
         "ready_s": _seconds(result.ready_ns),
+        "ready_and_pass_s": _seconds(through_first_pass_ns(result) if cell.disk else None),
         "peak_rss_bytes": peaks.rss_bytes,
         "above_import_bytes": above,
         "above_import_per_model": ratio,

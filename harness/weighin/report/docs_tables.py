@@ -5,7 +5,7 @@ timelines, because they need samples, which are not kept.
 
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
 block names a run and a part of the run's report: ``relative`` for the table of all series with
-times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models`` or ``converting``, or no part for
+times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``disks``, ``models`` or ``converting``, or no part for
 the table of all series.
 A block may also name several floor searches, to compare their floors (``agreement``), or several
 runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
@@ -40,6 +40,7 @@ from weighin.report.passes import markdown_passes
 from weighin.report.predicted import markdown_predicted
 from weighin.report.ranks import markdown_ranks
 from weighin.report.relative import markdown_relative
+from weighin.report.slow_disks import markdown_slow_disks
 from weighin.report.survival import markdown_survival
 from weighin.report.tables import markdown_table
 
@@ -59,6 +60,7 @@ _PARTS: Final = {
     "floors": markdown_floors,
     "passes": markdown_passes,
     "ranks": markdown_ranks,
+    "disks": markdown_slow_disks,
     "models": markdown_models,
     "converting": markdown_converting,
 }

@@ -94,6 +94,7 @@ class Kind:
 ABOVE_IMPORT: Final = "above_import_per_model"
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
+ON_SLOW_DISKS: Final = "ready_and_pass_s"
 _CUDA: Final = (
     "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
     "cuda_driver_sampled_bytes", "peak_pinned_bytes",
@@ -101,11 +102,11 @@ _CUDA: Final = (
 _WRITTEN: Final = ("written_bytes", "written_files")
 _OF_ALL_RANKS: Final = ("pss_bytes", "sum_of_peaks_bytes")
 _OF_MODELS: Final = (
-    "load_s", "ready_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
+    "load_s", "ready_s", ON_SLOW_DISKS, "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
 )  # fmt: skip
 _WHERE_MEASURED: Final = frozenset(
-    (*BEFORE_LOAD, "unreclaimable_sampled_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN)
+    (*BEFORE_LOAD, ON_SLOW_DISKS, "unreclaimable_sampled_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN)
 )
 _NOT_OF_MODELS: Final = frozenset(
     ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
@@ -114,7 +115,8 @@ _NOT_OF_COMMANDS: Final = frozenset(
     (
         "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "format", "dtype",
         "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
-        "written_disk_bytes", "load_s", *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
+        "written_disk_bytes", "load_s", ON_SLOW_DISKS, *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA,
+        *_WRITTEN,
     )
 )  # fmt: skip
 _STRATEGIES: Final = {

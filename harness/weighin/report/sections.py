@@ -18,6 +18,7 @@ from weighin.report import (
     notebook,
     passes,
     ranks,
+    slow_disks,
     survival,
     survival_plots,
     tables,
@@ -74,7 +75,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: forward passes, survival, notebook, floors."""
+    """Yield the findings for which a run has data: forward passes, slow disks, survival, notebook, floors."""
     pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
@@ -87,6 +88,13 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
         yield _finding("Forward passes", results, *outputs)
     is_search = floors.has_data(results)  # a search's rows have different limits, unlike a sweep's
+    if slow_disks.has_data(results):
+        outputs = (
+            slow_disks.terminal_slow_disks,
+            slow_disks.markdown_slow_disks,
+            slow_disks.html_slow_disks,
+        )
+        yield _finding(slow_disks.HEADING, results, *outputs, slow_disks.pictures(results))
     if matrices(results) and not is_search:
         outputs = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
         yield _finding("Survival", results, *outputs, pictures)

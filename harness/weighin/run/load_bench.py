@@ -138,7 +138,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     slow = [each for each in needed if each.cell.disk and not each.skip]
     if slow and not task.is_probed:
         progress.preparing("reading directly, to test the slow disks", None)
-        disk_proof.check(setting, [_job(task, each, prepared) for each in slow])
+        disk_proof.check(task.isolation, [_job(task, each, prepared) for each in slow])
     return LoadBench(task, setting, prepared, refused)
 
 

@@ -72,8 +72,8 @@ def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iter
     checkpoint = Path(job.checkpoint)
     device = device_to_throttle(pace, checkpoint, isolation) if pace else ""
     if not pace or device:
-        means = {"disk": {"means": "throttle", "device": device}} if device else {}
-        yield SlowDisk(replace(job, throttled_device=device), means)
+        entry = {"disk": {"means": "throttle", "device": device}} if device else {}
+        yield SlowDisk(replace(job, throttled_device=device), entry)
         return
     folder = folder_of(checkpoint)
     mounted = Mount(folder, pace, root())

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +25,17 @@ STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A cell's command, its image and working folder, and the paths that it sees read-only."""
+    """A cell's command, its image and working folder, and the paths that it sees read-only.
+
+    ``throttle`` is as in ``host_config``.
+    """
 
     image: str
     cell: Cell
     folder: str
     streams: Streams
     mounts: Sequence[str] = ()
+    throttle: Mapping[str, int] = field(default_factory=dict)
 
 
 def start(
@@ -84,7 +88,9 @@ def _create(
         command[1:],
         entrypoint=command[:1],
         name=name,
-        host_config=host_config.of_command(client, info, mounted, cell.ram_limit_bytes),
+        host_config=host_config.of_command(
+            client, info, mounted, cell.ram_limit_bytes, asked.throttle
+        ),
         stdin_open=True,
         tty=tty,
         user=host_config.user(info),

@@ -7,6 +7,7 @@ from typing import Any, Final
 import docker
 from docker.types import DeviceRequest, LogConfig, Mount
 
+from weighin.cell import Cell
 from weighin.isolation.docker.mounts import CODE, Bind
 from weighin.probes.environment import settings
 from weighin.units import MIB
@@ -17,6 +18,7 @@ _NOT_PASSED: Final = (
     "NVIDIA_",
     "LD_PRELOAD",
 )  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
+_NONE: Final[Mapping[str, int]] = {}
 
 
 def of_worker(
@@ -26,11 +28,11 @@ def of_worker(
     limit_bytes: int | None,
     *,
     gpu: bool,
-    throttle: Mapping[str, int] | None = None,
+    throttle: Mapping[str, int] = _NONE,
 ) -> dict[str, Any]:
     """Return the settings of a worker's container: no network, no rights, a read-only root.
 
-    ``throttle`` has the bytes per second that it may read from a disk, by the disk's path.
+    ``throttle`` has the bytes per second that it may read from a disk (``throttle``).
     """
     return client.create_host_config(
         **_memory(info, limit_bytes),
@@ -44,7 +46,7 @@ def of_worker(
         tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
-        device_read_bps=[{"Path": disk, "Rate": rate} for disk, rate in (throttle or {}).items()],
+        device_read_bps=_rates(throttle),
         device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
     )
 
@@ -54,13 +56,25 @@ def of_command(
     info: Mapping[str, Any],
     binds: Sequence[Bind],
     limit_bytes: int | None,
+    throttle: Mapping[str, int] = _NONE,
 ) -> dict[str, Any]:
     """Return the settings of a command's container: the limit, and else those of ``docker run``."""
     return client.create_host_config(
         **_memory(info, limit_bytes),
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
+        device_read_bps=_rates(throttle),
     )
+
+
+def throttle(cell: Cell, device: str) -> dict[str, int]:
+    """Return the bytes per second that a cell may read from a disk, by the disk's path."""
+    rate = cell.disk_bytes_per_s
+    return {f"/dev/{device}": rate} if device and rate else {}
+
+
+def _rates(throttle: Mapping[str, int]) -> list[Mapping[str, str | int]]:
+    return [{"Path": disk, "Rate": rate} for disk, rate in throttle.items()]
 
 
 def _memory(info: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -120,13 +120,18 @@ class DockerIsolation:
             gpu=job.cell.device.startswith("cuda"),
             labels={"weighin.cell": job.cell.id},
             environment=environment_inside(job.cell.environment),
-            throttle=_throttle(job),
+            throttle=host_config.throttle(job.cell, job.throttled_device),
         )
         running.channel.send(encode_job(inside))
         return running
 
     def start_command(
-        self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
+        self,
+        cell: Cell,
+        folder: str,
+        streams: Streams,
+        mounts: Sequence[str] = (),
+        throttled_device: str = "",
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
@@ -141,7 +146,8 @@ class DockerIsolation:
         if self._image is None:
             self.prepare()
         assert self._image is not None
-        asked = Asked(self._image, cell, folder, streams, mounts)
+        throttle = host_config.throttle(cell, throttled_device)
+        asked = Asked(self._image, cell, folder, streams, mounts, throttle)
         with self._new_container() as name:
             return command_start.start(
                 self._client,
@@ -200,7 +206,7 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
-        throttle: dict[str, int] | None = None,
+        throttle: Mapping[str, int],
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client = self._client
@@ -268,9 +274,3 @@ class DockerIsolation:
         with contextlib.suppress(IsolationUnavailable):  # the engine has stopped
             for name in tuple(self._containers):
                 self._remove(name)
-
-
-def _throttle(job: Job) -> dict[str, int]:
-    """Return the bytes per second that a cell may read from a disk, by the disk's path."""
-    device, rate = job.throttled_device, job.cell.disk_bytes_per_s
-    return {f"/dev/{device}": rate} if device and rate else {}

@@ -1,0 +1,224 @@
+"""Tabulate the times of loads from slow disks, and draw them over the disk's rate and latency."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.verdict import through_first_pass_ns
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.blocks import Drawable, Found, ListEntry
+from weighin.report.dataframe import series
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
+from weighin.units import format_latency, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEADING: Final = "Slow disks"
+NOTE: Final = (
+    "Ready + first pass: the time until every byte of the model was read once, plus the first forward"
+    " pass. The time of the load alone flatters a mapped model, which waits for the disk afterwards."
+)
+_BY: Final = ("rate", "latency")
+_LINE: Final = "Dotted: the model's size divided by the rate."
+_Disk = tuple[int | None, int | None]
+"""A rate in bytes per second and a latency in ns; None is that of the disk itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The repeats of one strategy in one scene, by the disk that they were loaded from."""
+
+    name: str
+    scene: str
+    strategy: str
+    by_disk: dict[_Disk, list[Result]]
+
+    def seconds(self, disk: _Disk) -> float | None:
+        """Return the median time until ready and through the first pass; None if no repeat is ok."""
+        time_ns = middle(map(through_first_pass_ns, _good(self.by_disk.get(disk, ()))))
+        return None if time_ns is None else time_ns / 1e9
+
+    @property
+    def model_bytes(self) -> int | None:
+        repeats = chain.from_iterable(self.by_disk.values())
+        return next((each.model_bytes for each in repeats if each.model_bytes), None)
+
+
+def has_data(results: Sequence[Result]) -> bool:
+    """Return whether a model was loaded from a slow disk."""
+    return any(result.cell.disk for result in results)
+
+
+def terminal_slow_disks(results: Sequence[Result]) -> RenderableType:
+    """Return the time of each strategy on each disk for a terminal."""
+    heads, rows = _table(results)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, head in enumerate(heads):
+        drawn.add_column(head, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return Group(drawn, Text(NOTE, style="dim"), Text(_caption(results), style="dim"))
+
+
+def markdown_slow_disks(results: Sequence[Result]) -> str:
+    """Return the time of each strategy on each disk as a markdown table."""
+    heads, rows = _table(results)
+    lines = table_lines(heads, rows, names=1)
+    return "\n".join([*lines, "", escaped(NOTE), "", escaped(_caption(results))])
+
+
+def html_slow_disks(results: Sequence[Result]) -> list[Drawable]:
+    """Return the time of each strategy on each disk as a block of report.html."""
+    heads, rows = _table(results)
+    entries = [[ListEntry(text) for text in row] for row in rows]
+    return [Found(HEADING, _caption(results), heads, entries, 1, [NOTE])]
+
+
+def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
+    """Return the pictures for which these results have at least two rates or two latencies."""
+    disks = _disks(results)
+    rates, latencies = ({disk[part] for disk in disks} - {None} for part in (0, 1))
+    return [
+        *([("time-over-disk-rate", partial(_draw, results, 0))] if len(rates) > 1 else []),
+        *([("time-over-disk-latency", partial(_draw, results, 1))] if len(latencies) > 1 else []),
+    ]
+
+
+def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    disks, rows = _disks(results), _rows(results)
+    several = len({row.scene for row in rows}) > 1
+    heads = ["strategy", *map(_words, disks)]
+    return heads, [
+        [
+            f"{row.name} ({row.scene})" if several else row.name,
+            *(_field(row, disk) for disk in disks),
+        ]
+        for row in rows
+    ]
+
+
+def _field(row: _Row, disk: _Disk) -> str:
+    seconds = row.seconds(disk)
+    if seconds is not None:
+        return format_seconds(round(seconds * 1e9))
+    repeats = row.by_disk.get(disk, ())
+    return outcome_of(each.outcome for each in repeats) if repeats else "-"
+
+
+def _draw(results: Sequence[Result], over: int) -> "Figure":
+    """Draw the times over the rate (0) or the latency (1), a panel for each value of the other one."""
+    rows = _rows(results)
+    others = sorted({disk[1 - over] for disk in _disks(results)}, key=lambda value: value or 0)
+    scenes = list(dict.fromkeys(row.scene for row in rows))
+    panels = [(scene, other) for scene in scenes for other in others][: look.MAX_PANELS]
+    figure, grid = look.new_figure(3.0 * len(panels), len(panels), 1)
+    handles: dict[str, Any] = {}
+    for axes, (scene, other) in zip(grid[:, 0], panels, strict=True):
+        ours = [row for row in rows if row.scene == scene]
+        handles |= _draw_panel(axes, ours, over, other)
+        words = f"{_BY[1 - over]} {_words((None, other) if over == 0 else (other, None))}"
+        panel = f"{scene} · {words}" if len(scenes) > 1 else words
+        axes.set_title(look.verbatim(panel), fontsize=9, loc="left")
+    title = look.headline(series(results), f"Ready + first pass over the disk's {_BY[over]}:")
+    lines = [f"{NOTE} {_LINE}" if over == 0 else NOTE, _caption(results)]
+    look.dress(figure, title, list(handles.values()), lines)
+    return figure
+
+
+def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None) -> dict[str, Any]:
+    from matplotlib.ticker import FixedLocator
+
+    handles: dict[str, Any] = {}
+    disks = {disk for row in rows for disk in row.by_disk if disk[1 - over] == other}
+    values = sorted(value for disk in disks if (value := disk[over]) is not None)
+    for row in rows:
+        points = [
+            (value, seconds)
+            for value in values
+            if (seconds := row.seconds((value, other) if over == 0 else (other, value))) is not None
+        ]
+        (handles[row.name],) = axes.plot(
+            [x for x, _ in points], [y for _, y in points], "o-",
+            color=look.colour(row.strategy), linewidth=1.6, markersize=4,
+            label=look.verbatim(row.name),
+        )  # fmt: skip
+    size = next((row.model_bytes for row in rows if row.model_bytes), None)
+    if over == 0 and size:
+        axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
+    axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]))
+    axes.minorticks_off()
+    axes.set_xlabel(f"disk's {_BY[over]}", fontsize=9)
+    axes.set_ylabel("ready + first pass, s", fontsize=9)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    look.tidy(axes)
+    return handles
+
+
+def _rows(results: Sequence[Result]) -> list[_Row]:
+    groups: dict[tuple[str, str], _Row] = {}
+    for result in latest(results):
+        cell = result.cell
+        name, scene = _name(cell, results), _scene(cell)
+        row = groups.setdefault((name, scene), _Row(name, scene, cell.strategy, {}))
+        row.by_disk.setdefault((cell.disk_bytes_per_s, cell.disk_latency_ns), []).append(result)
+    return list(groups.values())
+
+
+def _name(cell: Cell, results: Sequence[Result]) -> str:
+    """Return a strategy's name, with its format and options if those vary."""
+    same = [each.cell for each in results if each.cell.strategy == cell.strategy]
+    words = [cell.strategy]
+    if any(each.format != cell.format for each in same):
+        words.append(cell.format)
+    if any(each.options != cell.options for each in same):
+        words += [f"{key}={value}" for key, value in cell.options.items()]
+    if any(each.environment != cell.environment for each in same):
+        words += cell.settings
+    return " ".join(words)
+
+
+def _scene(cell: Cell) -> str:
+    """Return the properties of a cell that are neither its strategy nor its disk."""
+    limit = captions.dimension("ram_limit_bytes", cell.ram_limit_bytes)
+    ranks = [f"{cell.ranks} ranks"] if cell.ranks > 1 else []
+    return ", ".join([cell.model.title, cell.dtype, limit, cell.isolation, *ranks])
+
+
+def _disks(results: Sequence[Result]) -> list[_Disk]:
+    cells = [result.cell for result in results]
+    return list(dict.fromkeys((cell.disk_bytes_per_s, cell.disk_latency_ns) for cell in cells))
+
+
+def _words(disk: _Disk) -> str:
+    rate, latency_ns = disk
+    words = (
+        format_rate(rate) if rate else "",
+        format_latency(latency_ns) if latency_ns else "",
+    )
+    return ", ".join(filter(None, words)) or "as fast as it is"
+
+
+def _good(repeats: Sequence[Result]) -> list[Result]:
+    return [each for each in repeats if each.outcome is Outcome.OK]
+
+
+def _caption(results: Sequence[Result]) -> str:
+    return captions.shared(series(results), results)

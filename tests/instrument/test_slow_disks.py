@@ -1,0 +1,176 @@
+"""A slow disk is as slow as it was asked to be, and a read without an answer ends as a time-out."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from cells import LARGE, Bench, Watched, prepared_isolation
+
+from weighin.cell import Cell, Job
+from weighin.checkpoint import cache
+from weighin.disk.mount import Mount, remove_stale
+from weighin.disk.pace import Pace
+from weighin.record import Outcome
+from weighin.run import disk_proof
+from weighin.suite.registry import model
+from weighin.units import MIB
+
+SLOW = Pace(50_000_000, 5_000_000)
+FEW_BYTES = 16 * MIB
+REQUEST_BYTES = 128 * 1024
+GRACE_S = 9.0  # less than the 10 s that weighin waits for a worker that does not end
+
+
+def proof(isolation: Watched, pace: Pace) -> disk_proof.Proof:
+    checkpoint = cache.ensure(model("tied-tiny"), "pt")
+    cell = Cell(
+        model("tied-tiny"),
+        "probe",
+        isolation.inner.name,
+        disk_bytes_per_s=pace.bytes_per_s,
+        disk_latency_ns=pace.latency_ns,
+    )
+    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), "")
+    return disk_proof.prove(isolation, job)
+
+
+@contextmanager
+def mounted(folder: Path, pace: Pace, root: Path) -> Iterator[Path]:
+    with closing(Mount(folder, pace, root)) as mount:
+        yield mount.folder
+
+
+@pytest.fixture
+def source(disk: Path) -> Path:
+    folder = disk / "slow source"  # a blank in a path is written as a number in the kernel's list
+    folder.mkdir(exist_ok=True)
+    (folder / "known.bin").write_bytes(os.urandom(FEW_BYTES) + b"the end")
+    return folder
+
+
+@pytest.mark.fuse
+def test_a_rate_and_a_latency_hold_through_fuse(isolation: Watched) -> None:
+    found = proof(isolation, SLOW)
+    print(found)
+    assert found.through == "FUSE"
+    assert found.bytes_per_s == pytest.approx(50e6, rel=0.1)  # 5 % on an idle machine
+    assert found.latency_ns == pytest.approx(5e6, rel=0.2)
+
+
+def test_a_rate_alone_is_held_by_the_kernel(limiting: Watched) -> None:
+    found = proof(limiting, Pace(50_000_000))
+    print(found)
+    assert found.through == "the kernel's throttle"
+    assert found.bytes_per_s == pytest.approx(50e6, rel=0.1)
+
+
+@pytest.mark.fuse
+def test_direct_buffered_and_mapped_reads_see_the_same_bytes(source: Path, disk: Path) -> None:
+    whole = (source / "known.bin").read_bytes()
+    with mounted(source, Pace(latency_ns=1_000_000), disk / "mounts") as folder:
+        path = folder / "known.bin"
+        assert path.stat().st_size == len(whole)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            assert mapped[:] == whole
+        assert path.read_bytes() == whole
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        area = mmap.mmap(-1, MIB)
+        parts = [
+            bytes(area[: os.preadv(descriptor, [area], at)]) for at in range(0, len(whole), MIB)
+        ]
+        os.close(descriptor)
+        assert b"".join(parts) == whole
+        with pytest.raises(OSError, match="Read-only file system"):
+            path.write_bytes(b"")
+    assert not folder.exists()
+
+
+@pytest.mark.fuse
+def test_requests_share_the_rate_and_wait_for_the_latency_side_by_side(
+    source: Path, disk: Path
+) -> None:
+    with mounted(source, Pace(40_000_000, 20_000_000), disk / "mounts") as folder:
+        descriptor = os.open(folder / "known.bin", os.O_RDONLY | os.O_DIRECT)
+        offsets = iter(range(0, FEW_BYTES, REQUEST_BYTES))
+
+        def read() -> None:
+            area = mmap.mmap(-1, REQUEST_BYTES)
+            for at in offsets:
+                os.preadv(descriptor, [area], at)
+
+        start = time.monotonic()
+        threads = [threading.Thread(target=read) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took_s = time.monotonic() - start
+        os.close(descriptor)
+    # One after the other, 128 requests of 20 ms would take 2.6 s beside the bytes' 0.42 s.
+    assert FEW_BYTES / 40e6 <= took_s < 1.5
+
+
+@pytest.mark.fuse
+def test_a_slow_load_takes_at_least_as_long_as_its_bytes(bench: Bench, process: Watched) -> None:
+    result = bench("streaming", process, spec=LARGE, disk=SLOW)
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+    assert result.model_bytes
+    assert (result.ready_ns or 0) / 1e9 >= 0.95 * result.model_bytes / 50e6
+    assert result.environment["disk"] == {"means": "fuse", "request_bytes": REQUEST_BYTES}
+    assert result.environment["storage"].keys() == {
+        "file_system",
+        "kind",
+        "device",
+        "rotational",
+    }
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        ("baseline", "process"),  # buffered reads, of which the last bytes come first
+        pytest.param("safetensors_mmap", "cgroup", marks=pytest.mark.cgroup),  # page faults
+        pytest.param("streaming", "docker", marks=pytest.mark.docker),  # direct reads
+    ],
+)
+def test_a_read_without_an_answer_ends_as_a_timeout_that_names_it(
+    strategy: str, name: str, bench: Bench, seconds_to_load: Callable[[Watched], float]
+) -> None:
+    isolation = prepared_isolation(name)
+    timeout_s = 4 + 2 * seconds_to_load(isolation)
+    stalling = Pace(stall_from_bytes=32 * MIB)
+    result = bench(strategy, isolation, spec=LARGE, disk=stalling, timeout_s=timeout_s)
+    print(result.message)
+    assert result.outcome is Outcome.TIMEOUT
+    assert "the read of " in result.message
+    assert "/model." in result.message
+    offset = int(result.message.partition("at offset ")[2].split()[0])
+    assert offset + REQUEST_BYTES > 32 * MIB
+    assert not [text for text in result.warnings if "SIGKILL did not end it" in text]
+    assert result.cost
+    assert result.cost.wall_ns / 1e9 < timeout_s + GRACE_S  # bench itself sees that nothing is left
+
+
+@pytest.mark.fuse
+def test_a_mount_whose_processes_were_killed_is_taken_away(source: Path, disk: Path) -> None:
+    root = disk / "killed mounts"
+    ended = os.fork()
+    if ended == 0:  # a run that dies with all its processes
+        mount = Mount(source, Pace(latency_ns=1_000_000), root)
+        os.kill(mount.pid, 9)
+        os._exit(0)
+    os.waitpid(ended, 0)
+    (left,) = root.iterdir()
+    with pytest.raises(OSError, match="Transport endpoint is not connected"):
+        list((left / source.name).iterdir())
+    assert remove_stale(root) == [f"slow disk at {left / source.name}"]
+    assert list(root.iterdir()) == []
+    assert remove_stale(root) == []

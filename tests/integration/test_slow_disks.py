@@ -1,0 +1,134 @@
+"""``--disk``, ``--disk-latency`` and ``--storage`` on the command line, and what a killed run leaves."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import leftovers
+import pytest
+from commands import CommandLine, Started
+
+PAUSING = '''"""Wait for longer than the test does."""
+
+import time
+
+
+def load(job):
+    with job.phase("pause"):
+        time.sleep(600)
+'''
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def paused(command: CommandLine) -> Iterator[Started]:
+    """A run whose cell has a slow disk and waits."""
+    (command.folder / "pausing.py").write_text(PAUSING)
+    started = command.start(
+        *("bench", "gpt2-tiny", "--disk-latency", "20ms", "--isolation", "process"),
+        *("--strategies", "./pausing.py", "--out", "killed"),
+    )
+    leftovers.wait_until(
+        lambda: started.process.poll() is not None or (started.at_work() and mounts(started)),
+        "the cell did not begin",
+        patience_s=120,
+    )
+    assert started.process.poll() is None, started.process.communicate()
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+def mounts(started: Started) -> list[str]:
+    return leftovers.mounts(started.process.pid)
+
+
+def server_of(started: Started) -> int:
+    """Return the process that answers the reads of a run's slow disk."""
+    (server,) = (
+        int(line.split()[0])
+        for line in leftovers.processes(started.mark)
+        if "weighin.disk.passthrough" in line
+    )
+    return server
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_its_slow_disk_with_it(paused: Started) -> None:
+    paused.process.kill()
+    leftovers.wait_until(lambda: not mounts(paused), "the disk stayed mounted")
+    leftovers.wait_until(lambda: not leftovers.processes(paused.mark), "a process stayed")
+
+
+def kill_all(paused: Started) -> None:
+    """Kill the run and the process behind its disk, so that nobody is left to unmount it."""
+    server = server_of(paused)
+    os.kill(server, signal.SIGSTOP)
+    paused.process.kill()
+    paused.process.wait()
+    os.kill(server, signal.SIGKILL)
+    leftovers.wait_until(lambda: not leftovers.processes(paused.mark), "a process stayed")
+    assert len(mounts(paused)) == 1
+
+
+@pytest.mark.slow
+def test_the_next_run_unmounts_what_a_killed_one_left(
+    command: CommandLine, paused: Started
+) -> None:
+    kill_all(paused)
+    ended = command.run("bench", "gpt2-tiny", "-s", "baseline", "--isolation", "process")
+    assert (ended.code, ended.left) == (0, [])
+    assert "removed a leftover of a dead run: slow disk at " in ended.err
+    assert mounts(paused) == []
+    assert list((command.cache / "disks").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_doctor_unmounts_what_a_run_with_another_lock_left(
+    command: CommandLine, paused: Started
+) -> None:
+    kill_all(paused)
+    nowhere = {"DOCKER_HOST": "unix:///nonexistent", "WEIGHIN_LOCK": str(command.folder / "lock")}
+    ended = command.run("doctor", "--clean", "--json", "-", **nowhere)
+    details = [one["detail"] for one in json.loads(ended.out)["capabilities"]]
+    assert [text for text in details if text.startswith("removed: slow disk at ")], details
+    assert mounts(paused) == []
+
+
+@pytest.mark.slow
+def test_a_run_on_two_disks_is_recorded_with_its_storage(command: CommandLine) -> None:
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--disk", "20MB/s", "--disk-latency", "1ms,none"),
+        *("--storage", "slow storage", "--strategies", "streaming", "--isolation", "process"),
+        *("--out", "run"),
+    )
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert "reading directly, to test the slow disks" in ended.err
+    assert "gpt2-tiny streaming    disk=20MB/s, disk_latency=1ms  ok" in ended.err
+    for record in command.records("run"):
+        assert record["environment"]["disk"]["means"] == "fuse"
+        assert record["environment"]["storage"]["kind"] in ("local", "overlay", "tmpfs")
+    assert list((command.folder / "slow storage" / "models").iterdir())
+    plan = json.loads((command.folder / "run" / "plan.json").read_text())
+    assert Path(plan["settings"]["storage"]) == command.folder / "slow storage"
+    again = command.run("bench", "--resume", "run")
+    assert (again.code, again.left) == (0, [])
+
+
+def test_a_machine_that_cannot_be_slow_says_why(command: CommandLine) -> None:
+    without = "import sys; sys.modules['mfusepy'] = None"
+    (command.folder / "sitecustomize.py").write_text(without)
+    path = f"{command.folder}{os.pathsep}{command.environment['PYTHONPATH']}"
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--disk-latency", "5ms", "-s", "baseline"),
+        *("--isolation", "process", "--out", "run"),
+        PYTHONPATH=path,
+    )
+    assert ended.code == 3
+    assert (
+        "error: a disk of 5ms needs FUSE, because the kernel's throttle gives no latency: mfusepy is"
+        " not installed\n"
+    ) in ended.err
+    assert not (command.folder / "run").exists()

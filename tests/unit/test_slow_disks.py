@@ -1,0 +1,230 @@
+"""The rate and the latency of a disk: as text, in the name of a cell, over time, and in a report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MODEL_BYTES, make_cell, make_result
+from hypothesis import given
+from hypothesis import strategies as st
+from test_matrix import matrix
+
+from weighin.cell import Job
+from weighin.disk.pace import Pace, Schedule
+from weighin.errors import ConfigError
+from weighin.probes import storage
+from weighin.protocol import decode_job, encode_job
+from weighin.record import Result
+from weighin.records.series import name_of
+from weighin.records.verdict import through_first_pass_ns
+from weighin.report import slow_disks, writing
+from weighin.report.dataframe import series
+from weighin.suite.config import check_suite
+from weighin.suite.matrix import plan
+from weighin.units import (
+    MIB,
+    format_latency,
+    format_rate,
+    parse_rate,
+    parse_seconds,
+)
+
+MS = 1_000_000
+S = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("200MB/s", 200_000_000), ("1.5 GB/s", 1_500_000_000), ("100MiB/s", 100 * MIB), ("50MB", 50_000_000)],
+)  # fmt: skip
+def test_a_rate_is_read_in_the_units_of_disks(text: str, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+def test_a_rate_without_a_unit_is_refused_with_the_likely_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_rate("200")
+    assert caught.value.message == "'200' is less than any disk reads"
+    assert caught.value.repair == "did you mean 200MB/s?"
+
+
+def test_a_text_that_is_no_rate_is_refused_with_examples() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_rate("fast")
+    assert caught.value.message == "cannot read 'fast' as a rate"
+    assert caught.value.repair == "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
+
+
+@given(st.integers(100_000, 10**12))
+def test_a_rate_that_is_printed_can_be_read(rate: int) -> None:
+    assert parse_rate(format_rate(rate)) == rate
+
+
+@given(st.integers(1, 10**12))
+def test_a_latency_that_is_printed_can_be_read(latency_ns: int) -> None:
+    assert parse_seconds(format_latency(latency_ns)) == latency_ns
+
+
+def test_all_requests_share_the_rate_and_each_waits_for_the_latency() -> None:
+    schedule = Schedule(Pace(100_000_000, 5 * MS))
+    # Three requests of 1 MB that arrive at once: 10 ms each on the wire, one after the other.
+    assert [schedule.due_ns(S, 1_000_000) - S for _ in range(3)] == [15 * MS, 25 * MS, 35 * MS]
+    # After a pause, nothing of it is made good.
+    assert schedule.due_ns(2 * S, 1_000_000) - 2 * S == 15 * MS
+
+
+def test_the_way_of_a_request_counts_as_a_part_of_its_latency() -> None:
+    schedule = Schedule(Pace(None, MS), lead_ns=100_000)
+    assert schedule.due_ns(S, 4096) - S == MS - 100_000
+
+
+def test_a_disk_makes_another_series_and_no_disk_keeps_its_name() -> None:
+    plain, slow = make_cell(), make_cell(disk_bytes_per_s=200_000_000, disk_latency_ns=5 * MS)
+    assert make_cell(disk_bytes_per_s=None).series == plain.series != slow.series
+    assert slow.series != replace(slow, disk_latency_ns=None).series
+    assert name_of(slow) == f"{name_of(plain)} disk=200MB/s disk_latency=5ms"
+
+
+def test_a_matrix_has_each_rate_with_each_latency() -> None:
+    planned = plan(matrix(disks=(50_000_000, None), disk_latencies=(MS, None)))
+    cells = [each.cell for each in planned if each.cell.strategy == "a"]
+    assert [cell.disk for cell in cells] == [
+        ("disk=50MB/s", "disk_latency=1ms"),
+        ("disk=50MB/s",),
+        ("disk_latency=1ms",),
+        (),
+    ]
+
+
+def test_a_suite_lists_rates_and_latencies() -> None:
+    suite = check_suite({"models": "m", "disk": ["50MB/s", "none"], "disk_latency": "20ms"})
+    assert (suite.disk, suite.disk_latency) == ([50_000_000, None], [20 * MS])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"disk": "50"}, "--disk: '50' is less than any disk reads\ndid you mean 50MB/s?"),
+        (
+            {"disk_latency": "5"},
+            "--disk-latency: cannot read '5' as a duration\nwrite a duration such as 2.5 s, 150 ms or 3 min",
+        ),
+        (
+            {"disk": "50MB/s", "operation": "save"},
+            "--disk: a save is not slowed down, only a load\nleave it out",
+        ),
+        (
+            {"disk_latency": "5ms", "cache": "warm"},
+            "--disk-latency: a warm load reads the page cache, and not the disk\nleave out cache",
+        ),
+    ],
+)
+def test_a_disk_that_would_have_no_effect_is_refused(
+    options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_suite({"models": "m"} | options)
+    assert str(caught.value) == complaint
+
+
+def test_a_job_brings_its_disk_to_the_worker() -> None:
+    cell = replace(make_cell(), disk_bytes_per_s=50_000_000)
+    job = Job(cell, "c", "m", "s", throttled_device="vda")
+    assert decode_job(encode_job(job)) == job
+
+
+MOUNTS = """\
+20 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+21 20 0:30 / /mnt/my\\040share rw - nfs4 host:/share rw
+22 20 0:31 / /mnt/my\\040share/deep rw - fuse.sshfs host: rw
+23 20 0:32 / /mnt/my\\040share/deep rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/home/x", "ext4"),
+        ("/mnt/my share/model.pt", "nfs4"),
+        ("/mnt/my share/deep/model.pt", "tmpfs"),  # mounted over the one below
+        ("/mnt/my shared", "ext4"),
+    ],
+)
+def test_a_path_lies_on_the_deepest_mount_above_it(path: str, expected: str) -> None:
+    assert storage.file_system_of(MOUNTS, Path(path)) == expected
+
+
+def test_a_partition_lies_on_its_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "devices" / "vda"
+    (disk / "vda1").mkdir(parents=True)
+    (disk / "vda1" / "partition").touch()
+    (tmp_path / "dev" / "block").mkdir(parents=True)
+    (tmp_path / "dev" / "block" / "254:0").symlink_to(disk)
+    (tmp_path / "dev" / "block" / "254:1").symlink_to(disk / "vda1")
+    assert [storage.disk_of(number, tmp_path) for number in ("254:0", "254:1", "0:31")] == [
+        "vda",
+        "vda",
+        "",
+    ]
+
+
+def loaded(strategy: str, rate: int | None, latency_ns: int | None) -> Result:
+    cell = make_cell(strategy, disk_bytes_per_s=rate, disk_latency_ns=latency_ns)
+    return make_result(cell)
+
+
+@pytest.fixture
+def results() -> list[Result]:
+    return [
+        loaded(strategy, rate, latency_ns)
+        for rate in (50_000_000, 200_000_000)
+        for latency_ns in (MS, 20 * MS)
+        for strategy in ("mmap_assign", "streaming")
+    ]
+
+
+def test_the_first_pass_counts_once(results: list[Result]) -> None:
+    (result,) = [results[1]]
+    forward = next(phase for phase in result.phases if phase.name == "forward")
+    assert result.ready_ns
+    expected = result.ready_ns + forward.end_ns - forward.start_ns
+    assert through_first_pass_ns(result) == expected
+    again = replace(result, phases=(*result.phases, forward))
+    assert through_first_pass_ns(again) == expected
+    assert through_first_pass_ns(replace(result, ready_ns=None)) is None
+
+
+def test_a_table_has_a_column_for_each_disk(results: list[Result]) -> None:
+    lines = slow_disks.markdown_slow_disks(results).splitlines()
+    assert lines[0] == "| strategy | 50MB/s, 1ms | 50MB/s, 20ms | 200MB/s, 1ms | 200MB/s, 20ms |"
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| mmap_assign", "| streaming"]
+    assert lines[2].count(" s") == 4
+
+
+def test_the_long_table_names_the_disk_and_has_the_figure(results: list[Result]) -> None:
+    frame = series(results)
+    assert list(frame["disk"].unique()) == ["50MB/s", "200MB/s"]
+    assert list(frame["disk_latency"].unique()) == ["1ms", "20ms"]
+    assert frame["ready_and_pass_s"].gt(frame["ready_s"]).all()
+    assert series([make_result()])["ready_and_pass_s"].isna().all()
+
+
+def test_there_is_a_picture_over_each_of_both(results: list[Result], tmp_path: Path) -> None:
+    drawn = writing.pictures(tmp_path, results)
+    over_rate = drawn["time-over-disk-rate"]().get_axes()
+    assert [axes.get_title(loc="left") for axes in over_rate] == ["latency 1ms", "latency 20ms"]
+    lines = over_rate[0].get_lines()
+    assert [line.get_label() for line in lines[:2]] == ["mmap_assign", "streaming"]
+    assert list(lines[2].get_ydata()) == [MODEL_BYTES / 50e6, MODEL_BYTES / 200e6]
+    over_latency = drawn["time-over-disk-latency"]().get_axes()
+    assert [axes.get_title(loc="left") for axes in over_latency] == ["rate 50MB/s", "rate 200MB/s"]
+
+
+def test_a_run_on_one_disk_has_no_picture_of_it(tmp_path: Path) -> None:
+    assert "time-over-disk-rate" not in writing.pictures(
+        tmp_path, [loaded("streaming", 50_000_000, None)]
+    )
+    assert not slow_disks.has_data([make_result()])
