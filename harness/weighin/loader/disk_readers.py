@@ -9,7 +9,7 @@ would be one chain, for which the whole load waits. All buffers together are sma
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -71,20 +71,22 @@ class DiskReaders:
     """The readers of one load, which the first read of at least 128 KiB decides.
 
     Args:
-        threads: the number of threads that the caller wants; None leaves it to the disk.
+        threads: the number of threads that the caller wants; None leaves it to the disk. One thread
+            reads as from a local disk, without a look.
     """
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
-        self._readers = Readers(threads) if threads else None
+        self._readers: Readers | None = None
 
     def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
         """Return the readers, after a look at how soon the disk answers in this range of a file."""
-        if self._readers is None and size < _SAMPLE_BYTES:
-            return Readers(DISK_THREADS)
         if self._readers is None:
+            if self.threads == 1 or size < _SAMPLE_BYTES:
+                return Readers(self.threads or DISK_THREADS)
             middle = down(offset + (size - _SAMPLE_BYTES) // 2, ALIGNMENT)
-            self._readers = choose(list(first_reads(reader, file, middle)))
+            chosen = choose(list(first_reads(reader, file, middle)))
+            self._readers = replace(chosen, threads=self.threads or chosen.threads)
         return self._readers
 
 
