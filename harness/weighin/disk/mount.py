@@ -128,6 +128,8 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
         return "fusermount is not installed", "apt-get install fuse"
     try:
         os.close(os.open(_DEVICE, os.O_RDWR))
+    except PermissionError as error:
+        return f"{_DEVICE}: {error.strerror}", "run weighin as root"
     except OSError as error:
         return (
             f"{_DEVICE}: {error.strerror}",

@@ -90,8 +90,11 @@ def test_doctor_unmounts_what_a_run_with_another_lock_left(
     command: CommandLine, paused: Started
 ) -> None:
     kill_all(paused)
-    nowhere = {"DOCKER_HOST": "unix:///nonexistent", "WEIGHIN_LOCK": str(command.folder / "lock")}
-    ended = command.run("doctor", "--clean", "--json", "-", **nowhere)
+    ended = command.run(
+        *("doctor", "--clean", "--json", "-"),
+        DOCKER_HOST="unix:///nonexistent",
+        WEIGHIN_LOCK=str(command.folder / "lock"),
+    )
     details = [one["detail"] for one in json.loads(ended.out)["capabilities"]]
     assert [text for text in details if text.startswith("removed: slow disk at ")], details
     assert mounts(paused) == []

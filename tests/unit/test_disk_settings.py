@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 from hypothesis import given
@@ -218,7 +219,8 @@ def test_there_is_a_picture_over_each_of_both(results: list[Result], tmp_path: P
     assert [axes.get_title(loc="left") for axes in over_rate] == ["latency 1ms", "latency 20ms"]
     lines = over_rate[0].get_lines()
     assert [line.get_label() for line in lines[:2]] == ["mmap_assign", "streaming"]
-    assert list(lines[2].get_ydata()) == [MODEL_BYTES / 50e6, MODEL_BYTES / 200e6]
+    dotted = np.asarray(lines[2].get_ydata()).tolist()
+    assert dotted == [MODEL_BYTES / 50e6, MODEL_BYTES / 200e6]
     over_latency = drawn["time-over-disk-latency"]().get_axes()
     assert [axes.get_title(loc="left") for axes in over_latency] == ["rate 50MB/s", "rate 200MB/s"]
 
