@@ -51,6 +51,7 @@ WAYS = {
 }
 PEERS = ("runai", "fastsafetensors", "tensorizer", "eager", "prefetch_mmap", "safetensors_pread")
 _PIECE_BYTES = 4 * 1024**2
+_THREADS = {"warm": 2, "cold": 4}
 _WARM_ATTEMPTS = 5
 _MEMORY = {
     "warm": 5,
@@ -162,12 +163,12 @@ def _compare(
                 "model": options.model,
                 "dtype": options.dtype,
             }
-            seconds.append(_in_fresh_process(job, way.checkpoint, state))
+            seconds.append(in_fresh_process(job, way.checkpoint, state))
     return timings
 
 
-def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
-    """Time one strategy, whose memory is freed just before its clock starts."""
+def in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
+    """Time one strategy, or a raw read, whose memory is freed just before its clock starts."""
     memory_bytes = _MEMORY[state] * read.stat().st_size // 4
     command = [sys.executable, __file__, "--one", json.dumps(job)]
     pipe = subprocess.PIPE
@@ -204,13 +205,13 @@ def _print(
         columns = list(zip(*seconds, strict=True))
         for column, limit in zip(columns, limits[way.checkpoint], strict=True):
             ratio = statistics.median(map(operator.truediv, column, limit))
-            line += _with_range(column, 9) + f"{ratio:>9.2f}"
+            line += with_range(column, 9) + f"{ratio:>9.2f}"
         if beside:
-            line += _with_range(list(map(operator.truediv, columns[1], other)), 20)
+            line += with_range(list(map(operator.truediv, columns[1], other)), 20)
         print(line, flush=True)
 
 
-def _with_range(values: Sequence[float], width: int) -> str:
+def with_range(values: Sequence[float], width: int) -> str:
     spread = f"{min(values):.2f}..{max(values):.2f}"
     return f"{statistics.median(values):>{width}.2f}{spread:>14}"
 
@@ -228,7 +229,8 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
     path = Path(job["path"])
     if job["raw"]:
         start = _start_clock()
-        area = _read_raw(path, direct=job["raw"] == "cold")
+        threads, piece_bytes = job.get("threads", _THREADS[job["raw"]]), job.get("piece_bytes")
+        area = _read_raw(path, threads, piece_bytes or _PIECE_BYTES, direct=job["raw"] == "cold")
         loaded = time.monotonic() - start
         words = torch.frombuffer(area, dtype=torch.int64, count=len(area) // 8)
         touch(
@@ -272,12 +274,12 @@ class _NoMarks:
         return nullcontext()
 
 
-def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
+def _read_raw(path: Path, count: int, piece_bytes: int, *, direct: bool) -> mmap.mmap:
     """Read the file into fresh huge pages: from the page cache, or with ``direct`` from the disk."""
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     size = os.fstat(file).st_size
-    starts, lock = iter(range(0, size, _PIECE_BYTES)), threading.Lock()
-    area = mmap.mmap(-1, size + _PIECE_BYTES, flags=mmap.MAP_PRIVATE)
+    starts, lock = iter(range(0, size, piece_bytes)), threading.Lock()
+    area = mmap.mmap(-1, size + piece_bytes, flags=mmap.MAP_PRIVATE)
     ask_for_huge_pages(area, 0, len(area))
 
     def work() -> None:
@@ -286,9 +288,9 @@ def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
                 start = next(starts, None)
             if start is None:
                 return
-            os.preadv(file, [memoryview(area)[start : start + _PIECE_BYTES]], start)
+            os.preadv(file, [memoryview(area)[start : start + piece_bytes]], start)
 
-    threads = [threading.Thread(target=work) for _ in range(4 if direct else 2)]
+    threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -5,9 +5,9 @@ state dict with values, and a read that bypasses the page cache adds no pages to
 converted to the wanted dtype while they are read. Codes of fp8, mxfp4, compressed-tensors,
 bitsandbytes, gptq and awq are dequantised a few rows at a time.
 
-Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16), granularity
-(which tensors are read together: "all", those of one "module", or a single "tensor"), key and strip_prefix
-(read only the selected weights of a training checkpoint).
+Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16, or up to 64 if
+its disk answers late), granularity (which tensors are read together: "all", those of one "module",
+or a single "tensor"), key and strip_prefix (read only the selected weights of a training checkpoint).
 """
 
 import torch

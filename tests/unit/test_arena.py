@@ -10,6 +10,7 @@ from weighin import formats
 from weighin.formats.base import TensorSlice
 from weighin.loader import direct_io, fill
 from weighin.loader.arena import MemoryNeed, Neighbours, provide
+from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.fill import READ_BYTES, Fill, being_filled
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
 from weighin.loader.reads import MOST_BETWEEN_BYTES, Piece
@@ -126,7 +127,7 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     given = needs(slices)
     found = list(provide(given))
     assert any(isinstance(one, Neighbours) for one in found)
-    with being_filled(found, 2):
+    with being_filled(found, DiskReaders(2)):
         pass
     for need in given:
         assert torch.equal(need.tensor, state[need.source.name]), need.source.name

@@ -121,6 +121,7 @@ VERBS = {
             "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
             "weighin recommend gpt2-large --ram 4g --allow none --json -",
             "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+            "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
         ],
     ),
     ("predict",): (

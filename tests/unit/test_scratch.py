@@ -101,6 +101,7 @@ class Five(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(size // 4)))
 
 
+@pytest.mark.usefixtures("disk_in_time")
 @pytest.mark.parametrize(
     ("dtype", "threads", "lending"),
     [

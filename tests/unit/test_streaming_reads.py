@@ -15,6 +15,7 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.loader import fill
+from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
 from weighin.loader.reads import Fillable
 from weighin.probes import page_cache
@@ -60,9 +61,9 @@ def test_reading_a_part_ends_before_the_next_begins(
     found: list[int] = []
     being_filled = fill.being_filled
 
-    def noting(fills: Sequence[Fillable], threads: int | None) -> AbstractContextManager[None]:
+    def noting(fills: Sequence[Fillable], disk: DiskReaders) -> AbstractContextManager[None]:
         found.append(sum(len(one.members) for one in fills))
-        return being_filled(fills, threads)
+        return being_filled(fills, disk)
 
     monkeypatch.setattr(fill, "being_filled", noting)
     load_streaming(Two, two[1], granularity=granularity)
@@ -129,6 +130,7 @@ def test_the_model_of_another_checkpoint_is_refused_after_it_was_built(
         load_streaming(lambda: torch.nn.Linear(2500, 4001), two[1])
 
 
+@pytest.mark.usefixtures("disk_in_time")
 @pytest.mark.parametrize(
     ("cold", "processors", "threads"),
     [(True, 2, 16), (False, 1, 1), (False, 2, 2), (False, 64, 4)],
@@ -175,6 +177,7 @@ def test_a_cached_file_stays_cached_if_the_kernel_reclaims_a_few_of_its_pages(
     assert started == [2]
 
 
+@pytest.mark.usefixtures("disk_in_time")
 def test_small_tensors_that_are_converted_do_not_wait_for_a_disk_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

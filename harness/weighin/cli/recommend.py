@@ -16,6 +16,7 @@ EXAMPLES = (
     "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
     "weighin recommend gpt2-large --ram 4g --allow none --json -",
     "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+    "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
 )
 
 NOTHING_FITS_EXIT = 1
@@ -43,6 +44,15 @@ NOTHING_FITS_EXIT = 1
     default="1",
     metavar="N",
     help="Number of processes that load the model at once, under one RAM limit.",
+)
+@click.option(
+    "--disk", default="none", metavar="RATE", help="Rate of the checkpoint's disk: 100MB/s or none."
+)
+@click.option(
+    "--disk-latency",
+    default="none",
+    metavar="TIME",
+    help="Latency of each request to the checkpoint's disk: 5ms or none.",
 )
 @click.option(
     "--allow",
@@ -111,12 +121,14 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
 
 
 def _question(typed: dict[str, Any]) -> "Question":
+    from weighin.disk.pace import Pace
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
     from weighin.suite.config import check_suite
 
     name = _arguments.asked_model(typed)
-    limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype", "ranks")}
+    keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")
+    limits = {key: typed[key] for key in keys}
     suite = check_suite({"models": name} | limits)
     chosen = _arguments.choose(typed, suite)
     return answer.Question(
@@ -126,6 +138,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         selection=chosen.selection,
         device=suite.device,
         ranks=suite.ranks[0],
+        disk=Pace(suite.disk[0], suite.disk_latency[0]),
         dtype=chosen.dtype,
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],

@@ -50,6 +50,7 @@ from weighin.formats import (
     tensorizer,
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
+from weighin.formats.heads import remembering
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selecting import below, stripped
 from weighin.formats.selection import WHOLE, Selection
@@ -123,6 +124,7 @@ def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | No
     return None if written else name
 
 
+@remembering()
 def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
@@ -172,6 +174,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
+@remembering()
 def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlice]]:
     """Return the name of the checkpoint's format, and the places of the selected tensors.
 
@@ -224,6 +227,7 @@ def has_only_tensors(path: Path) -> bool:
     return not isinstance(slices, Slices) or slices.only_tensors
 
 
+@remembering()
 def files(path: Path) -> list[Path]:
     """Return every file that a load of this checkpoint may read, in a stable order.
 

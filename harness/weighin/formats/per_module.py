@@ -22,6 +22,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import folder_index, pt
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
+from weighin.formats.late_disk import map_files
 from weighin.formats.sniff import shown
 
 NAME = "per_module"
@@ -48,8 +49,9 @@ def read(path: Path) -> list[TensorSlice]:
             than the index says.
     """
     slices: dict[str, TensorSlice] = {}
-    for file, keys in read_index(path).items():
-        state = {where.name: where for where in pt.read(file)}
+    files = read_index(path)
+    for (file, keys), places in zip(files.items(), map_files(pt.read, [*files]), strict=True):
+        state = {where.name: where for where in places}
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])
             raise CheckpointError(

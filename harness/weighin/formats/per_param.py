@@ -19,6 +19,7 @@ from typing import Any
 from weighin.formats import folder_index, pt
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
+from weighin.formats.late_disk import map_files
 from weighin.formats.sniff import shown
 
 NAME = "per_param"
@@ -41,13 +42,13 @@ def read(path: Path) -> list[TensorSlice]:
     Raises:
         CheckpointError: the index is damaged, or a file is missing or does not contain one tensor.
     """
-    slices: list[TensorSlice] = []
-    by_file: dict[Path, TensorSlice] = {}
-    for key, file in read_index(path).items():
-        if file not in by_file:
-            by_file[file] = pt.read_one(file, key)
-        slices.append(replace(by_file[file], name=key))
-    return slices
+    index = read_index(path)
+    keys: dict[Path, str] = {}  # the first of each file
+    for key, file in index.items():
+        keys.setdefault(file, key)
+    places = map_files(lambda file: pt.read_one(file, keys[file]), [*keys])
+    by_file = dict(zip(keys, places, strict=True))
+    return [replace(by_file[file], name=key) for key, file in index.items()]
 
 
 def write(

@@ -13,7 +13,6 @@ with as many tensors.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
+from weighin.formats.heads import read_start
 from weighin.formats.recognise import is_safetensors
 from weighin.formats.sniff import (
     AGAIN,
@@ -105,13 +105,15 @@ def read_header(path: Path) -> Header:
     """
     head = check_present(path)
     try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = _length(path, head, file_bytes)
-            file.seek(8)
-            text = file.read(length)
+        file_bytes, text = path.stat().st_size, read_start(path)[8:]
+        length = _length(path, head, file_bytes)
+        if len(text) < length:
+            with path.open("rb") as file:
+                file.seek(8)
+                text = file.read(length)
     except OSError as error:
         raise unreadable(path, error) from error
+    text = text[:length]
     if len(text) != length:
         raise CheckpointError(f"{path}: was truncated while it was read", AGAIN)
     data_start = 8 + length

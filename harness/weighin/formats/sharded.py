@@ -32,6 +32,7 @@ from weighin.formats import pt, safetensors
 from weighin.formats.base import Layout, Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.equal_tensors import are_equal
+from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.sniff import broken_link, shown
 
@@ -82,8 +83,9 @@ class Sharded:
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}
         contradictions: dict[str, list[str]] = {}
-        for shard in dict.fromkeys(weight_map.values()):
-            stored = self._shard.read(index.parent / shard)
+        shards = list(dict.fromkeys(weight_map.values()))
+        read = map_files(self._shard.read, [index.parent / shard for shard in shards])
+        for shard, stored in zip(shards, read, strict=True):
             # A tied name of safetensors is at the same place as a name that is in the map.
             listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
             for place in stored:

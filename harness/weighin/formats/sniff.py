@@ -12,6 +12,7 @@ from typing import Final
 from weighin.errors import CheckpointError
 from weighin.foreign import MIB, json_in, object_in
 from weighin.formats import pipeline
+from weighin.formats.heads import read_head
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.formats.recognise import Recognised, by_content
 from weighin.formats.training_step import named_step
@@ -32,7 +33,6 @@ SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(
 HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
 
-_HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
 _MOST_BITS: Final = 256  # of an integer that is shown
 _PATH_STARTS: Final = ("./", "../", "/", "~")
@@ -100,8 +100,7 @@ def check_present(path: Path) -> bytes:
     if not path.is_file():
         raise CheckpointError(f"{path}: not a file", "give the checkpoint file itself")
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+        head = read_head(path)
     except OSError as error:
         raise unreadable(path, error) from error
     _check_fetched(path, head)
@@ -165,8 +164,7 @@ def first_bytes(path: Path) -> bytes:
     if not path.is_file():  # opening a pipe would block
         return b""
     try:
-        with path.open("rb") as file:
-            return file.read(_HEAD_BYTES)
+        return read_head(path)
     except OSError:
         return b""
 

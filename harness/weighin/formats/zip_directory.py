@@ -10,7 +10,8 @@ names. Other archives are named for what they are (``recognise.py``).
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import DEFAULT_BUFFER_SIZE
 from itertools import islice
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.late_disk import LATE_S, read_headers
 from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
@@ -36,6 +38,7 @@ _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _LONGEST_COMMENT: Final = 65_535
 _ENCRYPTED: Final = 1
+_MOST_AHEAD_BYTES: Final = 1024**2  # of a record that is no tensor: the pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,15 @@ class Archive:
         """
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
+        start = time.monotonic()
         at, length = self._directory()
+        late = time.monotonic() - start >= LATE_S
         self.records: dict[str, ZipRecord] = {}
         entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
         if recognised := by_records(path, [entry.name for entry in entries]):
             what, repair = recognised
             raise CheckpointError(f"{path}: {what}", repair)
-        self._announce(entry.local_at for entry in entries)
+        self._headers = self._announce(entries, late)
         for entry in entries:
             name = entry.name
             if entry.flags & _ENCRYPTED:
@@ -168,21 +173,29 @@ class Archive:
             raise self._damaged(f"record {shown(name)} has no 64-bit size")
         return values
 
-    def _announce(self, places: Iterable[int]) -> None:
-        """Ask the kernel to read all local headers ahead, so that no read waits for the disk."""
+    def _announce(self, entries: Sequence[_Entry], late: bool) -> dict[int, bytes]:
+        """Ask the kernel to read all local headers ahead; on a late disk, read and return them."""
         try:
             descriptor = self._file.fileno()
         except OSError:
-            return  # an archive inside another file has few records
+            return {}  # an archive inside another file has few records
+        entries = [one for one in entries if one.local_at < self._size]
         if hasattr(os, "posix_fadvise"):
-            for at in places:
-                if at < self._size:
-                    os.posix_fadvise(descriptor, at, DEFAULT_BUFFER_SIZE, os.POSIX_FADV_WILLNEED)
+            for one in entries:
+                if not (late and _is_data(one.name)):
+                    size = DEFAULT_BUFFER_SIZE + (min(one.size, _MOST_AHEAD_BYTES) if late else 0)
+                    os.posix_fadvise(descriptor, one.local_at, size, os.POSIX_FADV_WILLNEED)
+        if not late:
+            return {}
+        return read_headers(self._path, [one.local_at for one in entries], _LOCAL.size)
 
     def _record(self, name: str, local_at: int, size: int, directory_at: int) -> ZipRecord:
         """Return the place of a record's bytes, which follow its local header."""
         if local_at + _LOCAL.size <= directory_at:
-            header = _LOCAL.unpack(self._read(local_at, _LOCAL.size))
+            text = self._headers.get(local_at, b"")
+            if len(text) < _LOCAL.size:
+                text = self._read(local_at, _LOCAL.size)
+            header = _LOCAL.unpack(text)
             start = local_at + _LOCAL.size + header[9] + header[10]
             if header[0] == b"PK\3\4" and start + size <= directory_at:
                 return ZipRecord(start, size)
@@ -209,6 +222,11 @@ class Archive:
 
     def _beyond(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {what} that weighin reads", SHARDS)
+
+
+def _is_data(name: str) -> bool:
+    """Tell whether a record of this name holds a tensor's elements."""
+    return "/data/" in name
 
 
 def check_file(path: Path) -> None:

@@ -50,7 +50,6 @@ LARGEST_ELEMENT_BYTES: Final = 8
 """The size in bytes of the largest element that can be converted to another dtype."""
 
 _unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
-_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # address space, not RAM
 _LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # smaller targets are as fast through the buffer
 
 
@@ -61,12 +60,13 @@ class PieceReader:
 
     Args:
         buffer: page-aligned memory to use. By default the reader has a buffer of its own, which
-            takes ``BUFFER_BYTES`` of RAM from the first read that needs it.
+            takes ``piece_bytes`` of RAM, and two pages, from the first read that needs it.
     """
 
-    def __init__(self, buffer: memoryview | None = None) -> None:
+    def __init__(self, buffer: memoryview | None = None, piece_bytes: int = PIECE_BYTES) -> None:
         self._file: OpenedFile | None = None
-        self._bounce = buffer or memoryview(mmap.mmap(-1, _ROOM_BYTES, flags=mmap.MAP_PRIVATE))
+        room = piece_bytes + 2 * LARGEST_ALIGNMENT  # address space, not RAM
+        self._bounce = buffer or memoryview(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the file's bytes at ``offset``, in one read where possible."""

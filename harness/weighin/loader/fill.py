@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 from typing import Final
 
@@ -21,6 +21,7 @@ from weighin.loader.direct_io import (
     PieceReader,
     copies_by_mapping,
 )
+from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES
 from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
@@ -100,7 +101,7 @@ def _cut(
         yield from cut(source, offset, target, most_bytes)
         return
     row_bytes = target[0].numel() * source.dtype.itemsize
-    rows = PIECE_BYTES // max(row_bytes, target[0].nbytes)
+    rows = min(PIECE_BYTES, most_bytes) // max(row_bytes, target[0].nbytes)
     for first in range(0, len(target), rows or 1):
         at = offset + first * row_bytes
         if rows:
@@ -110,7 +111,7 @@ def _cut(
 
 
 @contextmanager
-def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
+def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
     """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
     The ``with`` statement ends after the last read. The first error, in a thread or in the body,
@@ -118,20 +119,18 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
     little. Torch computes on one thread until the ``with`` statement ends.
 
     Args:
-        threads: the number of threads that read; None chooses the number, which depends on
-            whether the files are cached.
+        disk: the threads that read if the files are not cached.
     """
     if not stretches:
         yield
         return
-    cached = is_mostly_cached(stretches)
-    threads = threads or (cache_threads() if cached else DISK_THREADS)
-    lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
-    runs = Runs(lent.borrowers, READ_BYTES)
+    readers, lent = _divided(stretches, disk)
+    threads, piece_bytes = readers.threads, readers.piece_bytes
+    runs = Runs(lent.borrowers, piece_bytes if readers.late else READ_BYTES)
     failed = threading.Event()
 
     def work(lender: Piece | None) -> None:
-        with PieceFiller(buffer_in(lender) if lender else None) as filler:
+        with PieceFiller(buffer_in(lender) if lender else None, piece_bytes) as filler:
             while not failed.is_set() and (run := runs.take(filler.most_converted_bytes)):
                 filler.fill(run)
         if lender and not failed.is_set():
@@ -155,6 +154,24 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
             raise
         for future in futures:
             future.result()
+
+
+def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers, Lent]:
+    """Return the threads that read, and their reads."""
+    largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
+    pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
+    with closing(PieceReader()) as reader:
+        if _is_mostly_cached(pieces, reader):
+            readers = Readers(disk.threads or cache_threads())
+            return readers, Lent((), copies(stretches, readers.threads))
+        first = pieces[0]
+        readers = disk.of(reader, first.source.file, first.offset, first.source_bytes)
+    if not readers.late:
+        return readers, lend(stretches, READ_BYTES, readers.threads)
+    most = readers.piece_bytes  # of memory, and of the file
+    sizes = (min(most, most * one.memory.nbytes // max(1, one.source_bytes)) for one in stretches)
+    reads = (one.pieces(size) for one, size in zip(stretches, sizes, strict=True))
+    return readers, Lent((), chain.from_iterable(reads))
 
 
 def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
@@ -202,19 +219,17 @@ class _OneThreadEach:
 one_thread_each = _OneThreadEach()
 
 
-def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
-    """Tell whether most bytes of the largest of ``stretches`` are in the page cache.
+def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
+    """Tell whether most bytes of these reads are in the page cache.
 
-    Checks the pages of its first 16 reads. One missing page is no proof that the file is not
-    cached, because the kernel may have reclaimed single pages of a cached file.
+    One missing page is no proof that the file is not cached, because the kernel may have reclaimed
+    single pages of a cached file.
     """
-    largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     cached_bytes, all_bytes = 0.0, 0
-    with closing(PieceReader()) as reader:
-        for piece in islice(largest.pieces(READ_BYTES), _MOST_PROBED):
-            share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
-            cached_bytes += share * piece.source_bytes
-            all_bytes += piece.source_bytes
+    for piece in pieces:
+        share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
+        cached_bytes += share * piece.source_bytes
+        all_bytes += piece.source_bytes
     return cached_bytes >= _MOSTLY * all_bytes
 
 

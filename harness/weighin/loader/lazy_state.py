@@ -14,6 +14,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.converted import Converted
 from weighin.formats.misfit import plain
 from weighin.loader import fill
+from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.models.deferred import DeferredLoad, WriteLog
@@ -136,7 +137,7 @@ def read_at_once(load: DeferredLoad) -> None:
 
 
 def _fill(source: TensorSlice, target: torch.Tensor) -> None:
-    with fill.being_filled([Fill(source, target)], 1):
+    with fill.being_filled([Fill(source, target)], DiskReaders(1)):
         pass
 
 

@@ -31,6 +31,7 @@ from weighin.formats.selection import Selection
 from weighin.loader import converted, fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
+from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -102,7 +103,8 @@ def load_streaming(
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
         threads: the number of threads that read. None means one for each processor, at most 4, if the
-            checkpoint is cached, and 16 if it is not.
+            checkpoint is cached, and 16 if it is not; up to 64 if the disk answers late, as storage
+            behind a network does.
         granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
             all tensors concurrently.
         key: the key of the state dict in a checkpoint that holds more, such as a training
@@ -118,7 +120,7 @@ def load_streaming(
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
     loaded, was_meta = _load(
-        model, Path(checkpoint), selection, device, dtype, threads, granularity
+        model, Path(checkpoint), selection, device, dtype, DiskReaders(threads), granularity
     )
     skeleton.give_back_heap()  # objects that only the load needed
     if dtype is not None or was_meta or _is_elsewhere(loaded, device):
@@ -132,7 +134,7 @@ def _load(
     selection: Selection,
     device: torch.device,
     dtype: torch.dtype | None,
-    threads: int | None,
+    disk: DiskReaders,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
@@ -171,15 +173,15 @@ def _load(
         place = _Placer(modules_of(model), log, device, dtype)
     while batches:
         groups, others = batches.pop(0)
-        small.fill_all(groups, threads)
+        small.fill_all(groups, disk)
         if not others:
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
         plain, computed = converted.split(fills)
-        with fill.being_filled(plain, threads):
+        with fill.being_filled(plain, disk):
             pass
-        converted.fill_all(computed, threads)
+        converted.fill_all(computed, disk.threads)
     if mapped and mapped.conversions:
         from weighin.loader import (
             converting,  # imports transformers' functions, which few loads need

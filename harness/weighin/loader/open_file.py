@@ -39,14 +39,27 @@ class OpenedFile:
         self.path = path
         self._window: Window | None = None
         self._dropped = 0, 0
-        try:
-            self._buffered = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        self._direct = -1
-        self.alignment = ALIGNMENT
-        if alignment := alignment_of(self._buffered):
-            self._direct, self.alignment = _open_direct(path), alignment
+        self._opened_buffered = -1
+        self._direct = _open_direct(path)
+        alignment = alignment_of(self._any)
+        self.alignment = alignment or ALIGNMENT
+        if not alignment:
+            self._close_direct()
+
+    @property
+    def _any(self) -> int:
+        """A descriptor of the file. Opening a file again is a request for which a network is waited."""
+        return self._direct if self.direct else self._buffered
+
+    @property
+    def _buffered(self) -> int:
+        """The descriptor for reads through the page cache, which many loads do not need."""
+        if self._opened_buffered < 0:
+            try:
+                self._opened_buffered = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+        return self._opened_buffered
 
     @property
     def direct(self) -> bool:
@@ -55,11 +68,11 @@ class OpenedFile:
 
     def is_cached(self, offset: int, size: int) -> bool:
         """Tell whether all of this range is known to be in the page cache."""
-        return page_cache.is_cached(self._buffered, offset, size)
+        return page_cache.is_cached(self._any, offset, size)
 
     def cached_share(self, offset: int, size: int) -> float:
         """Return the share of this range that is known to be in the page cache, from 0 to 1."""
-        return page_cache.cached_share(self._buffered, offset, size)
+        return page_cache.cached_share(self._any, offset, size)
 
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
         """Read ``wanted_bytes`` into aligned buffers in turn, past the page cache.
@@ -155,7 +168,8 @@ class OpenedFile:
         if self._window:
             self._window.close()
             self._window = None
-        os.close(self._buffered)
+        if self._opened_buffered >= 0:
+            os.close(self._opened_buffered)
         self._close_direct()
 
     def _drop_behind(self, start: int, end: int) -> None:

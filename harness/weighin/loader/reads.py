@@ -137,12 +137,14 @@ class PieceFiller:
     """Fills pieces of memory on one thread, with a reader and, for a GPU, pinned buffers.
 
     Args:
-        buffer: page-aligned memory for the elements to convert. By default the filler has a small
-            buffer of its own.
+        buffer: page-aligned memory for the elements to convert. By default the filler has a buffer
+            of its own, of ``piece_bytes``.
+        piece_bytes: also the size of each of the two pinned buffers.
     """
 
-    def __init__(self, buffer: memoryview | None) -> None:
-        self._pieces = PieceReader(buffer)
+    def __init__(self, buffer: memoryview | None, piece_bytes: int = PIECE_BYTES) -> None:
+        self._pieces = PieceReader(buffer, piece_bytes)
+        self._pinned_bytes = piece_bytes
         self._borrows = buffer is not None
         self._gpu: _GpuCopier | None = None
 
@@ -170,7 +172,7 @@ class PieceFiller:
             return
         (piece,) = run
         if piece.target.is_cuda:
-            self._gpu = self._gpu or _GpuCopier(piece.target.device)
+            self._gpu = self._gpu or _GpuCopier(piece.target.device, self._pinned_bytes)
             with self._gpu.copying_to(piece.target) as pinned:
                 self._read(Piece(piece.source, piece.offset, pinned))
         else:
@@ -218,10 +220,12 @@ def _convert(piece: Piece, content: memoryview) -> None:
 class _GpuCopier:
     """Copies to the GPU through two pinned buffers: one is filled while the other is copied."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # it allocated the memory
-        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"
+        ]
         self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
 

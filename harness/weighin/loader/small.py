@@ -4,7 +4,9 @@ A small tensor gains nothing from memory of its own in huge pages, and its costs
 for it. So its present memory is filled, and one vectored read fills hundreds of tensors.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch
 
 from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import DISK_THREADS, MOST_UNUSED_BYTES, PIECE_BYTES, PieceReader
+from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.fill import cache_threads, one_thread_each
 from weighin.models.deferred import DeferredLoad
 
@@ -33,6 +36,25 @@ class Group:
     end: int
     offsets: list[int]
     tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the read that fills all tensors, in bytes."""
+        return self.end - self.start
+
+    def parts(self, most_bytes: int) -> Iterator["Group"]:
+        """Yield this group in parts that each take a read of at most ``most_bytes``."""
+        if self.nbytes <= most_bytes:
+            yield self
+            return
+        first, count = 0, len(self.tensors)
+        ends = [at + one.nbytes for at, one in zip(self.offsets, self.tensors, strict=True)]
+        while first < count:
+            start = self.offsets[first]
+            last = bisect_right(ends, start + most_bytes, first + 1)
+            offsets, tensors = self.offsets[first:last], self.tensors[first:last]
+            yield Group(self.file, start, ends[last - 1], offsets, tensors)
+            first = last
 
 
 def divide(
@@ -106,38 +128,46 @@ def _group(run: Sequence[DeferredLoad]) -> Group:
 
 def buffer_bytes(groups: Sequence[Group], threads: int | None) -> int:
     """Return the size of all threads' buffers in bytes where no file is cached."""
-    return sum(sorted(group.end - group.start for group in groups)[-(threads or DISK_THREADS) :])
+    return sum(sorted(group.nbytes for group in groups)[-(threads or DISK_THREADS) :])
 
 
-def fill_all(groups: Sequence[Group], threads: int | None) -> None:
+def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
     """Read the values of all groups; the first error ends the load.
 
     Args:
-        threads: the number of threads; None chooses it, which depends on whether the files are cached.
+        disk: the threads that read if the files are not cached.
     """
     if not groups:
         return
-    threads = threads or (cache_threads() if _is_cached(groups) else DISK_THREADS)
-    with one_thread_each, ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(_fill_some, groups[n::threads]) for n in range(threads)]
+    with closing(PieceReader()) as reader:
+        if _is_cached(groups, reader):
+            readers = Readers(disk.threads or cache_threads())
+        else:
+            largest = max(groups, key=lambda group: group.nbytes)
+            readers = disk.of(reader, largest.file, largest.start, largest.nbytes)
+    waiting = deque(part for group in groups for part in group.parts(readers.piece_bytes))
+    with one_thread_each, ThreadPoolExecutor(readers.threads) as pool:
+        futures = [pool.submit(_fill_some, waiting, readers) for _ in range(readers.threads)]
         for future in futures:
             future.result()
 
 
-def _is_cached(groups: Sequence[Group]) -> bool:
-    with closing(PieceReader()) as reader:
-        return all(
-            reader.is_cached(group.file, group.start, group.end - group.start)
-            for group in groups[:: len(groups) // _MOST_PROBED + 1]
-        )
+def _is_cached(groups: Sequence[Group], reader: PieceReader) -> bool:
+    return all(
+        reader.is_cached(group.file, group.start, group.nbytes)
+        for group in groups[:: len(groups) // _MOST_PROBED + 1]
+    )
 
 
-def _fill_some(groups: Sequence[Group]) -> None:
-    with closing(PieceReader()) as reader:
-        for group in groups:
-            tensors = group.tensors
+def _fill_some(waiting: deque[Group], readers: Readers) -> None:
+    with closing(PieceReader(None, readers.piece_bytes)) as reader:
+        while waiting:
+            try:
+                group = waiting.popleft()
+            except IndexError:  # another thread took the last
+                return
             places = [
                 (offset, tensor.data_ptr(), tensor.nbytes)
-                for offset, tensor in zip(group.offsets, tensors, strict=True)
+                for offset, tensor in zip(group.offsets, group.tensors, strict=True)
             ]
             reader.scatter(group.file, places)

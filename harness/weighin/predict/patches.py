@@ -160,6 +160,7 @@ def _legacy(ledger: Ledger) -> Any:
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
     from weighin.loader import converted, fill, small
+    from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.reads import Fillable
 
     before = ledger.own_anon_bytes
@@ -175,9 +176,10 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["read_direct_bytes"] += sources
 
     @contextmanager
-    def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
+    def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
         yield
-        with ledger.holding(fill.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
+        buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
+        with ledger.holding(buffers):
             for stretch in stretches:
                 fresh = ledger.work["fresh_bytes"]
                 for tensor in stretch.members:
@@ -192,8 +194,8 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes
 
-    def fill_groups(groups: Sequence[small.Group], threads: int | None) -> None:
-        with ledger.holding(small.buffer_bytes(groups, threads)):
+    def fill_groups(groups: Sequence[small.Group], disk: DiskReaders) -> None:
+        with ledger.holding(small.buffer_bytes(groups, disk.threads)):
             for group in groups:
                 for tensor in group.tensors:
                     ledger.write(tensor)

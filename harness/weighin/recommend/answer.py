@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
+from weighin.disk.pace import Pace
 from weighin.errors import UnknownName
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
@@ -35,6 +36,7 @@ from weighin.recommend.ranking import (
     assess,
     slowness,
 )
+from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
@@ -48,6 +50,7 @@ _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerd
 SHOWN: Final = 5
 """The number of candidates that ``weighin recommend`` shows without --all."""
 _NO_SOURCE: Final = "-"
+_AS_IT_IS: Final = Pace()
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 
@@ -55,7 +58,8 @@ _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 class Question:
     """The model to load, its device and dtype, the limits, and the allowed requirements.
 
-    ``ranks`` is the number of processes that load the model at once under these limits.
+    ``ranks`` is the number of processes that load the model at once under these limits. ``disk`` is the
+    disk on which the checkpoint lies; by default the disk of this machine's cache.
     """
 
     model: ModelSpec
@@ -68,6 +72,7 @@ class Question:
     results: Path = Path("results")
     python_path: tuple[str, ...] = ()
     ranks: int = 1
+    disk: Pace = _AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class Advice:
             "ram_limit_bytes": asked.limits.ram_bytes,
             "vram_limit_bytes": asked.limits.vram_bytes,
             "ranks": asked.ranks,
+            "disk_bytes_per_s": asked.disk.bytes_per_s,
+            "disk_latency_ns": asked.disk.latency_ns,
             "recommended": self.best.strategy if self.best else None,
             "candidates": [asdict(one) for one in self.candidates],
             "code": self.code,
@@ -206,7 +213,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for prediction, evidence in zip(prior.predictions, records, strict=True)
         if evidence
     ]
-    calibration = prior.calibration.slowed(slowness(measured, prior.calibration))
+    calibration = behind(prior.calibration, question.disk)
+    calibration = calibration.slowed(slowness(measured, calibration))
     judged = [
         assess(
             one.strategy, prediction, evidence, calibration, question.limits,
@@ -275,12 +283,15 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     same = len(known) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
+    of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
         " and ".join(limits) or "without a limit"
     )
     notes = [f"Memory and time are {known[0]}."] if same else []
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
+    if asked.disk:
+        notes.append("Ready: every byte of the model was read once, as the first pass needs it.")
     hidden = len(advice.candidates[most:]) if most else 0
     if hidden:
         notes.append(f"{hidden} more: --all")
@@ -345,7 +356,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
-            format=fmt, ranks=question.ranks,
+            format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
+            disk_latency_ns=question.disk.latency_ns,
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue

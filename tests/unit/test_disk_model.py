@@ -1,0 +1,53 @@
+"""The model of load times on slow disks: what several requests at once get, and whom it puts first."""
+
+from dataclasses import asdict
+
+import pytest
+
+from weighin.disk.pace import Pace
+from weighin.recommend.calibration import Calibration
+from weighin.recommend.slow_disk import behind, rate
+
+MB, MS = 1e6, 1_000_000
+QUICK = Calibration(2e9, 3e9, 1e9, 4e9, 8e9, 1e9, 0.01, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("pace", "requests", "mb_per_s"),
+    [
+        (Pace(200_000_000, 5 * MS), 1, 23.2),
+        (Pace(200_000_000, 5 * MS), 2, 46.4),
+        (Pace(200_000_000, 5 * MS), 16, 200.0),
+        (Pace(200_000_000, 20 * MS), 16, 101.5),
+        (Pace(200_000_000, 20 * MS), 64, 200.0),
+        (Pace(None, 20 * MS), 64, 419.4),
+        (Pace(50_000_000, None), 1, 50.0),
+    ],
+)
+def test_requests_at_once_share_the_rate_and_wait_side_by_side(
+    pace: Pace, requests: int, mb_per_s: float
+) -> None:
+    assert rate(pace, requests) / MB == pytest.approx(mb_per_s, rel=0.01)
+
+
+def test_a_disk_as_it_is_changes_nothing() -> None:
+    assert behind(QUICK, Pace()) == QUICK
+
+
+def test_a_slow_disk_slows_only_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    slow = behind(QUICK, Pace(200_000_000, 20 * MS))
+    assert slow.read_bytes_per_s / MB == pytest.approx(12.7, rel=0.01)
+    assert slow.map_bytes_per_s / MB == pytest.approx(25.4, rel=0.01)
+    assert slow.read_direct_bytes_per_s / MB == 200
+    assert slow.archive_s == pytest.approx(0.13)
+    same = set(asdict(QUICK)) - {
+        "read_bytes_per_s", "map_bytes_per_s", "read_direct_bytes_per_s", "archive_s"
+    }  # fmt: skip
+    assert all(getattr(slow, name) == getattr(QUICK, name) for name in same)
+
+
+def test_a_disk_is_never_quicker_than_this_machines() -> None:
+    quick = behind(QUICK, Pace(100_000_000_000, 1))
+    assert quick.read_bytes_per_s == QUICK.read_bytes_per_s
+    assert quick.map_bytes_per_s == QUICK.map_bytes_per_s

@@ -1,0 +1,275 @@
+"""A disk that answers late is read by many threads, in small reads, with no more buffers than others."""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from weighin import formats
+from weighin.formats import late_disk, zip_directory
+from weighin.formats.late_disk import read_headers
+from weighin.loader import disk_readers, fill
+from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
+from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
+from weighin.loader.load import Granularity, load_streaming
+from weighin.probes import page_cache
+
+KIB, MIB = 1024, 1024**2
+MS = 1_000_000
+LATE = (TimedRead(4 * KIB, 20 * MS), TimedRead(128 * KIB, 21 * MS))
+
+
+@pytest.mark.parametrize(
+    ("reads", "threads", "piece_kib"),
+    [
+        pytest.param([(4096, 52_000)], 16, 1024, id="a local SSD"),
+        pytest.param([(4096, 499_999)], 16, 1024, id="just in time"),
+        pytest.param([(4096, 8 * MS), (128 * KIB, 300_000)], 16, 1024, id="late once, by chance"),
+        pytest.param([(4096, 1 * MS), (128 * KIB, 1_300_000)], 16, 504, id="1 ms"),
+        pytest.param([(4096, 2 * MS), (128 * KIB, 2_500_000)], 32, 248, id="2 ms"),
+        pytest.param([(4096, 5 * MS), (128 * KIB, 5_200_000)], 64, 120, id="5 ms"),
+        pytest.param([(4096, 20 * MS), (128 * KIB, 20 * MS)], 64, 120, id="20 ms"),
+        pytest.param([(4096, 600_000), (128 * KIB, 30 * MS)], 64, 120, id="slow, not only late"),
+    ],
+)
+def test_the_first_reads_choose_the_readers(
+    reads: list[tuple[int, int]], threads: int, piece_kib: int
+) -> None:
+    chosen = choose([TimedRead(*read) for read in reads])
+    assert (chosen.threads, chosen.piece_bytes) == (threads, piece_kib * KIB)
+
+
+@given(st.lists(st.builds(TimedRead, st.integers(1, 2**40), st.integers(1, 10**12)), min_size=1))
+def test_the_buffers_of_all_threads_are_largest_for_a_disk_in_time(reads: list[TimedRead]) -> None:
+    chosen = choose(reads)
+    assert chosen.threads * chosen.piece_bytes <= DISK_THREADS * PIECE_BYTES
+    assert chosen.piece_bytes % 4096 == 0 < chosen.piece_bytes
+    assert DISK_THREADS <= chosen.threads <= disk_readers.MOST_THREADS
+
+
+def test_one_load_looks_at_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, disk, reader = answering(monkeypatch, LATE), DiskReaders(None), PieceReader()
+    assert disk.of(reader, tmp_path, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
+    assert disk.of(reader, tmp_path, 1000, MIB) == choose(LATE)
+    assert disk.of(reader, tmp_path, 5, MIB) == choose(LATE)
+    assert DiskReaders(1).of(reader, tmp_path, 0, MIB) == Readers(1)
+    assert looks == [(1000 + (MIB - 128 * KIB) // 2) // 4096 * 4096]  # one request, and not two
+    wanted = DiskReaders(3).of(reader, tmp_path, 0, MIB)  # as the caller wants
+    assert wanted == replace(choose(LATE), threads=3)
+
+
+def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert page_cache.drop([saved]) == 0
+    clock = iter([0, 100_000])
+    monkeypatch.setattr(disk_readers.time, "monotonic_ns", lambda: next(clock))
+    with closing(PieceReader()) as reader:
+        assert list(disk_readers.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
+        clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
+        late = list(disk_readers.first_reads(reader, saved, MIB))
+    assert late == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
+
+
+class Layers(nn.Module):
+    """Large tensors, many small ones, a turned one, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(1000, 1001)
+        self.small = nn.ModuleList(nn.Linear(120, 100) for _ in range(20))
+        self.turned = nn.Parameter(torch.randn(700, 300).t())
+        self.again = self.large
+        self.register_buffer("steps", torch.arange(100_003))
+
+
+def saved_as(path: Path) -> Path:
+    torch.manual_seed(0)
+    state = Layers().state_dict()
+    if path.suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file({name: one.clone().contiguous() for name, one in state.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["pt", "safetensors"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_as(tmp_path_factory.mktemp("late") / f"model.{request.param}")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> list[int]:
+    """Let every disk answer its first reads in these times; return the list of the reads' offsets."""
+    looks: list[int] = []
+
+    def first_reads(_reader: PieceReader, _file: Path, offset: int) -> Iterator[TimedRead]:
+        looks.append(offset)
+        yield from reads
+
+    monkeypatch.setattr(disk_readers, "first_reads", first_reads)
+    return looks
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh memory", "memory that is there"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("granularity", ["all", "tensor"])
+def test_a_model_from_a_late_disk_is_right(
+    saved: Path, granularity: Granularity, dtype: torch.dtype | None,
+    fresh: bool, cold: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    right = Layers().state_dict()
+    looks = answering(monkeypatch, LATE)
+    saved.read_bytes()
+    if cold:
+        assert page_cache.drop([saved]) == 0
+    found = load_streaming(
+        Layers if fresh else Layers(), saved, dtype=dtype, granularity=granularity
+    ).state_dict()
+    for name, tensor in right.items():
+        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], wanted), name
+    assert len(looks) == cold
+
+
+class Flights:
+    """Counts the reads under way, and keeps each of them until as many as awaited are.
+
+    The first reads of a load, which the main thread makes, take the latency.
+    """
+
+    def __init__(self, awaited: int, latency_s: float) -> None:
+        self.most, self._now = 0, 0
+        self._awaited, self._latency_s = awaited, latency_s
+        self._changed = threading.Condition()
+        self._preadv = os.preadv
+
+    def preadv(self, file: int, buffers: Sequence[Any], offset: int) -> int:
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            first = threading.current_thread() is threading.main_thread()
+            if not first:
+                self._changed.wait_for(lambda: self.most >= self._awaited, timeout=20)
+        if first:
+            time.sleep(self._latency_s)
+        try:
+            return self._preadv(file, buffers, offset)
+        finally:
+            with self._changed:
+                self._now -= 1
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "under_way"), [(0.0, 16), (0.02, 64)], ids=["at once", "late"]
+)
+def test_many_reads_are_under_way_at_once_if_the_disk_answers_late(
+    latency_s: float, under_way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, count = tmp_path / "model.safetensors", 2896  # 32 MiB
+    save_file({"weight": torch.zeros(count, count)}, path)
+    monkeypatch.setattr(fill, "READ_BYTES", MIB)
+    assert page_cache.drop([path]) == 0
+    if not latency_s:  # as most disks do; but nobody knows how busy this one is
+        answering(monkeypatch, [TimedRead(4096, 60_000)])
+    flights = Flights(under_way, latency_s)
+    monkeypatch.setattr(os, "preadv", flights.preadv)
+    load_streaming(lambda: nn.Linear(count, count, bias=False), path)
+    assert flights.most == under_way
+
+
+def test_small_tensors_are_read_at_once_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({f"{number}.weight": torch.randn(100, 100) for number in range(500)}, path)
+    answering(monkeypatch, LATE)
+    flights = Flights(64, 0.0)
+    monkeypatch.setattr(os, "preadv", flights.preadv)
+
+    def build() -> nn.Module:
+        assert page_cache.drop([path]) == 0  # also what the kernel read ahead behind the header
+        return nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(500)))
+
+    load_streaming(build, path)
+    assert flights.most == 64
+
+
+@pytest.mark.parametrize(("late", "heads"), [(0.0, 0), (1.0, 99)], ids=["in time", "late"])
+def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
+    late: float, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({f"{number}.weight": torch.zeros(20_000 + number) for number in range(96)}, path)
+    found: list[int] = []
+
+    def read(path: Path, places: Sequence[int], size: int) -> dict[int, bytes]:
+        headers = read_headers(path, places, size)
+        found.append(len(headers))
+        with path.open("rb") as file:
+            for at, header in headers.items():
+                file.seek(at)
+                assert file.read(size) == header
+        return headers
+
+    times = itertools.count(0.0, late)
+    monkeypatch.setattr(zip_directory.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(zip_directory, "read_headers", read)
+    assert len(formats.read(path)[1]) == 96
+    assert sum(found) >= heads and len(found) == bool(heads)
+
+
+def test_headers_that_cannot_be_read_at_once_are_left_to_a_later_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 1000)
+    found = read_headers(tmp_path / "file", [0, 5, 65_530, 255_990, 999_999_999], 30)
+    assert {at: len(header) for at, header in found.items()} == {
+        0: 30, 5: 30, 65_530: 30, 255_990: 10, 999_999_999: 0
+    }  # fmt: skip
+    assert read_headers(tmp_path / "none", [0], 30) == {}
+
+
+def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(5, timeout=20)
+    times = itertools.count(0.0, late_disk.LATE_S)
+    monkeypatch.setattr(late_disk.time, "monotonic", lambda: next(times))
+
+    def wait(number: int) -> int:
+        return number and together.wait() + 1
+
+    assert sorted(late_disk.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(late_disk.time, "monotonic", lambda: 0.0)
+    names = late_disk.map_files(lambda _: threading.current_thread().name, range(6))
+    assert set(names) == {threading.current_thread().name}
+
+
+def test_a_file_is_opened_once_for_all_formats_that_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, path)
+    opened: list[Path] = []
+    opening = Path.open
+
+    def noting(path: Path, *how: Any, **more: Any) -> Any:
+        opened.append(path)
+        return opening(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", noting)
+    formats.read(path)
+    assert opened == [path]
+    save_file({"other": torch.zeros(3)}, path)  # nothing is remembered until the next load
+    assert [one.name for one in formats.read(path)[1]] == ["other"]
