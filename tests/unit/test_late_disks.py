@@ -75,7 +75,7 @@ def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
 ) -> None:
     assert page_cache.drop([saved]) == 0
     clock = iter([0, 100_000])
-    monkeypatch.setattr(disk_readers.time, "monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("weighin.loader.disk_readers.time.monotonic_ns", lambda: next(clock))
     with closing(PieceReader()) as reader:
         assert list(disk_readers.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
         clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
@@ -227,7 +227,7 @@ def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
         return headers
 
     times = itertools.count(0.0, late)
-    monkeypatch.setattr(zip_directory.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("weighin.formats.zip_directory.time.monotonic", lambda: next(times))
     monkeypatch.setattr(zip_directory, "read_headers", read)
     assert len(formats.read(path)[1]) == 96
     assert sum(found) >= heads and len(found) == bool(heads)
@@ -245,13 +245,13 @@ def test_headers_that_cannot_be_read_at_once_are_left_to_a_later_read(tmp_path: 
 def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(5, timeout=20)
     times = itertools.count(0.0, late_disk.LATE_S)
-    monkeypatch.setattr(late_disk.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("weighin.formats.late_disk.time.monotonic", lambda: next(times))
 
     def wait(number: int) -> int:
         return number and together.wait() + 1
 
     assert sorted(late_disk.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr(late_disk.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr("weighin.formats.late_disk.time.monotonic", lambda: 0.0)
     names = late_disk.map_files(lambda _: threading.current_thread().name, range(6))
     assert set(names) == {threading.current_thread().name}
 
