@@ -33,7 +33,6 @@ from weighin.report.freshness import since, standing
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.suite import registry
-from weighin.suite.config import read_suite
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -180,7 +179,7 @@ def measure(run: Run) -> None:
         if not path.exists():
             save_folder(path)
     for word in run.command:
-        if Path(word).name == "converting.yaml":
+        if Path(word).name in ("converting.yaml", "converting-files.yaml"):
             subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
@@ -204,8 +203,8 @@ def _folders(command: Iterable[str]) -> Iterator[Path]:
     for word in command:
         words = [word]
         if word.endswith(".yaml"):
-            models = read_suite(Path(word)).models
-            words = [model.folder for model in models if not model.adapter]
+            models = yaml.safe_load(Path(word).read_text(encoding="utf-8")).get("models", ())
+            words = [model.get("folder", "") for model in models if isinstance(model, dict)]
         for each in map(Path, words):
             if each.parent == FOLDERS and each.name.lower() in registry.models():
                 yield each
@@ -256,7 +255,8 @@ def put_in_place(measured: Path, published: Path) -> None:
 
     Paths in the repository become relative to it, as in the path of an adapter. The samples are not
     kept, because only the timeline is drawn from them. A run under several
-    limits, or of several models, has no timeline, which would have dozens of panels. ``fill_pages`` draws all other
+    limits, or of several models, has no timeline, which would have dozens of panels; nor has a run of
+    commands. ``fill_pages`` draws all other
     pictures again.
     """
     ready = measured / "published"
@@ -265,7 +265,8 @@ def put_in_place(measured: Path, published: Path) -> None:
     records = (measured / run_folder.RECORDS).read_text(encoding="utf-8")
     (ready / run_folder.RECORDS).write_text(records.replace(f"{ROOT}/", ""), encoding="utf-8")
     results = run_folder.read(measured).results
-    if len({(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}) == 1:
+    panels = {(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}
+    if len(panels) == 1 and results[0].cell.operation != "command":
         with (ready / f"{TIMELINE}.svg").open("wb") as file:
             style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)
@@ -274,7 +275,7 @@ def put_in_place(measured: Path, published: Path) -> None:
 
 def predict(run: Run, measured: Path, published: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
-    if any(one.cell.operation == "save" for one in run.results):
+    if any(one.cell.operation != "load" for one in run.results):
         return
     command = [sys.executable, "-m", "weighin", "predict", "--check", str(measured)]
     subprocess.run(
