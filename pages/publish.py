@@ -33,7 +33,6 @@ from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.suite import registry
-from weighin.suite.config import read_suite
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -204,8 +203,8 @@ def _folders(command: Iterable[str]) -> Iterator[Path]:
     for word in command:
         words = [word]
         if word.endswith(".yaml"):
-            models = read_suite(Path(word)).models
-            words = [model.folder for model in models if not model.adapter]
+            models = yaml.safe_load(Path(word).read_text(encoding="utf-8")).get("models", ())
+            words = [model.get("folder", "") for model in models if isinstance(model, dict)]
         for each in map(Path, words):
             if each.parent == FOLDERS and each.name.lower() in registry.models():
                 yield each
