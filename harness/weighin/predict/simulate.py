@@ -1,9 +1,9 @@
 """One symbolic run: run a strategy on tensors without values, from its import to the touch phase."""
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +17,10 @@ from weighin.predict.fake_cuda import pretended
 from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
-from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, PredictedUse, Work
 from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
+from weighin.predict.using import UseToFollow, follow
 from weighin.record import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -50,6 +51,7 @@ class SimulatedRun:
     work: Work
     phases: tuple[PredictedPhase, ...]
     reasons: tuple[str, ...]
+    use: PredictedUse | None = None
 
 
 def run(
@@ -60,6 +62,7 @@ def run(
     baseline: Memory,
     own_bytes: int,
     read_ahead_bytes: int,
+    use: UseToFollow | None = None,
 ) -> SimulatedRun:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
@@ -68,10 +71,11 @@ def run(
             yet.
         own_bytes: the anonymous memory that this process has, but a worker has not.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
+        use: what follows the load; None if the run ends when the model is ready.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
-        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None,
+        CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None,
         baseline,
         own_bytes,
     )
@@ -85,13 +89,38 @@ def run(
         builder=builder,
         marks=ledger,
     )
-    gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
+    with _intercepted(ledger, checkpoint):
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):
             model = load(job)
         ledger.work["modules"] += len(sys.modules) - modules
+    loaded = _ready(ledger, model, device, read_ahead_bytes)
+    if use is None:
+        return loaded
+    with _intercepted(ledger, checkpoint):
+        used = follow(ledger, model, use)
+    highest = max(loaded.host_anon_most_bytes, used.all_most_bytes)
+    return replace(
+        loaded,
+        use=used,
+        floor_bytes=_floor(highest, loaded.in_flight_bytes),
+        phases=tuple(ledger.phases),
+    )
+
+
+@contextmanager
+def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
+    """Let torch's operations, reads of files and calls of the GPU update the ledger."""
+    gpu = pretended(ledger) if ledger.cuda else nullcontext()
+    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
+        yield
+
+
+def _ready(
+    ledger: Ledger, model: torch.nn.Module, device: torch.device, read_ahead_bytes: int
+) -> SimulatedRun:
+    """Read every tensor of the loaded model; return the figures of the load."""
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
         for tensor in tensors.values():
@@ -101,6 +130,11 @@ def run(
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     return _figures(ledger, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
+
+
+def _floor(most_bytes: int, in_flight_bytes: int) -> int:
+    """Return the smallest RAM limit for an anonymous peak; page tables take a share of it."""
+    return most_bytes + most_bytes // _PAGE_TABLE_SHARE + ABOVE_PEAK_BYTES + in_flight_bytes
 
 
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
@@ -137,10 +171,7 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Simulate
         tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
         in_flight_bytes=in_flight_bytes,
-        floor_bytes=most_bytes
-        + most_bytes // _PAGE_TABLE_SHARE
-        + ABOVE_PEAK_BYTES
-        + in_flight_bytes,
+        floor_bytes=_floor(most_bytes, in_flight_bytes),
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),

@@ -26,7 +26,7 @@ class Evidence:
         ok_limits: RAM limits under which a cell ended ok, in bytes; None is no limit.
         killed_limits: RAM limits under which a cell was killed for lack of memory, in bytes.
         anon_bytes: sampled maximum of anonymous memory, and of shared memory if there was any, over
-            the cells that ended ok.
+            the cells that ended ok; with a use, that of the load and the use.
         ready_s: ready times of the cells that ended ok, by RAM limit.
         incomplete: a text for each run among the sources that was stopped before its last cell.
     """
@@ -47,6 +47,8 @@ class Evidence:
             return
         self.ok_limits.append(cell.ram_limit_bytes)
         kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
+        if result.use and cell.use:
+            kept = max(kept, result.use.all_anon_sampled_bytes or 0)
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
         if result.ready_ns is not None:
@@ -98,7 +100,7 @@ def find(
 ) -> dict[tuple[str, str], Evidence]:
     """Return the measurements of this machine in the runs of these folders, by strategy and format.
 
-    Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
+    Included are only cells with the model, device, dtype, cache state and use of ``wanted`` and without
     options or environment variables. ``left_out`` is called with the reason for each run that cannot be
     read, among the runs of a folder.
 
@@ -113,9 +115,9 @@ def find(
         same_machine &= CONCURRENT not in result.environment  # its times are not comparable
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
-            cell.environment,
+            cell.environment, cell.use,
         ) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {},
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {}, wanted.use,
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())
