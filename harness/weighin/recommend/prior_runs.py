@@ -38,9 +38,13 @@ class Evidence:
     ready_s: dict[int | None, list[float]] = field(default_factory=dict)
     incomplete: dict[str, None] = field(default_factory=dict)
 
-    def take(self, result: Result) -> None:
-        """Add the record of one cell."""
+    def take(self, result: Result, use: str = "") -> None:
+        """Add the record of one cell; of a cell with another use than ``use``, only its ready time."""
         cell, peaks = result.cell, result.peaks
+        if result.outcome is Outcome.OK and result.ready_ns is not None:
+            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
+        if cell.use != use:
+            return
         if result.outcome is Outcome.OOM_KILLED and cell.ram_limit_bytes is not None:
             self.killed_limits.append(cell.ram_limit_bytes)
         if result.outcome is not Outcome.OK:
@@ -51,8 +55,6 @@ class Evidence:
             kept = max(kept, result.use.all_anon_sampled_bytes or 0)
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
-        if result.ready_ns is not None:
-            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
 
     def fits(self, limit_bytes: int) -> bool | None:
         """Return whether the strategy works under a RAM limit; None if no record shows it."""
@@ -100,8 +102,8 @@ def find(
 ) -> dict[tuple[str, str], Evidence]:
     """Return the measurements of this machine in the runs of these folders, by strategy and format.
 
-    Included are only cells with the model, device, dtype, cache state and use of ``wanted`` and without
-    options or environment variables. ``left_out`` is called with the reason for each run that cannot be
+    Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
+    options or environment variables; of a cell with another use than that of ``wanted``, only the ready time. ``left_out`` is called with the reason for each run that cannot be
     read, among the runs of a folder.
 
     Raises:
@@ -115,13 +117,13 @@ def find(
         same_machine &= CONCURRENT not in result.environment  # its times are not comparable
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
-            cell.environment, cell.use,
+            cell.environment,
         ) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {}, wanted.use,
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {},
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())
-            one.take(result)
+            one.take(result, wanted.use)
             one.incomplete |= dict.fromkeys(incomplete)
     return evidence
 
