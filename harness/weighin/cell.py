@@ -7,6 +7,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self
 
 from weighin.text import printable
+from weighin.uses import FORWARD, NONE, TO_DEVICE
 
 CacheState = Literal["cold", "warm", "as found"]
 Operation = Literal["load", "save", "command"]
@@ -58,8 +59,9 @@ class _Named:
 class Cell(_Named):
     """One measurement to take. Limits are in bytes; None means no limit.
 
-    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is
-    the number of forward passes that run once the model is ready. ``ranks`` is the number of
+    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``use`` is
+    the use of the ready model, of ``weighin.uses`` or a user's own; if it is empty, the use is
+    ``passes`` forward passes. ``ranks`` is the number of
     processes that load the model at once, all under the same limits. For a save, ``format`` is the
     format to write and ``device`` is the device that holds the model. ``environment`` holds the
     variables that are added to the parent's environment when the worker starts.
@@ -85,6 +87,7 @@ class Cell(_Named):
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     command: tuple[str, ...] = ()
+    use: str = ""
 
     @classmethod
     def of_command(
@@ -121,11 +124,22 @@ class Cell(_Named):
             del fields["environment"]
         if self.ranks == 1:
             del fields["ranks"]
-        if not self.command:
-            del fields["command"]
+        for name in ("command", "use"):
+            if not fields[name]:
+                del fields[name]
         text = json.dumps(fields, sort_keys=True, default=str)
         object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")
         return self._series
+
+    @property
+    def after_load(self) -> str:
+        """The name of what follows the load: a use, or "none"."""
+        return self.use or (FORWARD if self.passes else NONE)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the model is on a GPU at some time."""
+        return self.device.startswith("cuda") or self.use == TO_DEVICE
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -156,8 +170,8 @@ class Job:
     """A cell and the paths of the files that its worker reads, as they are inside the isolation.
 
     ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path``
-    lists the folders from which to import the builder of a user's model. ``target`` is the empty
-    folder that a save writes to. ``mounts`` are further paths of this machine that a container must
+    lists the folders from which to import the builder of a user's model. ``use_path`` is the file of
+    a user's own use. ``target`` is the empty folder that a save, or the use "save", writes to. ``mounts`` are further paths of this machine that a container must
     see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
     in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
     for the worker of any other cell. If there is a ``body``, the worker loads no model and reads only
@@ -175,6 +189,7 @@ class Job:
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None
+    use_path: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

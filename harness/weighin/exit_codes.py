@@ -13,8 +13,13 @@ GATE_FAILED: Final = 1
 MEASUREMENT_FAILED: Final = 4
 STRATEGY_FAILED: Final = 5
 
-BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.COMMAND_FAILED)
-"""Outcomes that show a fault of the strategy or the command itself, whatever the limit is."""
+BROKEN: Final = (
+    Outcome.WRONG_WEIGHTS,
+    Outcome.STRATEGY_FAILED,
+    Outcome.COMMAND_FAILED,
+    Outcome.USE_FAILED,
+)
+"""Outcomes that show a fault of the strategy, the command or the use itself, whatever the limit is."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -22,7 +27,7 @@ MEANINGS: Final = {
     2: "bad input",
     3: "an isolation is not available",
     4: "a cell could not be measured, or another run is measuring on this machine",
-    5: "a strategy loaded wrong weights or failed, or one of several commands failed",
+    5: "a strategy loaded wrong weights or failed, a use failed, or one of several commands failed",
     130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
 """Every exit code of ``weighin``."""

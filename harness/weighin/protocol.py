@@ -17,6 +17,7 @@ phase          all fields of ``Phase`` but peak_cgroup_bytes                   y
 loaded         load_ns, without the time spent between phases                  no
 ready          t_ns, touch_ns; for a save also written: all fields of Written  no
 failed         outcome, message, summary (of the allocator, if out of memory)  no
+used           gradients, children_private_bytes: fields of ``Use``            no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 

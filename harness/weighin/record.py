@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.uses import is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
@@ -55,6 +56,7 @@ class Outcome(StrEnum):
     SKIPPED = "skipped"
     MEASUREMENT_FAILED = "measurement_failed"
     COMMAND_FAILED = "command_failed"
+    USE_FAILED = "use_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,23 @@ class Written:
     file_bytes: int
     disk_bytes: int
     files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Facts about the use of a ready model that its phase does not have.
+
+    Attributes:
+        anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
+        gradients: "backward" if a backward pass made the gradients of a step, "synthetic" if they were
+            filled in; empty for a use without gradients.
+        children_private_bytes: the private dirty memory of each forked process, after it wrote every
+            weight.
+    """
+
+    anon_sampled_bytes: int | None = None
+    gradients: str = ""
+    children_private_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +396,7 @@ class Result:
     ranks: tuple[Rank, ...] = ()
     ran: Ran | None = None
     stopped: Stopped | None = None
+    use: Use | None = None
 
     @property
     def above_import_bytes(self) -> int | None:
@@ -387,6 +407,11 @@ class Result:
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
         return self.peaks.rss_bytes - self.baseline.rss_bytes
+
+    @property
+    def use_phases(self) -> tuple[Phase, ...]:
+        """The phases of the use after the load; several for several forward passes."""
+        return tuple(phase for phase in self.phases if is_of_use(phase.name))
 
     @property
     def cache(self) -> str:

@@ -6,15 +6,17 @@ from typing import Any, Final
 from weighin.cli import _wrap
 from weighin.errors import HarnessError, UnknownName
 from weighin.formats.pretrained_folder import BUILDER, dtype_of
+from weighin.uses import USES
 
 SCHEMA: Final = 1
 
-KINDS: Final = ("strategies", "models", "suites", "isolations")
+KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
 
 _HEADINGS: Final = {
     "strategies": "strategies",
     "saving": "strategies for saves (--operation save)",
     "models": "models",
+    "uses": "uses after a load (--use NAME)",
     "suites": "suites (--suite NAME)",
     "isolations": "isolations (--isolation NAME)",
 }
@@ -40,6 +42,8 @@ def document(kind: str) -> dict[str, Any]:
         found["saving"] = _strategies("save")
     if kind in ("all", "models"):
         found["models"] = _models()
+    if kind in ("all", "uses"):
+        found["uses"] = [{"name": name, "summary": summary} for name, summary in USES.items()]
     if kind in ("all", "suites"):
         found["suites"] = _suites()
     if kind in ("all", "isolations"):

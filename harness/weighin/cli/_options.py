@@ -314,6 +314,17 @@ engine = several(
 )
 
 
+def use(default: str) -> Callable[[Any], Any]:
+    """Return the option ``--use`` with its default."""
+    return click.option(
+        "--use",
+        default=default,
+        metavar="NAMES",
+        help="What is done with the model after the load, comma-separated, each in cells of its own:"
+        " names of `weighin list uses`, files of your own (./mine.py) with a function use(model), or none.",
+    )
+
+
 def timeout(seconds: float) -> Callable[[Any], Any]:
     """Return the option ``--timeout`` with its default."""
     return click.option(

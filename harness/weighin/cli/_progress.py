@@ -121,4 +121,6 @@ def _limits(cell: Cell) -> Iterator[str]:
         yield f"{format_exact(cell.vram_limit_bytes)} of GPU"
     if cell.ranks > 1:
         yield f"{cell.ranks} ranks"
+    if cell.use:
+        yield f"use {escape(cell.use)}"
     yield from map(escape, cell.settings)

@@ -30,6 +30,7 @@ EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
     "weighin bench gpt2-large --operation save --ram 8g",
+    "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
     "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
     "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
@@ -77,13 +78,14 @@ EXAMPLES = (
     " beforehand, charged to the cell's cgroup).",
 )
 @_options.formats
-@click.option("--first-use", hidden=True)  # refused: --passes
+@click.option("--first-use", hidden=True)  # refused: --use
+@_options.use("forward")
 @click.option(
     "--passes",
     default=1,
     metavar="N",
-    help="Number of forward passes after the load; 0 for none. A mapped model that is larger than"
-    " the RAM limit is read from the disk again in each pass.",
+    help="Number of forward passes of --use forward. A mapped model that is larger than the RAM limit"
+    " is read from the disk again in each pass.",
 )
 @click.option(
     "--repeats",
@@ -179,6 +181,7 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
         "ranks": _arguments.names([typed["ranks"]]),
+        "uses": _arguments.names([typed["use"]]),
     }
     if variables := _arguments.environment(typed["env"]):
         asked["environment"] = variables

@@ -17,6 +17,7 @@ EXAMPLES = (
     "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
     "weighin floor gpt2-small --isolation cgroup --json -",
     "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+    "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
     "weighin floor --cold weights.pt -- python load.py weights.pt",
     "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
     "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
@@ -33,7 +34,18 @@ _OF_MODELS = {
         "trust_remote_code",
         "adapter",
     ),
-    *("checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "ranks", "seed"),
+    *(
+        "checkpoint",
+        "key",
+        "strip_prefix",
+        "strategies",
+        "device",
+        "dtype",
+        "fmt",
+        "use",
+        "ranks",
+        "seed",
+    ),
     *("base_image", "wait"),
 }
 
@@ -67,6 +79,7 @@ _OF_MODELS = {
 @_options.device
 @_options.dtype
 @_options.formats
+@_options.use("none")
 @_options.ranks
 @_options.environment
 @_options.timeout(300.0)
@@ -92,6 +105,8 @@ _OF_MODELS = {
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.
+
+    With --use, the limit must also suffice for what is done with the model after the load.
 
     A cell that is proven to thrash is ended: it has read more than 3 times the model again, or has
     taken 10 times as long as without a limit.
@@ -166,7 +181,7 @@ def _search(typed: dict[str, Any]) -> "Search":
     else:
         asked = {
             "models": [_arguments.one_model(typed["model"], typed["model_option"])],
-            "passes": 0,
+            "uses": _arguments.names([typed["use"]]),
             "ranks": _arguments.names([typed["ranks"]]),
         } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
         if names := _arguments.names(typed["strategies"]):

@@ -1,4 +1,4 @@
-"""``weighin list``: strategies, models, suites and isolations."""
+"""``weighin list``: strategies, models, uses, suites and isolations."""
 
 import shutil
 
@@ -21,12 +21,12 @@ _WIDEST = 100  # columns: longer lines are hard to read
     "kind",
     cls=Argument,
     default="all",
-    help="What to list: strategies, models, suites or isolations. Default: all four. Only"
+    help="What to list: strategies, models, uses, suites or isolations. Default: all five. Only"
     " `weighin list isolations` tests which isolations work on this machine.",
 )
 @_options.json
 def list_(kind: str, json_file: str | None) -> None:
-    """List the strategies, models, suites and isolations."""
+    """List the strategies, models, uses, suites and isolations."""
     from weighin.cli import _listing
 
     document = _listing.document(kind)

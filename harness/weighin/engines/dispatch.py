@@ -35,7 +35,8 @@ class Demand:
     @classmethod
     def of(cls, cell: Cell) -> "Demand":
         """Return a cell's demand."""
-        return cls(cell.ram_limit_bytes, cell.device, cell.vram_limit_bytes)
+        device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
+        return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
         """Return the reason why a node can never run such a cell, or an empty text."""

@@ -79,7 +79,7 @@ def check(task: Run, jobs: int) -> None:
             " page cache, and the kernel charges a page to the cell that read it first",
             "leave --jobs or --checkpoint out",
         )
-    if task.settings.steady or task.settings.trace or any(cell.device != "cpu" for cell in cells):
+    if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
             "--jobs measures the memory of cells on the CPU, without --steady and --trace",
             "leave --jobs out",

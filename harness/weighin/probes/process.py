@@ -54,6 +54,14 @@ def read_private(pid: int) -> int:
     return sum(size for name, size in _read_rollup(pid).items() if name.startswith("Private_"))
 
 
+def read_private_dirty(pid: int | str = "self") -> int:
+    """Return the memory in pages that a process has changed and no other process maps, in bytes.
+
+    The kernel walks the whole address space, as for ``read_pss``.
+    """
+    return _read_rollup(pid)["Private_Dirty"]
+
+
 def _read_rollup(pid: int | str) -> dict[str, int]:
     """Return the fields of /proc/PID/smaps_rollup, in bytes."""
     lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[1:]  # the first is a range

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from weighin.cell import Operation
 from weighin.errors import UnknownName
 from weighin.record import IMPORTS_OF_LIBRARIES, Phase, Result
+from weighin.records import after_load
 from weighin.units import (
     GIB,
     MIB,
@@ -30,6 +31,7 @@ _BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
 # command has no such phase.
 _LAST: Final = {"load": "touch", "save": "sync", "command": ""}
 _OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
+_LOADS: Final[tuple[Operation, ...]] = ("load",)
 _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 
 
@@ -106,10 +108,16 @@ class Metric:
         return f"{sign}{text}{share}"
 
 
-def _ready_anon(result: Result) -> int | None:
+def ready_anon(result: Result) -> int | None:
+    """Return the worker's anonymous memory when the model was ready; None if it was not."""
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None
+
+
+def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
+    """Return a figure of the use of a model; forward passes have none, as before there were uses."""
+    return lambda result: read(result) if result.cell.use else None
 
 
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
@@ -126,7 +134,7 @@ METRICS: Final = {
         Metric("peak_rss", "bytes", "peak_rss", True, _HEAP, lambda r: r.peaks.rss_bytes),
         Metric("above_import", "bytes", "peak_rss", True, _HEAP, lambda r: r.above_import_bytes),
         Metric("anon", "bytes", "peak_rss", False, _HEAP, lambda r: r.peaks.anon_sampled_bytes),
-        Metric("ready_anon", "bytes", "end_anon", True, _HEAP, _ready_anon),
+        Metric("ready_anon", "bytes", "end_anon", True, _HEAP, ready_anon),
         Metric("peak_cgroup", "bytes", "peak_cgroup", True, _CACHE, lambda r: r.peaks.cgroup_bytes),
         Metric("pss", "bytes", "end_anon", True, _HEAP, lambda r: r.peaks.pss_bytes),
         Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
@@ -134,6 +142,10 @@ METRICS: Final = {
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
         # weighin.records.series computes this figure from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
+        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(after_load.peak_rss_bytes), operations=_LOADS),
+        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(after_load.anon_bytes), operations=_LOADS),
+        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(after_load.child_private_bytes), operations=_LOADS),
+        Metric("use", "ns", "time", True, _TIME, _of_use(after_load.used_ns), False, _LOADS),
         Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, False, _OF_MODELS),
         Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_MODELS),
         Metric("needed", "bytes", "peak_cgroup", False, _HEAP, lambda r: r.ran.needed_bytes if r.ran else None),
@@ -168,12 +180,15 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return the phases from the baseline to ready, or all of a command, each with a unique name."""
+    """Return the phases from the baseline to ready, or all of a command, each with a unique name.
+
+    The phase of a use other than forward passes belongs to them.
+    """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()
     start = max((names.index(name) + 1 for name in before if name in names), default=0)
     last = _LAST[result.cell.operation]
-    end = names.index(last) + 1 if last in names else len(names)
+    end = names.index(last) + 1 if last in names and not result.cell.use else len(names)
     phases: list[tuple[str, Phase]] = []
     for index in range(start, end):
         number = names[start:index].count(names[index]) + 1

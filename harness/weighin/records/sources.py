@@ -55,15 +55,15 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
     return sorted({strategy.resolve(), *ours})
 
 
-def hashed(strategy: Path, cell: Cell) -> str | None:
+def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
     """Return a hash of the names and bytes of all files that ``deciding`` returns.
 
-    Return None if a file cannot be read or is not Python, in which case the cell itself will fail.
+    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot be read or is not Python, in which case the cell itself will fail.
     """
     try:
         lines = sorted(
             f"{_name(path)}\0{_digest(path, path.stat().st_mtime_ns)}\n"
-            for path in deciding(strategy, cell)
+            for path in (*deciding(strategy, cell), *([Path(own_use)] if own_use else []))
         )
     except (OSError, SyntaxError, ValueError):
         return None

@@ -22,7 +22,7 @@
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
 A cell has no verdict if it had no limit, or if it failed for another reason than memory. Time,
-refaults and the peak cover the load until ready and the forward passes after it; PSI covers the
+refaults and the peak cover the load until ready and the use of the model after it; PSI covers the
 load.
 """
 
@@ -100,26 +100,26 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
 
 
 def used_ns(result: Result) -> int | None:
-    """Return the time until ready plus the forward passes; None if the model was not ready."""
+    """Return the time until ready plus the use after it; None if the model was not ready."""
     if result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
 
 
 def refaults(result: Result) -> int | None:
-    """Return the pages that were read again during the load and the forward passes."""
+    """Return the pages that were read again during the load and the use after it."""
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
-    using = [phase.workingset_refault_file for phase in result.phases if phase.name == "forward"]
+    using = [phase.workingset_refault_file for phase in result.use_phases]
     return loading + sum(pages for pages in using if pages is not None)
 
 
 def highest_charge(result: Result) -> int | None:
-    """Return the cgroup's peak in the load and the forward passes, in bytes; None if unknown."""
+    """Return the cgroup's peak in the load and the use after it, in bytes; None if unknown."""
     if result.peaks.cgroup_bytes is None:
         return None
-    using = [phase.peak_cgroup_bytes or 0 for phase in result.phases if phase.name == "forward"]
+    using = [phase.peak_cgroup_bytes or 0 for phase in result.use_phases]
     return max([result.peaks.cgroup_bytes, *using])
 
 

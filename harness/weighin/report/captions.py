@@ -13,6 +13,7 @@ from weighin.report import operations
 from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.report.operations import Kind
 from weighin.units import format_bytes, format_exact
+from weighin.uses import FORWARD, NONE
 
 # Environment keys that a caption prints, each with its prefix; any key may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
@@ -50,6 +51,11 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     return f"{name} {value}" if value else f"no {name}"
 
 
+def has_uses(frame: pd.DataFrame) -> bool:
+    """Return whether a model of these series was used in another way than by forward passes."""
+    return not {*frame["use"].dropna()} <= {FORWARD, NONE}
+
+
 def model_size(frame: pd.DataFrame) -> int | None:
     """Return the model's size in bytes, or None if no row has it or the rows differ."""
     sizes = frame["model_bytes"].dropna().unique()
@@ -64,6 +70,8 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
     changing = {*varying(frame), *without, *operations.first_of(frame).lacks}
     if first["operation"] in operations.UNNAMED:
         changing.add("operation")
+    if not has_uses(frame):
+        changing.add("use")
     words = [
         dimension(name, first[name], model_size(frame))
         for name in DIMENSIONS
@@ -173,6 +181,7 @@ def note_figures(
     repeats: int,
     ranks: bool = False,
     below_import: bool = False,
+    uses: bool = False,
 ) -> list[str]:
     """Return one line for each column of the summary, with its explanation and accuracy.
 
@@ -201,6 +210,11 @@ def note_figures(
             "Misleading: sum of peaks adds the ranks' peak RSS, and so counts shared pages once per rank;"
             " other tools print it. peak RSS, load and ready are those of the rank with the largest value.",
         ]
+    if uses:
+        lines.append(
+            "use: time of the use after the load; peak RSS of use: exact. Above the anonymous memory after"
+            " the imports: most in use (sampled), after use (exact)."
+        )
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines

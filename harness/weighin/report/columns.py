@@ -49,16 +49,22 @@ _COLUMNS: Final = {
         Column("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
         Column("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
         Column("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
+        Column("use_s", "use", "s"),
+        Column("use_peak_rss_bytes", "peak RSS of use", "GiB", GIB, 3),
+        Column("use_peak_cgroup_bytes", "cgroup peak of use", "GiB", GIB, 3),
+        Column("use_most_per_model", "most in use", "x model"),
+        Column("use_anon_per_model", "after use", "x model"),
+        Column("use_child_bytes", "forked process", "GiB", GIB, 3),
         Column("written_bytes", "written", "GiB", GIB, 3),
         Column("written_files", "files", "", 1, 0),
         Column("exit_code", "exit code", "", 1, 0),
     )
 }
 LEFT_OUT_FIRST: Final[tuple[str, ...]] = (
-    "import", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
+    "import", "cgroup peak of use", "forked process", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
     "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
     "above import", "above the model", "page cache (sampled)", "shared (sampled)", "exit code",
-    "anonymous (sampled)",
+    "anonymous (sampled)", "peak RSS of use", "use",
 )  # fmt: skip
 """Headings of the columns that a narrow terminal leaves out, the first of them first."""
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
@@ -73,6 +79,7 @@ def figures_of(frame: pd.DataFrame) -> list[Column]:
         replace(_COLUMNS[key], heading=headings.get(key, _COLUMNS[key].heading))
         for key in keys
         if (not any(key in kind.measured for kind in kinds) or frame[key].notna().any())
+        and (key not in operations.OF_USES or captions.has_uses(frame))
         and (key != ABOVE_IMPORT or not is_below_import(frame))
     ]
 

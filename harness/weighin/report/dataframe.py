@@ -13,6 +13,7 @@ import pandas as pd
 
 from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
+from weighin.records import after_load
 from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.repeats import latest, middle, outcome_of
 from weighin.units import format_exact
@@ -20,7 +21,7 @@ from weighin.units import format_exact
 # Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "ranks", "format", "dtype", "cache", "isolation", "options",
+    "ranks", "use", "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
@@ -29,10 +30,13 @@ BYTES: Final = (
     "baseline_rss_bytes", "model_bytes",
     "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
     "pss_bytes", "sum_of_peaks_bytes", "needed_bytes", "shmem_sampled_bytes", "exit_code",
+    "use_peak_rss_bytes", "use_peak_cgroup_bytes", "use_anon_bytes", "use_anon_sampled_bytes",
+    "use_child_bytes",
 )  # fmt: skip
-_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s")
-NUMBERS: Final = (*_TIMES, "above_import_per_model")
-FIGURES: Final = (*_TIMES, *BYTES, "above_import_per_model")
+_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s", "use_s")
+_MULTIPLES: Final = ("above_import_per_model", "use_most_per_model", "use_anon_per_model")
+NUMBERS: Final = (*_TIMES, *_MULTIPLES)
+FIGURES: Final = (*_TIMES, *BYTES, *_MULTIPLES)
 _LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
 _LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = (
@@ -163,6 +167,7 @@ def _row(result: Result) -> dict[str, Any]:
         "ram_limit_bytes": cell.ram_limit_bytes,
         "vram_limit_bytes": cell.vram_limit_bytes,
         "ranks": str(cell.ranks) if cell.ranks > 1 else None,
+        "use": cell.after_load if cell.operation == "load" else None,
         "format": cell.format,
         "dtype": cell.dtype,
         "cache": result.cache,
@@ -199,6 +204,14 @@ def _row(result: Result) -> dict[str, Any]:
         "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
         "shmem_sampled_bytes": peaks.shmem_sampled_bytes,
         "exit_code": result.exit_code,
+        "use_s": _seconds(after_load.used_ns(result)),
+        "use_peak_rss_bytes": after_load.peak_rss_bytes(result),
+        "use_peak_cgroup_bytes": after_load.peak_cgroup_bytes(result),
+        "use_anon_bytes": after_load.anon_bytes(result),
+        "use_anon_sampled_bytes": after_load.most_anon_bytes(result),
+        "use_child_bytes": after_load.child_private_bytes(result),
+        "use_most_per_model": after_load.per_model(result, after_load.most_anon_bytes(result)),
+        "use_anon_per_model": after_load.per_model(result, after_load.anon_bytes(result)),
     }
 
 

@@ -5,8 +5,9 @@ timelines, because they need samples, which are not kept.
 
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
 block names a run and a part of the run's report: ``relative`` for the table of all series with
-times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models`` or ``converting``, or no part for
-the table of all series.
+times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models``, ``converting``,
+``uses`` or ``trained``, or no part for the table of all series. A run of runs.yaml that nobody has
+measured yet has a line that says so.
 A block may also name several floor searches, to compare their floors (``agreement``), or several
 runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
 the notebook's GPU table with predicted figures, because no GPU was available for measurements::
@@ -32,6 +33,7 @@ from typing import Final
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import style, writing
+from weighin.report.after_load import markdown_trained, markdown_uses
 from weighin.report.checked import markdown_checked
 from weighin.report.converting import markdown_converting
 from weighin.report.floors import markdown_agreement, markdown_floors
@@ -42,6 +44,7 @@ from weighin.report.ranks import markdown_ranks
 from weighin.report.relative import markdown_relative
 from weighin.report.survival import markdown_survival
 from weighin.report.tables import markdown_table
+from weighin.suite.yaml_file import read_mapping
 
 _BLOCK: Final = re.compile(
     r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
@@ -61,6 +64,8 @@ _PARTS: Final = {
     "ranks": markdown_ranks,
     "models": markdown_models,
     "converting": markdown_converting,
+    "uses": markdown_uses,
+    "trained": markdown_trained,
 }
 
 
@@ -72,16 +77,26 @@ def fill(page: str, root: Path) -> str:
     """
 
     def block(match: re.Match[str]) -> str:
+        first = match[0].partition("\n")[0]
+        if missing := [run for run in match["runs"].split() if _is_to_measure(run, root)]:
+            names = " ".join(run.rpartition("/")[2] for run in missing)
+            return f'{first}\nNot measured yet: `make publish ARGS="{names}"`.\n<!-- end -->'
         runs: dict[str, Sequence[Result]] = {
             run: run_folder.read(root / run).results for run in match["runs"].split()
         }
-        first = match[0].partition("\n")[0]
         return f"{first}\n{_content(match['part'], runs, root)}\n<!-- end -->"
 
     def predicted(match: re.Match[str]) -> str:
         return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
 
     return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
+
+
+def _is_to_measure(run: str, root: Path) -> bool:
+    """Tell whether runs.yaml names a run of which there is no record yet."""
+    folder, _, name = run.rpartition("/")
+    planned = root / folder / "runs.yaml"
+    return not (root / run).exists() and planned.exists() and name in read_mapping(planned)
 
 
 def draw(page: str, root: Path) -> dict[Path, bytes]:

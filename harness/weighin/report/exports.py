@@ -177,6 +177,7 @@ def _labels(cell: Cell) -> dict[str, str]:
     options = ",".join(
         [
             *([f"ranks={cell.ranks}"] if cell.ranks > 1 else []),
+            *([f"use={cell.use}"] if cell.use else []),
             *(f"{key}={value}" for key, value in sorted(cell.options.items())),
             *cell.settings,
         ]

@@ -131,6 +131,7 @@ def as_dict(floor: Floor) -> dict[str, Any]:
         "device": cell.device,
         "dtype": cell.dtype,
         "format": cell.format,
+        "use": cell.after_load,
         "options": cell.options,
         "environment": cell.environment,
         "floor_bytes": floor.bytes,
@@ -243,7 +244,7 @@ def label(floor: Floor, searched: Sequence[Floor]) -> str:
     cell = floor.cell
     same = [other.cell for other in searched if other.cell.strategy == cell.strategy]
     words = [cell.strategy]
-    for name in ("format", "options", "model", "isolation"):
+    for name in ("format", "options", "model", "isolation", "after_load"):
         value = getattr(cell, name)
         if any(getattr(other, name) != value for other in same):
             words.append(

@@ -100,6 +100,11 @@ _CUDA: Final = (
 )  # fmt: skip
 _WRITTEN: Final = ("written_bytes", "written_files")
 _OF_ALL_RANKS: Final = ("pss_bytes", "sum_of_peaks_bytes")
+OF_USES: Final = (
+    "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
+    "use_child_bytes",
+)  # fmt: skip
+"""The figures of the use after a load; they are shown if a use is more than forward passes."""
 _OF_MODELS: Final = (
     "load_s", "ready_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
@@ -110,7 +115,8 @@ _WHERE_MEASURED: Final = frozenset(
 _NOT_OF_MODELS: Final = frozenset(
     ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
 )
-_NOT_OF_COMMANDS: Final = frozenset(
+_USED: Final = frozenset(("use", "use_anon_bytes", "use_anon_sampled_bytes", *OF_USES))
+_NOT_OF_COMMANDS: Final = _USED | frozenset(
     (
         "model", "device", "vram_limit_bytes", "ranks", "format", "dtype",
         "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
@@ -137,8 +143,8 @@ _LOAD: Final = Kind(
     subject="the loading process",
     until="every byte was read",
     words={"does": "load", "ready": "ready", "before": "the import"} | _STRATEGIES,
-    figures=(*BEFORE_LOAD, *_OF_MODELS),
-    measured=_WHERE_MEASURED,
+    figures=(*BEFORE_LOAD, *_OF_MODELS, *OF_USES),
+    measured=_WHERE_MEASURED | {*OF_USES},
     lacks=_NOT_OF_MODELS,
     accuracy=_ACCURACY,
     computed="Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
@@ -164,7 +170,7 @@ _SAVE: Final = Kind(
     words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
     figures=_OF_MODELS,  # a save begins with the model in memory, after the imports
     measured=_WHERE_MEASURED,
-    lacks=_NOT_OF_MODELS,
+    lacks=_NOT_OF_MODELS | _USED,
     headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
     accuracy=_ACCURACY,
     computed="Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",

@@ -12,6 +12,7 @@ from rich.text import Text
 from weighin.record import Result
 from weighin.records.survival import matrices
 from weighin.report import (
+    after_load,
     captions,
     commands,
     floors,
@@ -74,7 +75,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: forward passes, survival, notebook, floors."""
+    """Yield the findings for which a run has data: uses, forward passes, survival, notebook, floors."""
     pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
@@ -83,6 +84,9 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         outputs = ranks.terminal_ranks, ranks.markdown_ranks, ranks.html_ranks
         pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
         yield _finding("Memory of all ranks", results, *outputs, pictures_of_ranks)
+    if after_load.has_data(results):
+        outputs = after_load.terminal_uses, after_load.markdown_uses, after_load.html_uses
+        yield _finding(after_load.TITLE, results, *outputs)
     if passes.has_data(results):
         outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
         yield _finding("Forward passes", results, *outputs)

@@ -28,7 +28,7 @@ GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # Each combination of these properties has its own panel; row labels show formats and options.
 SCENE: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "ranks", "dtype", "cache",
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "ranks", "use", "dtype", "cache",
     "isolation",
 )  # fmt: skip
 

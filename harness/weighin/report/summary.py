@@ -22,6 +22,7 @@ _ENDINGS: Final = {
     Outcome.THRASHING: "Ended because it thrashed",
     Outcome.STRATEGY_FAILED: "Failed with an error",
     Outcome.COMMAND_FAILED: "Failed",
+    Outcome.USE_FAILED: "Loaded, but the use failed",
     Outcome.WRONG_WEIGHTS: "Produced wrong weights",
     Outcome.MEASUREMENT_FAILED: "Could not be measured",
     Outcome.SKIPPED: "Not run",

@@ -97,6 +97,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     """Return explanations of the fields of a survival matrix."""
     passes = max((result.cell.passes for result in results), default=0)
     used = {0: "", 1: " and for one forward pass"}.get(passes, f" and for {passes} forward passes")
+    if any(result.cell.use for result in results):
+        used = " and for the use of the model"
     kinds = operations.of(series(results))
     return [
         f"{kinds[0].life}{used}. killed: by the kernel, for lack of memory.",

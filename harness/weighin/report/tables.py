@@ -129,6 +129,7 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
         repeats=int(frame["repeats"].max()),
         ranks=bool(frame["ranks"].notna().any()),
         below_import=is_below_import(frame),
+        uses=captions.has_uses(frame),
     )
 
 

@@ -24,6 +24,7 @@ CUT_OFF: Final = frozenset(
         Outcome.STRATEGY_FAILED,
         Outcome.MEASUREMENT_FAILED,
         Outcome.COMMAND_FAILED,
+        Outcome.USE_FAILED,
     }
 )
 # weighin chose the time of these ends.

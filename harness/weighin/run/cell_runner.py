@@ -66,7 +66,11 @@ def take(
     its own cgroup is charged. A cell that is proven to thrash, compared with ``reference``, is ended.
     """
     # Hash before the measurement: the sources may be edited while the cell runs.
-    sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
+    sources_hash = (
+        None
+        if job.body
+        else sources.hashed(Path(job.strategy_path), job.cell, own_use=job.use_path)
+    )
     limit = job.cell.ram_limit_bytes
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)

@@ -7,8 +7,9 @@ from typing import Any
 from weighin.isolation.base import Exit
 from weighin.pipes import printed_lines
 from weighin.probes.allocator_trace import Trace
-from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
+from weighin.record import Cost, Faults, Memory, Outcome, Phase, Use, Written
 from weighin.text import one_line
+from weighin.uses import FORWARD, is_of_use
 
 _STDERR_LENGTH = 200
 LOST_CHILD = "the kernel killed a process of the worker for lack of memory"
@@ -27,6 +28,7 @@ class EventLog:
     environment: dict[str, Any] = field(default_factory=dict)
     cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
     written: Written | None = None
+    use: Use = field(default_factory=Use)
     notes: list[str] = field(default_factory=list)
     trace: Trace | None = None
     failure: tuple[Outcome, str] | None = None
@@ -63,6 +65,8 @@ class EventLog:
             self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
             self.facts["touch_ns"] = fields["touch_ns"]
             self.written = Written(**fields["written"]) if "written" in fields else None
+        elif kind == "used":
+            self.use = Use(None, fields["gradients"], tuple(fields["children_private_bytes"]))
         elif kind in ("loaded", "shared", "done"):
             if kind == "loaded":
                 self._until_loaded = len(self.phases)
@@ -138,7 +142,7 @@ class EventLog:
             return Outcome.OK, ""
         if self.failure:
             outcome, message = self.failure
-            if oom_kills and outcome is Outcome.STRATEGY_FAILED:
+            if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
                 outcome, message = Outcome.OOM_KILLED, f"{LOST_CHILD}, and then: {message}"
             return outcome, message
         if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
@@ -159,6 +163,8 @@ class EventLog:
             return Outcome.OOM_KILLED, f"{LOST_CHILD}, and then it {how} {self.where()}{last}"
         in_load = self.baseline is not None and not ended.still_runs
         outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
+        if in_load and self.current != FORWARD and is_of_use(self.current or ""):
+            outcome = Outcome.USE_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"
 
 

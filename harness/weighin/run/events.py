@@ -22,6 +22,7 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "loaded": {"load_ns": int},
     "ready": {"t_ns": int, "touch_ns": int, "written": (Written, None)},
     "failed": {"outcome": Outcome, "message": str, "summary": (str, "")},
+    "used": {"gradients": str, "children_private_bytes": list[int]},
     "done": {"first_use_ns": int | None, "marks_ns": int},
     "shared": {"pss_bytes": int | None},
     "ended": {"code": int | None, "signal": int | None, "stderr_tail": str},

@@ -32,6 +32,7 @@ from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
+from weighin.uses import SAVE
 
 _PROBE_TIMEOUT_S = 120.0
 
@@ -69,15 +70,16 @@ class LoadBench:
             )
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)
-        if planned.cell.operation == "load":
-            reference = reference_for(self.task, planned.cell)
-            measured = take(setting, job, files, model_bytes, reference)
-            measured = replace(measured, result=self._blaming(measured.result, job))
-        else:
+        reference = reference_for(self.task, planned.cell)
+        if planned.cell.operation == "save" or planned.cell.use == SAVE:
             with save_target.target(model_bytes) as folder:
-                measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
+                job = replace(job, target=str(folder))
+                measured = take(setting, job, files, model_bytes, reference)
                 result = save_target.with_warnings(measured.result, folder)
             measured = replace(measured, result=result)
+        else:
+            measured = take(setting, job, files, model_bytes, reference)
+            measured = replace(measured, result=self._blaming(measured.result, job))
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _restored(
@@ -203,6 +205,7 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
         mounts=task.settings.mounts,
         timeout_s=task.settings.timeout_s,
         trace=task.settings.trace,
+        use_path=task.settings.use_paths.get(planned.cell.use, ""),
     )
 
 

@@ -43,7 +43,7 @@ def blamed(result: Result, how: str) -> Result:
     """Return the result of a right load whose model's forward pass fails as ``how`` says."""
     warning = (
         f"the forward pass of {result.cell.model.title} fails, after the reference load as well: {how}."
-        " Every weight is right. To measure the load alone: --passes 0"
+        " Every weight is right. To measure the load alone: --use none"
     )
     return replace(
         result,

@@ -12,6 +12,7 @@ from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import (
     ConfigError,
+    IsolationUnavailable,
     RecordError,
 )
 from weighin.formats import quantised
@@ -26,10 +27,11 @@ from weighin.run import command_request, trust
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.run.task import Run, check_folder
-from weighin.suite import chosen_models, packages, registry
+from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_exact
+from weighin.uses import TO_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     strategies = registry.chosen(suite, chosen.own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
+    use_paths = uses.chosen(suite.uses)
     format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
@@ -101,8 +104,10 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
+            uses=tuple(use_paths),
         )
     )
+    planned = _without_gpu_uses(planned, site)
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
@@ -121,6 +126,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         steady=suite.steady,
         trace=suite.trace,
         strategy_paths={info.name: str(info.path) for info, _ in strategies},
+        use_paths={name: path for name, path in use_paths.items() if path},
         python_path=tuple(chosen.python_path),
         mounts=mounts,
     )
@@ -165,6 +171,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
                 found.cells,
                 settings.strategy_paths,
                 settings.base_image,
+                uses=settings.use_paths,
                 python_path=settings.python_path,
                 mounts=settings.mounts,
             ),
@@ -243,6 +250,18 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
         for own, each in zip(reads, planned, strict=True)
     ]
     _check_any_runs(planned)
+    return planned
+
+
+def _without_gpu_uses(planned: list[Planned], site: Site) -> list[Planned]:
+    """Skip the cells that move a model to a GPU where there is none."""
+    if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
+        return planned
+    try:
+        site.check_gpu("cuda", ())
+    except (ConfigError, IsolationUnavailable) as error:
+        skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
+        return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
     return planned
 
 

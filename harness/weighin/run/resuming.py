@@ -41,4 +41,5 @@ def _needs_trust(task: Run) -> bool:
 
     settings = task.settings
     cells = [each.cell for each in task.planned]
-    return bool(trust.foreign(cells, settings.strategy_paths, mounts=settings.mounts))
+    paths, uses = settings.strategy_paths, settings.use_paths
+    return bool(trust.foreign(cells, paths, uses=uses, mounts=settings.mounts))

@@ -27,6 +27,7 @@ class RunSettings:
         trace: whether every event of PyTorch's CUDA allocator is recorded.
         base_image: the image that a cell's container is made from; None for the usual one.
         strategy_paths: the file of each strategy, by its name.
+        use_paths: the file of each of the user's own uses, by its name.
         python_path: the folders of users' own modules.
         mounts: further paths of this machine that a container sees at the same place, read-only.
         within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
@@ -53,6 +54,7 @@ class RunSettings:
     shard: Shard | None = None
     command: CommandSettings | None = None
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    use_paths: Mapping[str, str] = field(default_factory=dict)
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:
         """Return the user's checkpoint of a model; None for a generated one."""
@@ -69,7 +71,7 @@ class RunSettings:
             del values["aim"]
         if self.command:
             values["command"] = self.command.as_json()
-        optional = ("within", "engine", "shard", "command", "checkpoints")
+        optional = ("within", "engine", "shard", "command", "checkpoints", "use_paths")
         return {name: one for name, one in values.items() if one or name not in optional}
 
     @classmethod

@@ -32,6 +32,7 @@ from weighin.record import (
     Result,
     Sample,
     Stopped,
+    Use,
 )
 from weighin.records import thrashing
 from weighin.run import interrupts, rank_logs
@@ -39,6 +40,7 @@ from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
+from weighin.uses import FORK, is_of_use
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
@@ -201,10 +203,21 @@ class Watch:
             cost=rank_logs.slowest(self._logs).cost(),
             watcher=self._observer.watcher if self._observer else None,
             allocator_summary=event_log.allocator_summary,
-            warnings=tuple(self._warnings(outcome, ended)),
+            warnings=tuple(self._warnings(outcome, ended, forks=job.cell.use == FORK)),
             ranks=rank_logs.ranks(self._logs, self._ends),
             stopped=self._stopped,
+            use=self._use(),
         )
+
+    def _use(self) -> Use | None:
+        """Return the facts about the use after the load; None if the worker did not begin one."""
+        phases = [phase for phase in self.event_log.phases if is_of_use(phase.name)]
+        if not phases or len(self._logs) > 1:
+            return None
+        start_ns, end_ns = phases[0].start_ns, phases[-1].end_ns
+        seen = [each.anon_bytes for each in self.samples if start_ns <= each.t_ns <= end_ns]
+        sampled = _largest([*seen, *(phase.end.anon_bytes for phase in phases)])
+        return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
         """Return which limit the kernel met if it was not the cell's own, else an empty string."""
@@ -384,7 +397,7 @@ class Watch:
         some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
 
-    def _warnings(self, outcome: Outcome, ended: Exit) -> list[str]:
+    def _warnings(self, outcome: Outcome, ended: Exit, *, forks: bool) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
         if self._observer and (watcher := self._observer.watcher):
             size = (
@@ -400,7 +413,7 @@ class Watch:
                 " memory is that of the rank with the most"
             )
         number, private_bytes = self._observer.others if self._observer else (0, 0)
-        if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1:
+        if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1 and not forks:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(
                 f"peak RSS and anonymous memory are the worker's alone: it started {started}, with"

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
@@ -46,12 +47,13 @@ def foreign(
     paths: Mapping[str, str],
     base_image: str | None = None,
     *,
+    uses: Mapping[str, str] = MappingProxyType({}),
     python_path: Iterable[str] = (),
     mounts: Iterable[str] = (),
 ) -> list[str]:
-    """Return a line for each builder, strategy, folder's code or image that is neither weighin's nor installed.
+    """Return a line for each builder, strategy, use, folder's code or image that is neither weighin's nor installed.
 
-    ``paths`` are the strategies' files by name, ``python_path`` the folders that a builder is
+    ``paths`` are the strategies' files by name, ``uses`` those of the user's own uses, ``python_path`` the folders that a builder is
     imported from, and ``mounts`` the paths that a container sees. The function runs no code that it
     finds.
     """
@@ -79,6 +81,8 @@ def foreign(
     for path in map(Path, paths.values()):
         if path.resolve() not in known:
             lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
+    for path in map(Path, uses.values()):
+        lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
     if base_image and any(cell.isolation == "docker" for cell in cells):
         from weighin.isolation.docker.image import BASE_VARIABLE
         from weighin.isolation.docker.image_build import DEFAULT_BASE  # these import the SDK

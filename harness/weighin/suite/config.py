@@ -26,6 +26,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.suite.yaml_file import read_mapping
 from weighin.units import MIB, format_exact, parse_bytes
+from weighin.uses import FORWARD
 
 DEFAULT_STRATEGIES = (
     "baseline",
@@ -218,9 +219,19 @@ def _check_cache(value: str, info: ValidationInfo) -> str:
     return value
 
 
+def _check_uses(value: list[str], info: ValidationInfo) -> list[str]:
+    if value != [FORWARD] and info.data.get("operation") == "save":
+        raise ValueError("a save is not followed by a use", "leave it out")
+    return value
+
+
 def _check_passes(value: int, info: ValidationInfo) -> int:
     if value > 1 and info.data.get("operation") == "save":
         raise ValueError("a save runs no forward pass", "leave it out")
+    if value < 1:
+        raise ValueError("0 forward passes are the use none", "write --use none, or uses: none")
+    if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
+        raise ValueError("no use is forward, so the passes would be ignored", "leave it out")
     return value
 
 
@@ -271,8 +282,12 @@ class Suite(Strict):
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
     format: Annotated[list[str], BeforeValidator(as_list)] = []
     """The formats of the checkpoint, each in cells of its own. Without it, each strategy reads its own format."""
-    passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
-    """The number of forward passes after a load."""
+    uses: Annotated[
+        list[str], BeforeValidator(as_list), AfterValidator(_check_uses), Field(min_length=1)
+    ] = [FORWARD]
+    """What is done with the model after a load, each in cells of its own: names of `weighin list uses`, paths of files (`./mine.py`), or `none`."""
+    passes: Annotated[int, AfterValidator(_check_passes)] = 1
+    """The number of forward passes of the use `forward`."""
     ranks: Annotated[
         list[Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=MOST_RANKS)]],
         BeforeValidator(as_list),
@@ -345,7 +360,7 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
         # Report an unknown key first: often it is a misspelling of a key that is reported missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
-    option = "env" if key == "environment" else key.removesuffix("_s").replace("_", "-")
+    option = _OPTIONS.get(key, key.removesuffix("_s").replace("_", "-"))
     place = f"{file}: {key}" if file else f"--{option}"
     message, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
     raise ConfigError(f"{place}: {message}", repair)
@@ -366,7 +381,8 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-_FORMER_KEYS = {"first_use": "use passes, the number of forward passes after the load; 0 is none"}
+_FORMER_KEYS = {"first_use": "write --use forward or --use none; in a suite, uses: none"}
+_OPTIONS = {"environment": "env", "uses": "use"}  # of the command line, by the key of a suite
 
 
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:

@@ -10,7 +10,9 @@ from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
+from weighin.suite import uses
 from weighin.suite.registry import StrategyInfo
+from weighin.uses import FORWARD, NONE
 
 _FOLDERS: Final = {
     "transformers": "Hugging Face folders",
@@ -51,6 +53,7 @@ class Planned:
             skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
         if info.shares_load and cell.ranks == 1:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
+        skip = uses.obstacle(cell) or skip
         if cell.format == gguf.NAME and (missing := _missing_for_gguf()):
             skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
@@ -93,7 +96,8 @@ class CellMatrix:
     ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
     that it supports. If no format is requested, each strategy runs with the model's one in
     ``own_formats``, which is the format of the user's checkpoint, or else with the first format that the
-    strategy declares. ``own_formats`` and ``dtypes`` are by the models' titles.
+    strategy declares. ``own_formats`` and ``dtypes`` are by the models' titles. ``passes`` is the number of forward
+    passes of the use "forward".
     """
 
     models: tuple[ModelSpec, ...]
@@ -112,6 +116,7 @@ class CellMatrix:
     own_formats: Mapping[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], ...] = ({},)
     ranks: tuple[int, ...] = (1,)
+    uses: tuple[str, ...] = (FORWARD,)
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
@@ -120,14 +125,15 @@ def plan(matrix: CellMatrix) -> list[Planned]:
     Strategies that divide a load among ranks have no cell of one rank beside those of several.
     """
     planned = [
-        _planned(matrix, repeat, model, limits, info, options, fmt, environment, ranks)
-        for repeat, model, *limits, ranks, environment, (info, options) in product(
+        _planned(matrix, repeat, model, limits, info, options, fmt, environment, ranks, use)
+        for repeat, model, *limits, ranks, environment, use, (info, options) in product(
             range(matrix.repeats),
             matrix.models,
             matrix.ram_limits,
             matrix.vram_limits,
             matrix.ranks,
             matrix.environments,
+            matrix.uses,
             matrix.strategies,
         )
         if ranks > 1 or not info.shares_load or max(matrix.ranks) == 1
@@ -161,7 +167,9 @@ def _planned(
     fmt: str,
     environment: dict[str, str],
     ranks: int,
+    use: str,
 ) -> Planned:
+    is_forward = use == FORWARD and matrix.operation == "load"
     cell = Cell(
         model=model,
         strategy=info.name,
@@ -173,12 +181,13 @@ def _planned(
         format=fmt,
         cache=matrix.cache,
         options=options,
-        passes=matrix.passes if matrix.operation == "load" else 0,
+        passes=matrix.passes if is_forward else 0,
         ram_high_bytes=matrix.ram_high_bytes,
         repeat=repeat,
         operation=matrix.operation,
         environment=environment,
         ranks=ranks,
+        use="" if use in (FORWARD, NONE) else use,
     )
     planned = Planned.of(cell, info)
     own = matrix.own_formats.get(model.title)

@@ -14,6 +14,7 @@ from weighin.run import runner
 from weighin.run.settings import RunSettings
 from weighin.run.task import Progress
 from weighin.suite.config import check_suite
+from weighin.uses import FORWARD
 
 PATIENCE_S = 600.0
 """The longest wait for another measurement on this machine: pytest may run tests in parallel."""
@@ -37,6 +38,7 @@ def measure_load(
     variant: str = "",
     model_class: str = "",
     revision: str = "",
+    use: str = FORWARD,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Measure one load as ``weighin bench`` does; ``weighin.testing.plugin`` describes the options.
@@ -55,6 +57,7 @@ def measure_load(
         "dtype": dtype,
         "cache": cache,
         "timeout_s": timeout_s,
+        "uses": use,
     }
     if format:
         suite["format"] = [format]

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from weighin.record import Outcome, Result
 
-_FIGURES: Final = ("peaks", "above_import_bytes")
+_FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
 
 
 class NotOk(Result):

@@ -81,8 +81,8 @@ class Weighin:
             isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
             timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
             options: for a strategy, ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
-                ``format``, ``checkpoint``, ``kwargs`` of the model, ``options`` of the strategy
-                and, for a Hugging Face folder, ``variant``, ``model_class``, ``revision`` and
+                ``format``, ``checkpoint``, ``kwargs`` of the model, ``options`` of the strategy,
+                ``use`` after the load ("adamw", "./mine.py"; default "forward") and, for a Hugging Face folder, ``variant``, ``model_class``, ``revision`` and
                 ``trust_remote_code``;
                 for a function, its keyword arguments.
 

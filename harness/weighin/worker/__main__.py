@@ -18,6 +18,7 @@ from weighin.cell import Job
 from weighin.probes.process import read_pss
 from weighin.protocol import decode_job
 from weighin.record import Outcome
+from weighin.uses import FORWARD
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
 from weighin.worker.model_package import import_model_package
@@ -41,7 +42,6 @@ class PreparedWorker:
     load: "WorkerLoad"
     inputs: "Inputs | None"
     manifest: Any
-    passes: int
     model: "torch.nn.Module | None" = None
     """The model to save; None for a load."""
 
@@ -97,13 +97,14 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
         cell = job.cell
         builder = resolve_builder(cell.model.builder)
         device = torch.device(cell.device)
-        if device.type == "cuda":
+        if cell.needs_gpu:
             from weighin.worker.cuda import CudaMemory
 
-            if job.rank is not None and device.index is None:
-                device = torch.device("cuda", job.rank % torch.cuda.device_count())
-            marks.cuda = CudaMemory(device, cell.vram_limit_bytes)
-            device = marks.cuda.device
+            gpu = device if device.type == "cuda" else torch.device("cuda")
+            if job.rank is not None and gpu.index is None:
+                gpu = torch.device("cuda", job.rank % torch.cuda.device_count())
+            marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
+            device = marks.cuda.device if device.type == "cuda" else device
         inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
         load = WorkerLoad(
             checkpoint=Path(job.checkpoint),
@@ -115,6 +116,10 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
             marks=marks,
         )
         settle_math()
+        if cell.use:
+            from weighin.worker import uses
+
+            uses.prepare(cell.use)
         if "LD_PRELOAD" in cell.environment:
             check_preloaded()
         model = None
@@ -127,7 +132,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
             join_group(device, job.timeout_s)
         manifest = read_manifest(Path(job.manifest))
-        prepared = PreparedWorker(load, inputs, manifest, cell.passes, model)
+        prepared = PreparedWorker(load, inputs, manifest, model)
         if cell.cache == "warm":
             read_through(load.checkpoint)
     marks.flush()
@@ -241,19 +246,35 @@ def check(
     for note in verify.check_values(checksums, prepared.manifest, load.dtype):
         if not job.rank:  # one rank for all
             lifeline.send("note", text=note)
-    first_use_ns = None
-    for _ in range(prepared.passes):
-        if prepared.inputs is None:
-            break
-        start_ns = time.monotonic_ns()
-        with marks.phase("forward"):
-            verify.check_forward(model, prepared.inputs.to(load.device))
-            first_use_ns = (first_use_ns or 0) + time.monotonic_ns() - start_ns
+    del tensors  # of a converted model, they would keep the buffers alive
+    first_use_ns = use(model, job, prepared, lifeline, marks)
     done = {"first_use_ns": first_use_ns, "marks_ns": marks.spent_ns}
     if job.rank is None:
         lifeline.send("done", **done)
     else:
         lifeline.send_and_wait("done", **done)
+
+
+def use(
+    model: "torch.nn.Module", job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
+) -> int | None:
+    """Use the ready model as the cell says, and return the time of the use; None for no use."""
+    from weighin.worker import verify
+
+    cell, inputs = job.cell, prepared.inputs
+    if not cell.use and (inputs is None or not cell.passes):
+        return None
+    inputs = inputs and inputs.to(prepared.load.device)
+    start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
+    if inputs and not cell.use:
+        for _ in range(cell.passes):
+            with marks.phase(FORWARD):
+                verify.check_forward(model, inputs)
+    else:
+        from weighin.worker import uses
+
+        lifeline.send("used", **uses.perform(model, job, inputs, marks))
+    return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
 
 
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:

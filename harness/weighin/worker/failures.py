@@ -14,6 +14,10 @@ class StrategyFailed(Exception):
     """The strategy raised an error (the ``__cause__`` of this exception), or returned no model."""
 
 
+class UseFailed(Exception):
+    """The use of the ready model raised an error, which is the ``__cause__`` of this exception."""
+
+
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     """Return the outcome and the message for an error during load, touch or verification."""
     from weighin.worker.verify import WrongWeights
@@ -22,12 +26,14 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
         return Outcome.WRONG_WEIGHTS, str(error)
     if isinstance(error, StrategyFailed) and error.__cause__ is None:
         return Outcome.STRATEGY_FAILED, str(error)
-    cause = error.__cause__ if isinstance(error, StrategyFailed) else error
+    cause = error.__cause__ if isinstance(error, StrategyFailed | UseFailed) else error
     assert cause is not None
     from weighin.worker.cuda import is_out_of_memory
 
     if is_out_of_memory(cause):
         return Outcome.CUDA_OOM, one_line(str(cause))
+    if isinstance(error, UseFailed):
+        return Outcome.USE_FAILED, f"{error}: {describe(cause)}"
     return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
 

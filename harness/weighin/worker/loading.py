@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weighin.cell import ModelSpec, Operation
+from weighin.cell import ModelSpec
 from weighin.models.skeleton import construct, reset_buffers
 from weighin.worker.phases import named_by_strategy
 
@@ -55,11 +55,11 @@ class WorkerLoad:
         return self.marks.phase(named_by_strategy(name))
 
 
-def import_strategy(path: Path, operation: Operation = "load") -> Callable[[Any], Any]:
-    """Return the ``load`` or ``save`` function of a strategy's file."""
+def import_strategy(path: Path, name: str = "load") -> Callable[[Any], Any]:
+    """Import a strategy's file and return its function ``load`` or ``save``, or that of a use: ``use``."""
     spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    function: Callable[[Any], Any] = getattr(module, operation)
+    function: Callable[[Any], Any] = getattr(module, name)
     return function

@@ -81,17 +81,17 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
     model.eval()
     with torch.inference_mode():
         output = model(*inputs.positional, **inputs.keywords)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(output)):
         raise WrongWeights("the forward pass gives values that are not finite")
 
 
-def _tensors(output: object) -> Iterator[torch.Tensor]:
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a model's output: one tensor, or nested tuples, lists and mappings."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping | tuple | list):
         for item in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def complain(what: str, names: Iterable[str]) -> None:

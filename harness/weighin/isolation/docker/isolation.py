@@ -117,7 +117,7 @@ class DockerIsolation:
             image=self._image,
             binds=binds,
             limit_bytes=job.cell.ram_limit_bytes,
-            gpu=job.cell.device.startswith("cuda"),
+            gpu=job.cell.needs_gpu,
             labels={"weighin.cell": job.cell.id},
             environment=environment_inside(job.cell.environment),
         )

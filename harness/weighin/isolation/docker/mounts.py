@@ -1,7 +1,8 @@
 """The bind mounts of a container: the code, one strategy and one checkpoint, all read only.
 
 For a user's own model, the folder of its module, its package, and the paths that the user names are
-mounted too. For a save, its empty target folder is mounted writable.
+mounted too, and so is the file of a user's own use. For a save, and for the use "save", the empty
+target folder is mounted writable.
 """
 
 import sys
@@ -39,7 +40,10 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         Bind(Path(weighin.__file__).resolve().parent, f"{CODE}/weighin"),
         Bind(data_folder("strategies").resolve(), f"{CODE}/strategies"),
     ]
-    strategy_path, strategy = _place_strategy(Path(job.strategy_path).resolve(), code)
+    strategy_path, strategy = _place_file(Path(job.strategy_path).resolve(), code, "strategy")
+    use_path, use = "", list[Bind]()
+    if job.use_path:
+        use_path, use = _place_file(Path(job.use_path).resolve(), code, "use")
     python_path = [
         Bind(Path(folder).resolve(), f"/weighin/path/{number}")
         for number, folder in enumerate(job.python_path)
@@ -54,13 +58,14 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         checkpoint=f"{_CHECKPOINT}/{checkpoint.relative_to(root).as_posix()}",
         manifest=f"/weighin/manifest/{manifest.name}",
         strategy_path=strategy_path,
+        use_path=use_path,
         python_path=(
             *(bind.target for bind in python_path),
             *([_PACKAGES] if installed else []),
             *_importable(job.mounts),
         ),
     )
-    binds = [*code, *strategy, *python_path, *installed, *named]
+    binds = [*code, *strategy, *use, *python_path, *installed, *named]
     binds.append(Bind(manifest.resolve(), inside.manifest))
     binds += [
         Bind(Path(library).resolve(), target)
@@ -103,12 +108,12 @@ def _importable(mounts: tuple[str, ...]) -> list[str]:
     return [parent for parent in dict.fromkeys(parents) if parent in sys.path]
 
 
-def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:
-    """Return the strategy's path in the container, and the bind for it if ``code`` lacks it."""
+def _place_file(path: Path, code: list[Bind], kind: str) -> tuple[str, list[Bind]]:
+    """Return the path in the container of a strategy or a use, and its bind if ``code`` lacks it."""
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []
-    inside = f"/weighin/strategy/{path.name}"  # only this file, without its neighbours
+    inside = f"/weighin/{kind}/{path.name}"  # only this file, without its neighbours
     return inside, [Bind(path, inside)]
 
 

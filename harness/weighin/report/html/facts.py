@@ -8,7 +8,7 @@ import pandas as pd
 
 from weighin.record import Result
 from weighin.records.machine import settings_of
-from weighin.report import operations
+from weighin.report import captions, operations
 
 _CUDA: Final = (
     ("CUDA requested", "GiB", "peak of the bytes that tensors on the GPU requested during the load", "exact, allocator"),
@@ -16,6 +16,15 @@ _CUDA: Final = (
     ("CUDA reserved", "GiB", "peak of the bytes that the allocator reserved from the driver", "exact, allocator"),
     ("CUDA driver", "GiB", "sampled maximum of the driver's own figure, which includes the CUDA context and buffers of libraries", "sampled"),
     ("pinned", "GiB", "peak of page-locked host memory", "exact, its allocator"),
+)  # fmt: skip
+
+
+_USES: Final = (
+    ("use", "s", "time of the use of the ready model, in a phase of its own", "exact, clock"),
+    ("peak RSS of use", "GiB", "highest resident set size during the use", "exact, kernel"),
+    ("most in use", "x model", "sampled maximum of anonymous memory during the use, less that after the imports, divided by the model's size", "sampled"),
+    ("after use", "x model", "anonymous memory at the end of the use, less that after the imports, divided by the model's size", "exact"),
+    ("forked process", "GiB", "private dirty memory of the forked process with the most, after it wrote every weight", "exact at that instant"),
 )  # fmt: skip
 
 
@@ -46,6 +55,7 @@ def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
     if frame.empty:
         return []
     rows = list(dict.fromkeys(row for kind in operations.of(frame) for row in kind.meanings))
+    rows += _USES if captions.has_uses(frame) else ()
     cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
     return [*rows, *_CUDA] if cuda else rows
 

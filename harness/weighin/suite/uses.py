@@ -1,0 +1,66 @@
+"""Find the uses of a suite by name, or by the path of a user's own file, without importing it."""
+
+import ast
+from pathlib import Path
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, UnknownName
+from weighin.uses import FORK, NONE, TO_DEVICE, USES
+
+_FUNCTION = "use"
+
+
+def chosen(names: list[str]) -> dict[str, str]:
+    """Return the uses in order by name, each with the path of its file; empty for those of weighin.
+
+    Raises:
+        UnknownName: weighin has no such use.
+        ConfigError: a file of the user's own has no function ``use``, or the name of another use.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        if not (name.endswith(".py") or "/" in name):
+            if name not in (*USES, NONE):
+                raise UnknownName(
+                    "use", name, [*USES, NONE], "for a file of your own: --use ./mine.py"
+                )
+            found[name] = ""
+            continue
+        path = Path(name).expanduser().resolve()
+        _check(path)
+        if path.stem in (*USES, NONE) or found.get(path.stem, str(path)) != str(path):
+            raise ConfigError(
+                f"two uses are called {path.stem!r}, one of them {path}",
+                "rename the file: a use's name is its file's name",
+            )
+        found[path.stem] = str(path)
+    return found
+
+
+def obstacle(cell: Cell) -> str:
+    """Return why a cell's use, other than forward passes, cannot follow its load; empty if it can."""
+    is_on_gpu = cell.device != "cpu"
+    if cell.use and cell.ranks > 1:
+        return f"the use {cell.use} is measured in one process: --ranks 1"
+    if cell.use == TO_DEVICE and is_on_gpu:
+        return "to-device moves a model from the CPU to the GPU, and the model is on the GPU"
+    if cell.use == FORK and is_on_gpu:
+        return "a forked process cannot use a model on the GPU"
+    return ""
+
+
+def _check(path: Path) -> None:
+    """Raise ConfigError if a file is not Python, or has no function ``use``."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the use {path}: {error.strerror}", "check the path"
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is not Python: {error}") from None
+    if not any(isinstance(node, ast.FunctionDef) and node.name == _FUNCTION for node in tree.body):
+        raise ConfigError(
+            f"{path} has no function {_FUNCTION}(model)",
+            "see docs/after-the-load.md for an example of 3 lines",
+        )

@@ -1,0 +1,149 @@
+"""Use a ready model in a phase of its own: write it, train it, convert it, copy it, save it, or fork.
+
+A use runs after every weight was verified, so it may change the weights. What it makes is kept until
+the phase has ended, so that the memory at the phase's end includes it.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin.cell import Job
+from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
+from weighin.worker.failures import UseFailed
+from weighin.worker.forks import forked
+from weighin.worker.inputs import Inputs
+from weighin.worker.loading import import_strategy
+from weighin.worker.phases import Marks
+from weighin.worker.touch import named_tensors
+from weighin.worker.verify import tensors_in
+
+SAVED: Final = "saved.pt"
+_CHILDREN: Final = 2
+_GRADIENT: Final = 1e-3
+_RATE: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a use may need beside the model: inputs of a forward pass, and a folder to write to."""
+
+    inputs: Inputs | None = None
+    target: Path = Path()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a use made, which ``kept`` keeps alive, and the facts for the record (``record.Use``)."""
+
+    kept: object = None
+    gradients: str = ""
+    children_private_bytes: tuple[int, ...] = ()
+
+
+def prepare(use: str) -> None:
+    """Take one step of one weight, at which torch imports modules and starts the threads of autograd."""
+    if use in TRAINING:
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.sum().backward()
+        _optimizer(use, [weight]).step()
+
+
+def perform(
+    model: torch.nn.Module, job: Job, inputs: Inputs | None, marks: Marks
+) -> dict[str, Any]:
+    """Use the model as the cell says, in the use's phase, and return the fields of the event "used".
+
+    Raises:
+        UseFailed: the use raised an error.
+    """
+    use = job.cell.use
+    with marks.phase(phase_of(use)):
+        try:
+            done = function_of(job)(model, Given(inputs, Path(job.target)))
+        except BaseException as error:
+            raise UseFailed(use) from error
+    return {
+        "gradients": done.gradients,
+        "children_private_bytes": list(done.children_private_bytes),
+    }
+
+
+def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
+    """Return the function of the cell's use; a user's own file is imported when it is called."""
+    if job.use_path:
+        return lambda model, _: Done(import_strategy(Path(job.use_path), "use")(model))
+    return FUNCTIONS[job.cell.use]
+
+
+def write(model: torch.nn.Module, _: Given = Given()) -> Done:
+    """Overwrite every parameter and buffer in place."""
+    with (
+        torch.inference_mode()
+    ):  # a leaf that needs a gradient may be written only without autograd
+        for tensor in named_tensors(model).values():
+            tensor.fill_(0)
+    return Done()
+
+
+def train(use: str, model: torch.nn.Module, given: Given) -> Done:
+    """Take one step of an optimizer with a gradient of every floating-point parameter."""
+    weights = [weight for weight in model.parameters() if weight.is_floating_point()]
+    if not weights:
+        raise ValueError("the model has no floating-point parameter to train")
+    for weight in weights:
+        weight.requires_grad_(requires_grad=True)
+    gradients = "backward" if given.inputs and _backward(model, given.inputs) else "synthetic"
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = torch.full_like(weight, _GRADIENT)
+    optimizer = _optimizer(use, weights)
+    optimizer.step()
+    return Done(optimizer, gradients)
+
+
+def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
+    """Run one forward and one backward pass; return whether the output depends on a parameter."""
+    model.eval()  # without the masks of dropout, and without the batches that batch norm needs
+    outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
+    sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]
+    torch.autograd.backward(sums)
+    return bool(sums)
+
+
+def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[use]
+    # With foreach, a step needs temporary tensors as large as the whole model.
+    return kind(weights, lr=_RATE, foreach=False)
+
+
+def _to_device(model: torch.nn.Module, _: Given) -> Done:
+    return Done(model.to(torch.device("cuda", torch.cuda.current_device())))
+
+
+def _save(model: torch.nn.Module, given: Given) -> Done:
+    file = given.target / SAVED
+    torch.save(model.state_dict(), file)
+    file.unlink()
+    return Done()
+
+
+def _fork(model: torch.nn.Module, _: Given) -> Done:
+    return Done(children_private_bytes=forked(lambda: write(model), _CHILDREN))
+
+
+FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
+    "write": write,
+    "sgd": lambda model, given: train("sgd", model, given),
+    "adamw": lambda model, given: train("adamw", model, given),
+    "to-float32": lambda model, _: Done(model.to(torch.float32)),
+    TO_DEVICE: _to_device,
+    "deepcopy": lambda model, _: Done(deepcopy(model)),
+    SAVE: _save,
+    FORK: _fork,
+}
+"""The function of each use of weighin, but for forward passes."""
