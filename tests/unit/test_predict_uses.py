@@ -15,9 +15,7 @@ from weighin.units import MIB
 
 def planned(strategy: str, use: str, spec: ModelSpec = SPEC, dtype: str = "float32") -> Planned:
     info = registry.strategy(strategy)
-    cell = Cell(
-        spec, strategy, "process", dtype=dtype, format=info.formats[0], use=use, passes=0
-    )
+    cell = Cell(spec, strategy, "process", dtype=dtype, format=info.formats[0], use=use, passes=0)
     return Planned.of(cell, info)
 
 
@@ -47,9 +45,7 @@ def test_a_conversion_to_float32_keeps_one_weight_of_the_old_dtype() -> None:
 
 
 def test_a_floor_holds_the_load_and_the_use() -> None:
-    load, trained, forked = predict(
-        [planned("load_assign", use) for use in ("", "adamw", "fork")]
-    )
+    load, trained, forked = predict([planned("load_assign", use) for use in ("", "adamw", "fork")])
     assert load.use is None
     assert load.floor_bytes and trained.floor_bytes and forked.floor_bytes
     assert trained.use and forked.use

@@ -16,6 +16,7 @@ EXAMPLES = (
     "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
     "weighin recommend gpt2-large --ram 4g --allow none --json -",
     "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+    "weighin recommend gpt2-xl --ram 32g --use adamw",
 )
 
 NOTHING_FITS_EXIT = 1
@@ -43,6 +44,13 @@ NOTHING_FITS_EXIT = 1
     default="1",
     metavar="N",
     help="Number of processes that load the model at once, under one RAM limit.",
+)
+@click.option(
+    "--use",
+    default="none",
+    metavar="NAME",
+    help="What must also fit after the load: a name of `weighin list uses`, such as adamw for training,"
+    " a file of your own (./mine.py) with a function use(model), or none.",
 )
 @click.option(
     "--allow",
@@ -94,6 +102,9 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
     from weighin.formats import pipeline
     from weighin.recommend import pipeline as recommending
 
+    _arguments.refuse(
+        context, ("use",), "a use follows the load of one model", "name a part's folder"
+    )
     questions = {
         part.name: _question(typed | {"model": str(part.path), "model_option": None})
         for part in pipeline.read(path).models
@@ -113,11 +124,14 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
 def _question(typed: dict[str, Any]) -> "Question":
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
+    from weighin.suite import uses
     from weighin.suite.config import check_suite
+    from weighin.uses import NONE
 
     name = _arguments.asked_model(typed)
     limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype", "ranks")}
-    suite = check_suite({"models": name} | limits)
+    suite = check_suite({"models": name, "uses": [typed["use"]]} | limits)
+    ((use, use_path),) = uses.chosen(suite.uses).items()
     chosen = _arguments.choose(typed, suite)
     return answer.Question(
         model=chosen.specs[0],
@@ -130,4 +144,6 @@ def _question(typed: dict[str, Any]) -> "Question":
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
         python_path=chosen.python_path,
+        use="" if use == NONE else use,
+        use_path=use_path,
     )

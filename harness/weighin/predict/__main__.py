@@ -154,8 +154,14 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     no_processes.refuse()
     figures = asdict(
         run(
-            cell, builder, checkpoint, strategy, baseline, own_bytes,
-            request["read_ahead_bytes"], use,
+            cell,
+            builder,
+            checkpoint,
+            strategy,
+            baseline,
+            own_bytes,
+            request["read_ahead_bytes"],
+            use,
         )
     )
     del manifest
@@ -163,9 +169,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _use(
-    cell: Cell, builder: Builder, forward: bool, path: str
-) -> "UseToFollow | None":
+def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
     """Return the use to follow, prepared as a worker prepares it before its baseline."""
     from weighin.predict.using import UseToFollow
 

@@ -14,7 +14,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder
+from weighin.records import after_load, run_folder
 from weighin.records.repeats import middle
 from weighin.run import trust
 from weighin.suite import registry, user_code
@@ -217,7 +217,7 @@ def _unreclaimable(results: list[Result]) -> int | None:
         result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
         for result in results
     ]
-    sizes += [result.use.all_anon_sampled_bytes for result in results if result.use]
+    sizes += [after_load.all_anon_bytes(result) for result in results if result.cell.use]
     return max((size for size in sizes if size is not None), default=None)
 
 

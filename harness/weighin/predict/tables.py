@@ -114,7 +114,12 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
-    columns = ["anony-\nmous", "file\npages", *(["used:\nanony-\nmous"] if uses else []), "RAM\nfloor"]
+    columns = [
+        "anony-\nmous",
+        "file\npages",
+        *(["used:\nanony-\nmous"] if uses else []),
+        "RAM\nfloor",
+    ]
     columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
     for name in [*columns, "disk\nread"]:
         table.add_column(name, justify="right", no_wrap=True)

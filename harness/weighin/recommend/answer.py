@@ -237,9 +237,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         left_out=prior.left_out,
         import_bytes=max(imports, default=None),
         use_floors=tuple(
-            each.use_floor_bytes
-            for each in prior.predictions
-            if each.use_floor_bytes is not None
+            each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
         ),
     )
     if not advice.best:
@@ -390,7 +388,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
 
 def _use_of(use: str) -> dict[str, Any]:
     """Return the fields of a cell with this use."""
-    return {"use": use, "passes": 0} if use not in ("", FORWARD) else {}
+    return {} if use == FORWARD else {"use": use, "passes": 0}
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder
+from weighin.records import after_load, run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.records.repeats import middle
 
@@ -51,8 +51,8 @@ class Evidence:
             return
         self.ok_limits.append(cell.ram_limit_bytes)
         kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
-        if result.use and cell.use:
-            kept = max(kept, result.use.all_anon_sampled_bytes or 0)
+        if cell.use:
+            kept = max(kept, after_load.all_anon_bytes(result) or 0)
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 

@@ -41,6 +41,14 @@ def most_anon_bytes(result: Result) -> int | None:
     return result.use.anon_sampled_bytes if result.use else None
 
 
+def all_anon_bytes(result: Result) -> int | None:
+    """Return the sampled maximum of anonymous memory during the use, with forked processes."""
+    most = most_anon_bytes(result)
+    if most is None or result.use is None:
+        return None
+    return most + sum(result.use.children_private_bytes)
+
+
 def per_model(result: Result, size: int | None) -> float | None:
     """Return an amount of anonymous memory above the baseline as a multiple of the model's size."""
     if size is None or result.baseline is None or not result.model_bytes:
