@@ -31,10 +31,10 @@ _PEAKS: Final = {
     "cuda_requested_bytes": "CUDA requested",
     "cuda_allocated_bytes": "CUDA allocated",
     "cuda_reserved_bytes": "CUDA reserved",
-    "use_anon_peak_bytes": "used: anonymous",
-    "use_anon_least_bytes": "used: anonymous, low",
-    "use_anon_most_bytes": "used: anonymous, high",
-    "children_private_bytes": "used: forked processes",
+    "use_anon_peak_bytes": "anonymous in use",
+    "use_anon_least_bytes": "anonymous in use, low",
+    "use_anon_most_bytes": "anonymous in use, high",
+    "children_private_bytes": "forked processes",
 }
 
 
@@ -117,7 +117,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
     columns = [
         "anony-\nmous",
         "file\npages",
-        *(["used:\nanony-\nmous"] if uses else []),
+        *(["in\nuse"] if uses else []),
         "RAM\nfloor",
     ]
     columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
