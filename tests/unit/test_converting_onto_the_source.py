@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from weighin.checkpoint import convert
-from weighin.cli.app import app
 from weighin.errors import ConfigError
 
 
@@ -33,6 +31,8 @@ def _link(source: Path) -> Path:
     return link
 
 
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+
 ONTO: list[Callable[[Path], Path]] = [_itself, _by_another_path, _hard_link, _link]
 
 
@@ -45,9 +45,9 @@ def test_a_file_is_not_converted_onto_itself(
     torch.save({"weight": torch.randn(40, 30)}, source)
     target = name_again(source)
     before = source.read_bytes(), source.stat().st_mtime_ns, sorted(tmp_path.iterdir())
-    result = CliRunner().invoke(app, ["convert", str(source), str(target), "--dtype", "bf16"])
-    assert result.exit_code == 2
-    assert f"{target} exists already" in " ".join(result.output.split())
+    with pytest.raises(ConfigError) as caught:
+        convert.convert(source, target, convert.Conversion("pt", torch.bfloat16, 2**40))
+    assert caught.value.message == f"{target} exists already"
     assert (source.read_bytes(), source.stat().st_mtime_ns, sorted(tmp_path.iterdir())) == before
 
 
