@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from weighin.report.freshness import since, standing
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.suite import registry
+from weighin.suite.config import read_suite
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -175,17 +176,17 @@ def measure(run: Run) -> None:
         arguments = [verb, "--resume", str(folder)]
     else:
         arguments = [verb, *rest, "--out", str(folder)]
-    for word in run.command:
-        if (path := Path(word)).parent == FOLDERS and not path.exists():
+    for path in _folders(run.command):
+        if not path.exists():
             save_folder(path)
-        if path.name == "converting.yaml":
+    for word in run.command:
+        if Path(word).name == "converting.yaml":
             subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
-    wrong = [one for one in run_folder.read(folder).results if one.outcome in _NO_FIGURES]
-    if wrong:
+    if wrong := _without_figures(run_folder.read(folder).results):
         sys.exit(
             f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
         )
@@ -196,6 +197,18 @@ def measure(run: Run) -> None:
             f"error: {folder} was measured with {', '.join(now)}, but the published run with"
             f" {', '.join(before)}: start the engine, and rm -r {folder}"
         )
+
+
+def _folders(command: Iterable[str]) -> Iterator[Path]:
+    """Yield the Hugging Face folders of built-in models that a command, or its suite, loads."""
+    for word in command:
+        words = [word]
+        if word.endswith(".yaml"):
+            models = read_suite(Path(word)).models
+            words = [model.folder for model in models if not model.adapter]
+        for each in map(Path, words):
+            if each.parent == FOLDERS and each.name.lower() in registry.models():
+                yield each
 
 
 def save_folder(path: Path) -> None:
@@ -212,8 +225,20 @@ def save_folder(path: Path) -> None:
 
 
 _NO_FIGURES: Final = {
-    Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.SKIPPED,
+    Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.USE_FAILED,
+    Outcome.SKIPPED,
 }  # fmt: skip
+
+
+def _without_figures(results: Sequence[Result]) -> list[Result]:
+    """Return the results that must not be published: a strategy may be skipped for some models only."""
+    measured = {one.cell.strategy for one in results if one.outcome is not Outcome.SKIPPED}
+    return [
+        one
+        for one in results
+        if one.outcome in _NO_FIGURES
+        and not (one.outcome is Outcome.SKIPPED and one.cell.strategy in measured)
+    ]
 
 
 def _refuse_other_code(folder: Path) -> None:

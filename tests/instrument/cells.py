@@ -99,6 +99,8 @@ class Bench:
         dtype: str = "float32",
         fmt: str = "",
         reference: Reference | None = None,
+        use: str = "",
+        use_path: str = "",
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
@@ -117,11 +119,12 @@ class Bench:
             format=fmt,
             cache=cache_state,
             options=options,
-            passes=passes,
+            passes=0 if use else passes,
             repeat=next(self._numbers),
             operation=operation,
             environment=environment or {},
             ranks=ranks,
+            use=use,
         )
         job = Job(
             cell,
@@ -129,12 +132,14 @@ class Bench:
             str(checkpoint.manifest_path),
             str(info.path),
             timeout_s=timeout_s,
+            use_path=use_path,
             python_path=(str(known_file(self.strategies).parent),),  # containers see it, too
         )
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
         model_bytes = checkpoint.manifest().model_bytes(dtype)
-        with save_target.target(model_bytes) if operation == "save" else nullcontext("") as target:
+        writes = operation == "save" or use == "save"
+        with save_target.target(model_bytes) if writes else nullcontext("") as target:
             job = replace(job, target=str(target))
             result = measure(setting, job, [*paths, *files], model_bytes, reference)
         assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []

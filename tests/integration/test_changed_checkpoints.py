@@ -16,7 +16,7 @@ def load(job: Load) -> torch.nn.Module:
     model.load_state_dict(torch.load(job.checkpoint, weights_only=True))
     return model
 '''
-BENCH = ("bench", "gpt2-tiny", "--isolation", "process", "--passes", "0", "--out", "run")
+BENCH = ("bench", "gpt2-tiny", "--isolation", "process", "--use", "none", "--out", "run")
 # Without this capability root cannot mount, and with all others mode bits do not stop it.
 UNABLE_TO_MOUNT = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin")
 

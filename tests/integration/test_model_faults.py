@@ -84,12 +84,12 @@ def test_the_model_is_blamed_once_for_all_strategies(
         "the forward pass of nets:build fails, after the reference load as well"
     )
     assert how in warning
-    assert warning.endswith("To measure the load alone: --passes 0")
+    assert warning.endswith("To measure the load alone: --use none")
     assert out.count("after the reference load as well") == 1
 
 
 def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) -> None:
-    code, _, err = benched(command, BROKEN, "-s", "baseline", "--passes", "0")
+    code, _, err = benched(command, BROKEN, "-s", "baseline", "--use", "none")
     assert code == 0, err
     (record,) = command.records("run")
     assert (record["outcome"], blames(record)) == ("ok", [])

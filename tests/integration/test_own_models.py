@@ -217,7 +217,12 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
     arguments = json.dumps({"in_features": size_bytes // 4, "out_features": 1})
     names = ("baseline", "mmap_assign", "streaming")
     asked = [*names, *({"name": name, "options": {"key": "model"}} for name in names)]
-    suite = {"models": "torch.nn:Linear", "strategies": asked, "isolation": "process", "passes": 0}
+    suite = {
+        "models": "torch.nn:Linear",
+        "strategies": asked,
+        "isolation": "process",
+        "uses": "none",
+    }
     (command.folder / "suite.yaml").write_text(json.dumps(suite))
     ended = command.run(
         "bench", "--suite", "suite.yaml", "--kwargs", arguments, "--checkpoint", "train.pt",

@@ -77,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def bench(strategy: str, out: str) -> tuple[str, ...]:
     return (
-        *("bench", "gpt2-tiny", "--isolation", "cgroup", "--ram", "1g", "--passes", "0"),
+        *("bench", "gpt2-tiny", "--isolation", "cgroup", "--ram", "1g", "--use", "none"),
         *("-s", strategy, "--out", out),
     )
 

@@ -75,7 +75,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
         (("--kwargs", "[1]"), "--kwargs is not a JSON object\nwrite --kwargs '{\"width\": 64}'"),
         (("--ram", "8GB"), "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\nwrite 8GiB (1024-based), or the number of bytes"),
         (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
-        (("--first-use", "none"), "--first-use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none"),
+        (("--first-use", "none"), "--first-use: no longer an option\nwrite --use forward or --use none; in a suite, uses: none"),
         (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
         (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
         (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
@@ -179,8 +179,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
     said = (
         "outcome: input should be 'ok', 'oom_killed', 'child_killed', 'cuda_oom', 'timeout',"
-        " 'thrashing', 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed' or"
-        " 'command_failed', got 'okay'"
+        " 'thrashing', 'strategy_failed', 'wrong_weights', 'skipped', 'measurement_failed',"
+        " 'command_failed' or 'use_failed', got 'okay'"
     )
     torn, wrong, newer, *error = text.splitlines()
     assert torn.startswith(f"note: {records}, line 5 is incomplete")

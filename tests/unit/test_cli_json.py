@@ -15,7 +15,7 @@ from weighin.record import Outcome
 
 KEYS = {
     "doctor": {"holds_a_limit", "capabilities"},
-    "list": {"strategies", "saving", "models", "suites", "isolations"},
+    "list": {"strategies", "saving", "models", "uses", "suites", "isolations"},
     "bench": {"run", "series", "warnings", "files"},
     "run": {"run", "series", "warnings", "files"},
     "floor": {"run", "floors", "files"},

@@ -12,7 +12,7 @@ from test_cli_help import shown
 from weighin.isolation import select
 from weighin.suite import registry
 
-KINDS = ("strategies", "models", "suites", "isolations")
+KINDS = ("strategies", "models", "uses", "suites", "isolations")
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])

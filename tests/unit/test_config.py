@@ -167,7 +167,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
         ("models: a\nzzz: 1", f"zzz: unknown key\n{SUITE_KEYS}"),
         (
             "models: a\nfirst_use: none",
-            "first_use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none",
+            "first_use: no longer an option\nwrite --use forward or --use none; in a suite, uses: none",
         ),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
         ("models: 3", "models.name: input should be a valid string, got 3"),

@@ -50,6 +50,31 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             "killed by the kernel for lack of memory in phase 'read'",
         ),
         (
+            (*READY, fakes.begin("use: adamw")),
+            KILLED,
+            1,
+            b"",
+            Outcome.OOM_KILLED,
+            "killed by the kernel for lack of memory in phase 'use: adamw'",
+        ),
+        (
+            (*READY, fakes.begin("use: mine")),
+            Exit(None, signal=11),
+            0,
+            b"",
+            Outcome.USE_FAILED,
+            "the worker was ended by SIGSEGV in phase 'use: mine'",
+        ),
+        (
+            (*READY, fakes.failed("use_failed", "fork: a forked process was ended by SIGKILL")),
+            Exit(1),
+            1,
+            b"",
+            Outcome.OOM_KILLED,
+            "the kernel killed a process of the worker for lack of memory, "
+            "and then: fork: a forked process was ended by SIGKILL",
+        ),
+        (
             (*BASELINE, fakes.begin("read")),
             Exit(None, signal=9, oom_killed=True),
             None,

@@ -85,7 +85,7 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
 
 def test_the_model_is_used_as_often_as_asked() -> None:
     assert [p.cell.passes for p in start(asked(passes=3))[0].planned] == [3]
-    assert [p.cell.passes for p in start(asked("other", passes=0))[0].planned] == [0]
+    assert [p.cell.passes for p in start(asked("other", uses="none"))[0].planned] == [0]
 
 
 def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) -> None:

@@ -217,7 +217,7 @@ def _unreclaimable(results: list[Result]) -> int | None:
         result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
         for result in results
     ]
-    sizes += [after_load.all_anon_bytes(result) for result in results if result.cell.use]
+    sizes += [after_load.needed_bytes(result) for result in results if result.cell.use]
     return max((size for size in sizes if size is not None), default=None)
 
 

@@ -52,7 +52,7 @@ class Evidence:
         self.ok_limits.append(cell.ram_limit_bytes)
         kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
         if cell.use:
-            kept = max(kept, after_load.all_anon_bytes(result) or 0)
+            kept = max(kept, after_load.needed_bytes(result))
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 

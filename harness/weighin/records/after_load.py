@@ -41,12 +41,10 @@ def most_anon_bytes(result: Result) -> int | None:
     return result.use.anon_sampled_bytes if result.use else None
 
 
-def all_anon_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous memory during the use, with forked processes."""
-    most = most_anon_bytes(result)
-    if most is None or result.use is None:
-        return None
-    return most + sum(result.use.children_private_bytes)
+def needed_bytes(result: Result) -> int:
+    """Return the sampled maximum of anonymous memory during the use, with that of forked processes."""
+    use = result.use
+    return (use.anon_sampled_bytes or 0) + sum(use.children_private_bytes) if use else 0
 
 
 def per_model(result: Result, size: int | None) -> float | None:

@@ -2,7 +2,7 @@
 
 The search keeps no state besides the results, so that an interrupted search can be resumed. The
 first limit is an estimate from the cell without a limit (the sampled maximum of its anonymous
-memory, and what a load needs beside it; for a command, what it needed). Further limits move away from
+memory, in its load and in the use after it, and what a load needs beside it; for a command, what it needed). Further limits move away from
 the estimate until one limit works and one fails. The search then bisects the interval between these
 two limits and confirms the smallest working limit. A search takes 6 cells if the floor is the estimate
 or one step above it.
@@ -14,6 +14,7 @@ from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Result
+from weighin.records import after_load
 from weighin.records.floor import (
     PASSES,
     Aim,
@@ -98,7 +99,9 @@ def _estimate(first: Result, aim: Aim) -> int | None:
     sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
     if not sampled:
         return None
-    if not _is_mapped(first):
+    in_use = after_load.needed_bytes(first)
+    if in_use > sampled or not _is_mapped(first):
+        sampled = max(in_use, sampled)
         return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
     # A load ends even if the kernel reads ahead less, but then it reads pages again and again.
     return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)

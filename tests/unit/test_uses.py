@@ -1,0 +1,207 @@
+"""The uses of a loaded model: which there are, which cells they make, and what each does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.errors import ConfigError, UnknownName
+from weighin.records.series import name_of
+from weighin.run import trust
+from weighin.run.settings import RunSettings
+from weighin.suite import uses as suite_uses
+from weighin.suite.config import check_suite
+from weighin.suite.matrix import CellMatrix, plan
+from weighin.suite.registry import model, strategy
+from weighin.units import MIB
+from weighin.uses import FORWARD, NONE, USES, is_of_use, phase_of
+from weighin.worker import uses
+from weighin.worker.forks import forked
+from weighin.worker.inputs import Inputs
+from weighin.worker.phases import named_by_strategy
+
+CELL = Cell(ModelSpec("m", "a:b"), "baseline", "process")
+OWN = "def use(model):\n    return model.half()\n"
+
+
+def matrix(*names: str, **changes: Any) -> CellMatrix:
+    chosen = (model("gpt2-tiny"),), ((strategy("baseline"), {}),), (None,)
+    return CellMatrix(*chosen, "process", uses=names, **changes)
+
+
+def test_each_use_is_a_cell_of_its_own() -> None:
+    cells = [each.cell for each in plan(matrix("none", "forward", "write"))]
+    assert [(cell.use, cell.passes, cell.after_load) for cell in cells] == [
+        ("", 0, NONE),
+        ("", 1, FORWARD),
+        ("write", 0, "write"),
+    ]
+    assert len({cell.series for cell in cells}) == 3
+
+
+def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> None:
+    assert name_of(replace(CELL, use="adamw", passes=0)) == f"{name_of(CELL)} use=adamw"
+    assert name_of(replace(CELL, passes=0)).endswith(" passes=0")
+    assert replace(CELL, use="").series == "baseline-b4a1bb23dd"  # as before there were uses
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"passes": 0}, "--passes: 0 forward passes are the use none\nwrite --use none, or uses: none"),
+        ({"passes": 2, "uses": "write"}, "--passes: no use is forward, so the passes would be ignored\nleave it out"),
+        ({"operation": "save", "uses": "write"}, "--use: a save is not followed by a use\nleave it out"),
+        ({"uses": []}, "--use: empty\nname at least one, or leave the key out"),
+    ],
+)  # fmt: skip
+def test_a_suite_refuses_uses_without_an_effect(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_suite({"models": "gpt2-tiny"} | asked)
+    assert str(refused.value) == message
+
+
+def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
+    (file := tmp_path / "half.py").write_text(OWN)
+    assert suite_uses.chosen(["write", str(file)]) == {"write": "", "half": str(file)}
+    with pytest.raises(UnknownName, match=r"adamv.*did you mean 'adamw'"):
+        suite_uses.chosen(["adamv"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("half.py", "def load(job): ...", "half.py has no function use(model)"),
+        ("half.py", "def use(", "half.py is not Python"),
+        ("write.py", OWN, "two uses are called 'write', one of them"),
+    ],
+)
+def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        suite_uses.chosen([str(tmp_path / name)])
+    assert message in str(refused.value)
+
+
+def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
+    (file := tmp_path / "half.py").write_text(OWN)
+    [line] = trust.foreign([Cell(model("gpt2-tiny"), "baseline", "process")], {}, uses={"half": str(file)})  # fmt: skip
+    assert line.startswith(f"use {file} (sha256 ")
+    settings = RunSettings(use_paths={"half": str(file)})
+    assert RunSettings.from_json(settings.as_json()) == settings
+    assert "use_paths" not in RunSettings().as_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "use", "skip"),
+    [
+        ({"ranks": (2,)}, "write", "the use write is measured in one process: --ranks 1"),
+        ({"device": "cuda"}, "fork", "a forked process cannot use a model on the GPU"),
+        ({"device": "cuda"}, "to-device", "to-device moves a model from the CPU to the GPU"),
+        ({"ranks": (2,)}, "forward", ""),
+        ({"device": "cuda"}, "adamw", ""),
+    ],
+)
+def test_a_use_that_cannot_follow_a_load_is_skipped_with_the_reason(
+    changes: dict[str, Any], use: str, skip: str
+) -> None:
+    [planned] = plan(matrix(use, **changes))
+    assert planned.skip.startswith(skip) and bool(planned.skip) == bool(skip)
+
+
+def test_the_phase_of_a_use_cannot_be_that_of_a_strategy() -> None:
+    for use in USES:
+        assert is_of_use(phase_of(use))
+        with pytest.raises(ValueError, match="phase"):
+            named_by_strategy(phase_of(use))
+    assert not is_of_use("touch")
+
+
+class Mixed(torch.nn.Module):
+    """A model with a parameter that no output depends on, and buffers of odd types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(8, 8)
+        self.unused = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("codes", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("step", torch.tensor(7))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.line(x), "mask": self.mask}
+
+
+def given(model: torch.nn.Module, use: str, **fields: Any) -> uses.Done:
+    return uses.FUNCTIONS[use](model, uses.Given(**fields))
+
+
+def test_write_changes_every_parameter_and_buffer_of_any_type() -> None:
+    given(mixed := Mixed(), "write")
+    assert all(not tensor.float().any() for tensor in mixed.state_dict().values())
+
+
+@pytest.mark.parametrize(("use", "states"), [("sgd", 0), ("adamw", 2)])
+def test_a_step_trains_every_parameter_with_gradients_of_a_backward_pass(
+    use: str, states: int
+) -> None:
+    mixed = Mixed()
+    before = {name: tensor.clone() for name, tensor in mixed.named_parameters()}
+    done = given(mixed, use, inputs=Inputs((torch.ones(2, 8),)))
+    assert done.gradients == "backward"
+    assert isinstance(done.kept, torch.optim.Optimizer)
+    for name, weight in mixed.named_parameters():
+        assert weight.grad is not None and not torch.equal(weight, before[name]), name
+        kept = [s for s in done.kept.state[weight].values() if getattr(s, "shape", ()) == weight.shape]  # fmt: skip
+        assert len(kept) == states
+    assert all(group["foreach"] is False for group in done.kept.param_groups)
+
+
+def test_without_inputs_each_gradient_is_of_its_parameters_shape_and_dtype() -> None:
+    done = given(mixed := Mixed().to(torch.bfloat16), "adamw")
+    assert done.gradients == "synthetic"
+    for weight in mixed.parameters():
+        assert weight.grad is not None
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, torch.bfloat16)
+
+
+def test_a_model_without_weights_to_train_says_so() -> None:
+    codes = torch.nn.Module()
+    codes.register_buffer("codes", torch.ones(3, dtype=torch.int8))
+    with pytest.raises(ValueError, match="no floating-point parameter to train"):
+        given(codes, "sgd")
+
+
+def test_the_other_uses_do_what_they_are_called(tmp_path: Path) -> None:
+    mixed = Mixed()
+    copied = given(mixed, "deepcopy").kept
+    assert (
+        isinstance(copied, Mixed) and copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
+    )
+    given(mixed.to(torch.bfloat16), "to-float32")
+    assert {weight.dtype for weight in mixed.parameters()} == {torch.float32}
+    given(mixed, "save", target=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_own_use_gets_the_model_and_its_answer_is_kept(tmp_path: Path) -> None:
+    (file := tmp_path / "half.py").write_text(OWN)
+    job = Job(replace(CELL, use="half"), "", "", "", use_path=str(file))
+    done = uses.function_of(job)(mixed := Mixed(), uses.Given())
+    assert done.kept is mixed and mixed.line.weight.dtype is torch.float16
+
+
+def test_each_forked_process_has_a_private_copy_of_what_it_writes() -> None:
+    large = torch.nn.Linear(2048, 2048, bias=False)  # 16 MiB
+    before = large.weight.clone()
+    private = given(large, "fork").children_private_bytes
+    assert len(private) == 2
+    assert all(16 * MIB <= size < 16 * MIB + 60 * MIB for size in private), private
+    assert torch.equal(large.weight, before)  # the parent's is its own
+
+
+def test_a_forked_process_that_fails_is_an_error_and_leaves_none_behind() -> None:
+    with pytest.raises(RuntimeError, match="a forked process ended with exit code 1"):
+        forked(lambda: 1 / 0, 2)
