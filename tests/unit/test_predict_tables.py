@@ -178,14 +178,14 @@ measures; weighin predict --check RUN compares.
 """
 
 USED = """\
-        gpt2-xl (6.000 GiB) · device cpu · float32 ·
-                   predicted peaks, GiB
+gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks,
+                             GiB
 
-                           anony-   file      in     RAM  disk
- strategy  format  use       mous  pages     use   floor  read
- ─────────────────────────────────────────────────────────────
- baseline  pt      adamw   13.000         25.000  13.000
- baseline  pt      fork    13.000         13.000  13.000
+                          anony-   file      in     RAM  disk
+ strategy  format  use      mous  pages     use   floor  read
+ ────────────────────────────────────────────────────────────
+ baseline  pt      adamw  13.000         25.000  13.000
+ baseline  pt      fork   13.000         13.000  13.000
 
 Predicted by running each strategy without tensor values. weighin bench
 measures; weighin predict --check RUN compares.

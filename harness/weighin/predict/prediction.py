@@ -155,10 +155,10 @@ class Prediction:
         """
         if self.floor_bytes is None:
             return None
-        least = self.host_anon_least_bytes or 0
+        least, most = self.host_anon_least_bytes or 0, self.host_anon_most_bytes or 0
         if self.use:
-            least = max(least, self.use.all_least_bytes)
-        return self.floor_bytes - (self._most_bytes or 0) + least - self.in_flight_bytes
+            least, most = max(least, self.use.all_least_bytes), max(most, self.use.all_most_bytes)
+        return self.floor_bytes - (most - least) - self.in_flight_bytes
 
     @property
     def use_floor_bytes(self) -> int | None:
