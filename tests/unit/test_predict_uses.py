@@ -56,8 +56,8 @@ def test_a_floor_holds_the_load_and_the_use() -> None:
         most = one.use.all_most_bytes
         assert one.floor_bytes == most + most // 512 + 16 * MIB
         assert (one.host_anon_peak_bytes or 0) < most  # that of the load alone
-    weights = pytest.approx(WEIGHT_BYTES + BIAS_BYTES + 4 * MIB, abs=8 * KIB)
-    assert forked.use.children_private_bytes == (weights, weights)
+    each = WEIGHT_BYTES + BIAS_BYTES + 4 * MIB
+    assert forked.use.children_private_bytes == pytest.approx((each, each), abs=8 * KIB)
     assert [phase.name for phase in trained.phases][-2:] == ["touch", "use: adamw"]
 
 

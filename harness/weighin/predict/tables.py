@@ -127,7 +127,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
         sizes = [
             prediction.host_anon_peak_bytes,
             prediction.host_file_peak_bytes,
-            *([prediction.use and prediction.use.all_peak_bytes] if uses else []),
+            *([prediction.use.all_peak_bytes if prediction.use else None] if uses else []),
             prediction.floor_bytes,
         ]
         if on_gpu:
