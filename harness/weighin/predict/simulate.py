@@ -99,7 +99,8 @@ def run(
     if use is None:
         return loaded
     with _intercepted(ledger, checkpoint):
-        used = follow(ledger, model, use)
+        inputs = use.inputs and use.inputs.to(device)
+        used = follow(ledger, model, replace(use, inputs=inputs))
     highest = max(loaded.host_anon_most_bytes, used.all_most_bytes)
     return replace(
         loaded,
