@@ -139,7 +139,7 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
     assert run("list", "model") == (
         2,
         "error: no list is called 'model'\n"
-        "did you mean 'models'? known: all, isolations, models, strategies, suites\n",
+        "did you mean 'models'? known: all, isolations, models, strategies, suites, uses\n",
     )
 
 
@@ -161,9 +161,9 @@ def test_formats_and_metrics_that_do_not_exist(
         "error: no format is called 'htm'\n"
         "did you mean 'html'? known: bmf, csv, gha, html, md, openmetrics, parquet, png, svg\n",
     )
-    code, text = run("history", str(tmp_path), "--metric", "rss_peak")
+    code, text = run("history", str(tmp_path), "--metric", "peak_rs")
     assert code == 2
-    assert text.startswith("error: no metric is called 'rss_peak'\ndid you mean 'peak_rss'? known:")
+    assert text.startswith("error: no metric is called 'peak_rs'\ndid you mean 'peak_rss'? known:")
     assert not list(tmp_path.glob("report.*"))
 
 

@@ -24,7 +24,7 @@ VERBS = {
         ],
     ),
     ("list",): (
-        "List the strategies, models, suites and isolations.",
+        "List the strategies, models, uses, suites and isolations.",
         [
             "weighin list",
             "weighin list strategies",
@@ -38,6 +38,7 @@ VERBS = {
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
             "weighin bench gpt2-large --operation save --ram 8g",
+            "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
             "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
             "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
@@ -66,6 +67,7 @@ VERBS = {
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
             "weighin floor gpt2-small --isolation cgroup --json -",
             "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+            "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
             "weighin floor --cold weights.pt -- python load.py weights.pt",
             "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
             "weighin floor --resume results/20261120T093000-gpt2-medium-floor",

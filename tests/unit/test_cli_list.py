@@ -11,6 +11,7 @@ from test_cli_help import shown
 
 from weighin.isolation import select
 from weighin.suite import registry
+from weighin.uses import USES
 
 KINDS = ("strategies", "models", "uses", "suites", "isolations")
 
@@ -29,7 +30,7 @@ def test_every_strategy_model_suite_and_isolation_is_there() -> None:
     _, text = shown("list")
     names = set(re.findall(r"^  (\S+)  ", text, re.MULTILINE))
     expected = {*registry.strategies(), *registry.strategies("save"), *registry.models()}
-    assert names == expected | {*registry.suites(), *select.NAMES}
+    assert names == expected | {*registry.suites(), *select.NAMES, *USES}
 
 
 def test_an_entry_has_its_facts_below_it() -> None:

@@ -12,7 +12,7 @@ from weighin.run.command_settings import CommandSettings
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
     cell.Cell, cell.Job, cell.ModelSpec, record.Sample, record.Memory, record.Phase, record.Peaks,
-    record.Faults, record.Pressure, record.Cost, record.Result, record.Written, Plan,
+    record.Faults, record.Pressure, record.Cost, record.Result, record.Written, record.Use, Plan,
     record.Ran, record.Process, record.OpenFile, record.Kill, record.Mark, record.Stack, record.Track,
     CommandSettings,
 )  # fmt: skip

@@ -329,7 +329,7 @@ def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
     model = found["model_bytes"]
     assert found == {
         "strategy": "streaming", "model": "gpt2-xl", "isolation": "docker", "device": "cpu",
-        "dtype": "float32", "format": "pt", "options": {}, "environment": {},
+        "dtype": "float32", "format": "pt", "use": "forward", "options": {}, "environment": {},
         "floor_bytes": 1016 * MIB, "message": "", "step_bytes": 8 * MIB,
         "below": "killed", "aim": "survives", "passed": 3, "failed": 1,
         "model_bytes": model, "import_bytes": 144 * MIB,

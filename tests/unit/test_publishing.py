@@ -197,6 +197,11 @@ def with_folder(command: Sequence[str], model: ModelSpec, place: Path) -> list[s
     return words
 
 
+def needs_folders(command: Sequence[str]) -> bool:
+    suites = [read_suite(ROOT / word) for word in command if word.endswith(".yaml")]
+    return any(model.folder for suite in suites for model in suite.models)
+
+
 def test_each_command_plans_the_cells_that_were_published(
     publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,8 +213,8 @@ def test_each_command_plans_the_cells_that_were_published(
     monkeypatch.setattr("weighin.run.site.ThisMachine.check_ram", lambda *_: None)
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
-        if run.name == "converting":
-            continue  # its plan needs folders of 2.5 GiB; see the next test
+        if not run.results or needs_folders(run.command):
+            continue  # nobody has measured it yet, or its plan needs folders of GiB (the next test)
         folder = tmp_path / run.name
         words = with_folder(run.command, run.results[0].cell.model, tmp_path)
         monkeypatch.setattr(sys, "argv", ["weighin", *words, "--out", str(folder)])
@@ -379,6 +384,8 @@ def test_git_keeps_no_more_of_a_published_run_than_is_said(publish: ModuleType) 
     )
     files = [Path(name) for name in git(ROOT, "ls-files", "results/published").splitlines()]
     for run in publish.read(ROOT):
+        if not run.results:
+            continue  # nobody has measured it yet
         is_save = any(one.cell.operation == "save" for one in run.results)
         cells = [one.cell for one in run.results]
         is_one_panel = len({(one.ram_limit_bytes, one.model.title) for one in cells}) == 1

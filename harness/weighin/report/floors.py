@@ -247,11 +247,11 @@ def label(floor: Floor, searched: Sequence[Floor]) -> str:
     for name in ("format", "options", "model", "isolation", "after_load"):
         value = getattr(cell, name)
         if any(getattr(other, name) != value for other in same):
-            words.append(
-                ", ".join(f"{k}={v}" for k, v in value.items())
-                if name == "options"
-                else getattr(value, "title", value)
-            )
+            texts = {
+                "options": ", ".join(f"{k}={v}" for k, v in cell.options.items()),
+                "model": cell.model.title,
+            }
+            words.append(texts.get(name, value))
     return " ".join(words)
 
 

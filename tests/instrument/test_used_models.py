@@ -51,10 +51,10 @@ def test_the_first_write_copies_a_mapped_model_and_no_other(bench: Bench, cgroup
 def test_after_a_step_of_adamw_a_mapped_and_a_copied_model_are_alike(
     bench: Bench, cgroup: Watched
 ) -> None:
-    for strategy in ("mmap_assign", "baseline"):
+    for strategy in ("mmap_assign", "baseline"):  # 150 MiB of weights: a backward pass is not free
         result = used(bench, cgroup, "adamw", strategy)
         after = after_load.per_model(result, after_load.anon_bytes(result))
-        assert after == pytest.approx(4.0, abs=2 * NOISE), strategy
+        assert after == pytest.approx(4.0, abs=4 * NOISE), strategy
         assert result.use and result.use.gradients == "backward"
         assert result.cost and result.cost.first_use_ns
 
