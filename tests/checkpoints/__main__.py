@@ -3,9 +3,11 @@
 Examples:
   python tests/checkpoints --out docs/checkpoints.md
   python tests/checkpoints --only "ten dtypes" --verbs inspect,convert
+  python tests/checkpoints --out docs/checkpoints.md --tried tried.jsonl   # stopped: run it again
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -31,13 +33,20 @@ def main() -> int:
     parser.add_argument("--verbs", default=",".join(VERBS))
     parser.add_argument("--processes", type=int, default=2, help="how many layouts at once")
     parser.add_argument("--out", type=Path, help="write the page to this file")
+    parser.add_argument(
+        "--tried",
+        type=Path,
+        help="add the verdicts of each layout to this file, and do not try again what it has",
+    )
     options = parser.parse_args()
     chosen = [one for one in every() if (options.only or "") in f"{one.group} {one.name}"]
     verbs = options.verbs.split(",")
-    found: dict[str, dict[str, Verdict]] = {}
+    found = _kept(options.tried)
     for zoo in (False, True):
-        members = [one for one in chosen if (IN_ZOO in one.packages) is zoo]
-        found |= _try_all(members, verbs, min(options.processes, len(members)), zoo)
+        members = [
+            one for one in chosen if (IN_ZOO in one.packages) is zoo and one.name not in found
+        ]
+        found |= _try_all(members, verbs, min(options.processes, len(members)), zoo, options.tried)
     answers = {one.name: found[one.name] for one in chosen if found[one.name]}
     wrong = sum(one.state == "WRONG" for each in answers.values() for one in each.values())
     missing = len(chosen) - len(answers)
@@ -47,8 +56,18 @@ def main() -> int:
     return int(bool(wrong or missing))
 
 
+def _kept(path: Path | None) -> dict[str, dict[str, Verdict]]:
+    """Return the verdicts of a run that was stopped, by the name of their layout."""
+    if path is None or not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text().splitlines())
+    return {
+        name: {verb: Verdict(*one) for verb, one in verdicts.items()} for name, verdicts in lines
+    }
+
+
 def _try_all(
-    chosen: list[Layout], verbs: list[str], processes: int, zoo: bool
+    chosen: list[Layout], verbs: list[str], processes: int, zoo: bool, kept: Path | None
 ) -> dict[str, dict[str, Verdict]]:
     """Try layouts, some at once, and return the verdicts of each by its name."""
     if not chosen:
@@ -63,12 +82,16 @@ def _try_all(
         free: Queue[ForkServer] = Queue()
         for _ in range(processes):
             free.put(start())
-        found = pool.map(lambda one: _try(one, free, start, verbs), chosen)
+        found = pool.map(lambda one: _try(one, free, start, verbs, kept), chosen)
         return {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True)}
 
 
 def _try(
-    layout: Layout, free: Queue[ForkServer], start: Callable[[], ForkServer], verbs: list[str]
+    layout: Layout,
+    free: Queue[ForkServer],
+    start: Callable[[], ForkServer],
+    verbs: list[str],
+    kept: Path | None,
 ) -> dict[str, Verdict]:
     """Try a layout, print what came of it, and return the verdicts; none if a package is missing.
 
@@ -90,6 +113,10 @@ def _try(
     lines = [f"{layout.name}: " + " ".join(f"{verb}:{one.state}" for verb, one in found.items())]
     lines += [f"    {verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
     print("\n".join(lines), flush=True)
+    if kept:
+        words = {verb: [one.state, one.words] for verb, one in verdicts.items()}
+        with kept.open("a") as file:
+            file.write(json.dumps([layout.name, words]) + "\n")
     return verdicts
 
 

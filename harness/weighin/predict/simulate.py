@@ -144,12 +144,14 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
     Each thread reads one tensor, of which a part is enough. ``sizes`` are those of the model's
     tensors, in bytes.
     """
-    before = ledger.own_anon_bytes
+    before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
     tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
     touch(tensors)
     ledger.update()
+    tensors.clear()
+    ledger.other_anon_bytes = other
 
 
 def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
