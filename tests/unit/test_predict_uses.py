@@ -94,7 +94,8 @@ def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:
 def test_a_floor_holds_the_load_and_the_use(followed: Followed, use: str) -> None:
     one = followed["load_assign", use, "cpu"]
     most = used(one).all_most_bytes
-    assert one.floor_bytes == most + most // 512 + 16 * MIB
+    possible = most + most // 100 + 16 * MIB
+    assert one.floor_bytes == possible + possible // 512 + 16 * MIB
     assert (one.host_anon_peak_bytes or 0) < most  # that of the load alone
     assert [phase.name for phase in one.phases][-2:] == ["touch", f"use: {use}"]
 

@@ -27,6 +27,11 @@ from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
+_USE_SHARE: Final = 100
+_USE_BYTES: Final = 16 * MIB
+"""The possible error of a use's peak, 1/100 of it plus these bytes, for which its floor has room: what a
+backward pass frees stays in the heap in another way each time."""
+_PART: Final = 4096  # of the rows or columns of a matrix; more of them need no more buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
 
 
@@ -98,14 +103,17 @@ def run(
     loaded = _ready(ledger, model, device, read_ahead_bytes)
     if use is None:
         return loaded
+    if use.inputs and device.type == "cpu":
+        _multiply(model)
     with _intercepted(ledger, checkpoint):
         inputs = use.inputs and use.inputs.to(device)
         used = follow(ledger, model, replace(use, inputs=inputs))
-    highest = max(loaded.host_anon_most_bytes, used.all_most_bytes)
+    most = used.all_most_bytes
+    in_use = _floor(most + most // _USE_SHARE + _USE_BYTES, loaded.in_flight_bytes)
     return replace(
         loaded,
         use=used,
-        floor_bytes=_floor(highest, loaded.in_flight_bytes),
+        floor_bytes=max(loaded.floor_bytes, in_use),
         phases=tuple(ledger.phases),
     )
 
@@ -152,6 +160,22 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
     ledger.update()
     tensors.clear()
     ledger.other_anon_bytes = other
+
+
+def _multiply(model: torch.nn.Module) -> None:
+    """Multiply with real matrices as a forward pass does, so that this process has its buffers.
+
+    The math library keeps buffers for each thread; a part of the largest matrices is enough.
+    """
+    shapes = {
+        (min(rows, _PART), min(columns, _PART), weight.dtype)
+        for weight in model.parameters()
+        if weight.dim() == 2 and weight.is_floating_point() and weight.itemsize > 1
+        for rows, columns in [weight.shape]
+    }
+    for rows, columns, dtype in nlargest(2, shapes, key=lambda shape: shape[0] * shape[1]):
+        some_tokens = torch.zeros(16, columns, dtype=dtype)
+        torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
 
 
 def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
