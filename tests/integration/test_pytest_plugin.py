@@ -347,3 +347,18 @@ def test_workers_get_this_pythons_path(user: pytest.Pytester) -> None:
         """,
     )
     result.assert_outcomes(passed=2)
+
+
+def test_a_test_measures_what_follows_a_load(user: pytest.Pytester) -> None:
+    user.makepyfile(halve="def use(model):\n    return model.half()\n")
+    result = run(
+        user,
+        """
+        def test_use(weighin):
+            run = weighin.measure("baseline", model="gpt2-tiny", use="./halve.py")
+            assert run.outcome == "ok", run.message
+            assert [phase.name for phase in run.use_phases] == ["use: halve"]
+            assert run.use_phases[-1].peak_rss_bytes > run.model_bytes
+        """,
+    )
+    result.assert_outcomes(passed=1)

@@ -28,8 +28,8 @@ OWN = "def use(model):\n    return model.half()\n"
 
 
 def matrix(*names: str, **changes: Any) -> CellMatrix:
-    chosen = (model("gpt2-tiny"),), ((strategy("baseline"), {}),), (None,)
-    return CellMatrix(*chosen, "process", uses=names, **changes)
+    models, strategies = (model("gpt2-tiny"),), ((strategy("baseline"), dict[str, Any]()),)
+    return CellMatrix(models, strategies, (None,), "process", uses=names, **changes)
 
 
 def test_each_use_is_a_cell_of_its_own() -> None:

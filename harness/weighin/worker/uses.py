@@ -96,7 +96,7 @@ def train(use: str, model: torch.nn.Module, given: Given) -> Done:
     if not weights:
         raise ValueError("the model has no floating-point parameter to train")
     for weight in weights:
-        weight.requires_grad_(requires_grad=True)
+        weight.requires_grad_()
     gradients = "backward" if given.inputs and _backward(model, given.inputs) else "synthetic"
     for weight in weights:
         if weight.grad is None:
@@ -116,9 +116,10 @@ def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
 
 
 def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[use]
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]]
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     # With foreach, a step needs temporary tensors as large as the whole model.
-    return kind(weights, lr=_RATE, foreach=False)
+    return kinds[use](weights, lr=_RATE, foreach=False)
 
 
 def _to_device(model: torch.nn.Module, _: Given) -> Done:
