@@ -180,7 +180,7 @@ def measure(run: Run) -> None:
         if not path.exists():
             save_folder(path)
     for word in run.command:
-        if Path(word).name == "converting.yaml":
+        if Path(word).name in ("converting.yaml", "converting-files.yaml"):
             subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
@@ -256,7 +256,8 @@ def put_in_place(measured: Path, published: Path) -> None:
 
     Paths in the repository become relative to it, as in the path of an adapter. The samples are not
     kept, because only the timeline is drawn from them. A run under several
-    limits, or of several models, has no timeline, which would have dozens of panels. ``fill_pages`` draws all other
+    limits, or of several models, has no timeline, which would have dozens of panels; nor has a run of
+    commands. ``fill_pages`` draws all other
     pictures again.
     """
     ready = measured / "published"
@@ -265,7 +266,8 @@ def put_in_place(measured: Path, published: Path) -> None:
     records = (measured / run_folder.RECORDS).read_text(encoding="utf-8")
     (ready / run_folder.RECORDS).write_text(records.replace(f"{ROOT}/", ""), encoding="utf-8")
     results = run_folder.read(measured).results
-    if len({(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}) == 1:
+    panels = {(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}
+    if len(panels) == 1 and results[0].cell.operation != "command":
         with (ready / f"{TIMELINE}.svg").open("wb") as file:
             style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)
@@ -274,7 +276,7 @@ def put_in_place(measured: Path, published: Path) -> None:
 
 def predict(run: Run, measured: Path, published: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
-    if any(one.cell.operation == "save" for one in run.results):
+    if any(one.cell.operation != "load" for one in run.results):
         return
     command = [sys.executable, "-m", "weighin", "predict", "--check", str(measured)]
     subprocess.run(

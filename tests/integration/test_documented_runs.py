@@ -40,11 +40,12 @@ OTHERS = (
     "zero3-run",
     " -- ",
     "--suite commands",
+    "converting-files",
 )
 """What needs a GPU, a cluster, a network's cache, or an earlier command of the same page; the first gate,
 which test_foreign_repository.py runs; and files that only their own tests make: test_gguf.py,
 test_library_folders.py, test_training_runs.py; and commands of a user's own, which
-test_commands.py runs."""
+test_commands.py runs; and programs of the folder benchmarks."""
 
 
 def quick() -> list[str]:

@@ -29,7 +29,7 @@ Followed = dict[tuple[str, str, str], Prediction]
 
 def planned(strategy: str, use: str, **changes: Any) -> Planned:
     info = registry.strategy(strategy)
-    fields = {"format": info.formats[0], "use": use, "passes": 0} | changes
+    fields: dict[str, Any] = {"format": info.formats[0], "use": use, "passes": 0} | changes
     return Planned.of(Cell(SPEC, strategy, "process", **fields), info)
 
 

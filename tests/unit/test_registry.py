@@ -345,7 +345,7 @@ def test_a_suite_by_its_name_from_any_folder(
         registry.suite_file("saveing")
     assert str(caught.value) == (
         "no suite is called 'saveing'\n"
-        "did you mean 'saving'? known: allocators, ci, commands, converting, cuda-transfers, half-precision,"
+        "did you mean 'saving'? known: allocators, ci, commands, converting, converting-files, cuda-transfers, half-precision,"
         " layouts, many-tensors, notebook, ram-sweep, saving, training-checkpoint; for a file of your own: --suite ./mine.yaml"
     )
 

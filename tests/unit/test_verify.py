@@ -1,6 +1,6 @@
 """Each way in which a loaded model can be wrong has its own complaint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,7 +34,19 @@ class Model(nn.Module):
         return logits
 
 
-def manifest_of(model: nn.Module) -> Manifest:
+class Codes(nn.Linear):
+    """A matrix of codes whose scales are no buffer: the module writes them into its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, bias=False)
+        self.scales = torch.arange(8.0)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scales"] = self.scales
+
+
+def manifest_of(model: nn.Module, others: Iterable[str] = ()) -> Manifest:
     def entry(name: str, tensor: torch.Tensor) -> TensorEntry:
         floating = tensor.is_floating_point()
         own = str(tensor.dtype).removeprefix("torch.")
@@ -49,7 +61,7 @@ def manifest_of(model: nn.Module) -> Manifest:
             checksums={kind: checksum(tensor.to(dtype)) for kind, dtype in kinds.items()},
         )
 
-    tensors = named_tensors(model)
+    tensors = named_tensors(model, others)
     return Manifest("m", "a:b", "seed 0", tuple(entry(*item) for item in tensors.items()))
 
 
@@ -189,3 +201,16 @@ def test_an_output_that_is_not_finite_is_wrong(output: object) -> None:
 
 def test_the_model_is_run_on_its_inputs() -> None:
     check_forward(Model(), Inputs((torch.tensor([[1, 2, 3]]),)))
+
+
+def test_scales_that_only_the_state_dict_has_are_compared_if_they_are_expected() -> None:
+    model = nn.Sequential(codes := Codes())
+    manifest = manifest_of(model, ["0.scales"])
+    names = [entry.name for entry in manifest.tensors]
+    assert names == ["0.weight", "0.scales"]
+    tensors = named_tensors(model, names)
+    check_structure(tensors, manifest, CPU, torch.float32)
+    check_values(touch(tensors), manifest, torch.float32)
+    codes.scales[3] = 5
+    with pytest.raises(WrongWeights, match="with other values than in the checkpoint"):
+        check_values(touch(named_tensors(model, names)), manifest, torch.float32)

@@ -227,7 +227,8 @@ def check(
     from weighin.worker import touch, verify
 
     load = prepared.load
-    tensors = touch.named_tensors(model)
+    expected = [entry.name for entry in prepared.manifest.tensors]
+    tensors = touch.named_tensors(model, expected)
     verify.check_structure(tensors, prepared.manifest, load.device, load.dtype)
     marks.restart()
     start_ns = time.monotonic_ns()

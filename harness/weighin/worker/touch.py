@@ -1,5 +1,6 @@
 """Read every byte of a model once, which completes lazy loads, and compute its checksums."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -7,10 +8,18 @@ import torch
 from weighin.checkpoint.checksum import checksum
 
 
-def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name, tied tensors under all their names."""
+def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by its full name, tied tensors under all their names.
+
+    Of the names ``wanted``, those that are neither are taken from the state dict: a module that keeps
+    a matrix as codes may write its scales there by code of its own, as those of bitsandbytes do.
+    """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return tensors | dict(model.named_buffers(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    if others := set(wanted) - tensors.keys():
+        state = model.state_dict()
+        tensors |= {name: state[name] for name in others if torch.is_tensor(state.get(name))}
+    return tensors
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
