@@ -17,7 +17,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
 from weighin.formats.pretrained_spec import spec_of
-from weighin.predict.prediction import Prediction, Work
+from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
 from weighin.recommend.calibration import Calibration
@@ -102,6 +102,55 @@ def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
     assert "Memory and time are predicted." in text
     (line,) = [line for line in text.splitlines() if line.strip().startswith("safetensors_mmap")]
     assert line.rstrip().endswith("saved as safetensors, package safetensors")
+
+
+def _training(one: Planned) -> Prediction:
+    """The same prediction with a step of AdamW: four times the model, whatever the load takes."""
+    step = 100 * MIB + 4 * SIZE
+    use = PredictedUse("adamw", step, step, step, 4 * SIZE, GIB)
+    return replace(_predicted(one), use=use, floor_bytes=step + 16 * MIB)
+
+
+def test_for_training_every_way_needs_the_same_and_time_decides(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    planned: list[Planned] = []
+
+    def predict(asked: Sequence[Planned], **options: Any) -> list[Prediction]:
+        planned.extend(asked)
+        assert not options["forward"]
+        return [_training(one) for one in asked]
+
+    monkeypatch.setattr(answer, "predict", predict)
+    advice = advised(16 * GIB, use="adamw")
+    assert {one.cell.use for one in planned} == {"adamw"}
+    assert advice.notes == (
+        "For training with adamw, every way of loading needs 8.1 GiB after the first step: choose by"
+        " time.",
+    )
+    assert {one.verdict for one in advice.candidates} == {FitVerdict.FITS}
+    assert {one.why for one in advice.candidates} == {"keeps 4.0 times the model: 8.1 GiB"}
+    assert advice.best
+    assert advice.best.ready_s == min(one.ready_s or 0 for one in advice.candidates)
+    assert "for the use adamw" in printed(advice)
+    assert advice.as_json()["use"] == "adamw"
+    assert advised(8 * GIB, use="adamw").best is None
+
+
+def test_uses_that_need_different_amounts_after_different_loads_are_said_so(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    def predict(asked: Sequence[Planned], **_: Any) -> list[Prediction]:
+        found = [_predicted(one) for one in asked]
+        return [
+            replace(one, use=PredictedUse("deepcopy", held, held, held, held, GIB))
+            for one in found
+            if (held := (one.host_anon_peak_bytes or 0))
+        ]
+
+    monkeypatch.setattr(answer, "predict", predict)
+    (note,) = advised(16 * GIB, use="deepcopy").notes
+    assert note == "For the use deepcopy, the ways of loading need 116.0 MiB to 4.1 GiB."
 
 
 def test_no_word_of_the_table_is_broken_in_80_columns() -> None:

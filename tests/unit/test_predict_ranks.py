@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from factories import make_cell
 
-from weighin.predict.prediction import PredictedPhase, Prediction, Work
+from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction, Work
 from weighin.predict.ranks import of_ranks
 
 CELL = make_cell("mmap_assign", ram_limit_bytes=None)
@@ -38,6 +38,12 @@ def test_anonymous_memory_adds_up_and_mapped_pages_count_once() -> None:
         100,
     )
     assert (found.model_bytes, found.cuda_requested_bytes) == (100, 7)
+
+
+def test_the_memory_of_a_use_adds_up() -> None:
+    use = PredictedUse("write", 50, 49, 51, 40, 100, (60,))
+    found = of_ranks(replace(CELL, ranks=4), replace(ONE, use=use)).use
+    assert found == PredictedUse("write", 200, 196, 204, 160, 100, (60,))
 
 
 def test_what_cannot_be_predicted_for_one_cannot_for_several() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weighin.predict.check import Checked, summarised
-from weighin.predict.prediction import Prediction
+from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction
 from weighin.predict.tables import check_table, summary_line, tables
 from weighin.units import GIB, MIB
 
@@ -96,6 +96,43 @@ def test_what_a_heap_may_use_again_or_keep_is_said_with_what_is_then_needed() ->
     assert text(tables(found, phases=False)) == OTHERS
 
 
+def test_the_memory_in_a_use_has_a_column_that_counts_forked_processes() -> None:
+    sizes: dict[str, Any] = {"model_bytes": 6 * GIB, "floor_bytes": 13 * GIB}
+    uses = {
+        "adamw": PredictedUse("adamw", 25 * GIB, 25 * GIB, 25 * GIB, 24 * GIB, GIB),
+        "fork": PredictedUse("fork", GIB, GIB, GIB, 13 * GIB, 7 * GIB, (6 * GIB, 6 * GIB)),
+    }
+    found = [
+        Prediction(
+            make_cell("baseline", format="pt", use=name),
+            host_anon_peak_bytes=13 * GIB,
+            use=use,
+            phases=(PredictedPhase("apply", 13 * GIB, GIB), PredictedPhase("use: fork", GIB, GIB)),
+            **sizes,
+        )
+        for name, use in uses.items()
+    ]
+    assert text(tables(found, phases=False)) == USED
+    assert "  use: fork" in text(tables(found, phases=True))
+
+
+def test_the_anonymous_memory_of_a_use_is_checked_beside_that_of_the_load() -> None:
+    cell = make_cell("baseline", format="pt", use="fork")
+    checked = Checked(
+        Prediction(cell, floor_bytes=7 * GIB),
+        (
+            ("host_anon_peak_bytes", 200 * MIB, 202 * MIB),
+            ("use_anon_most_bytes", 105 * MIB, 100 * MIB),
+            ("children_private_bytes", 30 * MIB, 32 * MIB),
+        ),
+    )
+    assert checked.anonymous_error == 0.05
+    shown = text([check_table([checked])])
+    assert "use=fork" in shown
+    assert "anonymous in use, high" in shown
+    assert "forked processes" in shown
+
+
 def text(parts: Iterable[Table | str]) -> str:
     out = io.StringIO()
     for part in parts:
@@ -136,6 +173,20 @@ baseline, sequential: 12.824 GiB anonymous in processes where the heap reuses
 the holes of freed large blocks
 per_module: 13.293 GiB anonymous in processes where a small block keeps freed
 large blocks in the heap
+Predicted by running each strategy without tensor values. weighin bench
+measures; weighin predict --check RUN compares.
+"""
+
+USED = """\
+gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks,
+                             GiB
+
+                          anony-   file      in     RAM  disk
+ strategy  format  use      mous  pages     use   floor  read
+ ────────────────────────────────────────────────────────────
+ baseline  pt      adamw  13.000         25.000  13.000
+ baseline  pt      fork   13.000         13.000  13.000
+
 Predicted by running each strategy without tensor values. weighin bench
 measures; weighin predict --check RUN compares.
 """

@@ -12,7 +12,7 @@ from ran_commands import make_command, make_ran
 from weighin.errors import DamagedRecord
 from weighin.probes import environment
 from weighin.recommend.prior_runs import Evidence, find
-from weighin.record import Outcome, Result
+from weighin.record import Outcome, Result, Use
 from weighin.records import run_folder
 from weighin.units import GIB
 
@@ -75,6 +75,19 @@ def test_commands_do_not_count(tmp_path: Path) -> None:
 )
 def test_other_loads_do_not_count(tmp_path: Path, other: dict[str, Any]) -> None:
     assert find([run(tmp_path, measured(**other))], WANTED) == {}
+
+
+def test_of_a_load_with_another_use_only_the_ready_time_counts(tmp_path: Path) -> None:
+    use = Use(anon_sampled_bytes=8 * GIB, children_private_bytes=(GIB, GIB))
+    trained = replace(measured(use="adamw"), use=use)
+    killed = replace(measured(use="adamw", ram_limit_bytes=GIB), outcome=Outcome.OOM_KILLED)
+    runs = [run(tmp_path, measured(), trained, killed)]
+    load = find(runs, WANTED)["streaming", "pt"]
+    assert (len(load.ok_limits), load.killed_limits, len(load.ready_s[None])) == (1, [], 2)
+    both = find(runs, replace(WANTED, use="adamw"))["streaming", "pt"]
+    assert (len(both.ok_limits), both.killed_limits, len(both.ready_s[None])) == (1, [GIB], 2)
+    assert (load.anon_bytes or 0) < 8 * GIB
+    assert both.anon_bytes == 10 * GIB
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -20,6 +20,7 @@ EXAMPLES = (
     "weighin predict gpt2-xl",
     "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
     "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
+    "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
     "weighin predict --suite notebook --json -",
     "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 )
@@ -41,6 +42,7 @@ EXAMPLES = (
     " dtype that `weighin bench` writes.",
 )
 @_options.formats
+@_options.use("none")
 @_options.ranks
 @_options.suite
 @click.option(
@@ -58,6 +60,8 @@ EXAMPLES = (
 def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
 
+    With --use, the RAM floor must also suffice for what is done with the model after the load.
+
     For the folder of a pipeline of diffusers, each part is predicted, and all parts together and one
     after the other.
     """
@@ -66,7 +70,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _end(context, _check(typed))
         return
     if path := _arguments.pipeline(typed):
-        _end(context, _pipeline(path, typed))
+        _end(context, _pipeline(context, path, typed))
         return
     from weighin.predict import tables
 
@@ -83,6 +87,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
+    from weighin.suite import uses
+    from weighin.uses import FORWARD
 
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
@@ -94,7 +100,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
             f"the suite has {len(chosen.checkpoints)} models with weights of their own",
             "predict each by its folder: weighin predict FOLDER; or a run of the suite: --check RUN",
         )
-    planned = _plan(suite, chosen)
+    use_paths = uses.chosen(suite.uses)
+    planned = _plan(suite, chosen, tuple(use_paths))
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""
     with _console.working("importing torch") as status:
@@ -104,19 +111,24 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
             selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
+            forward=not typed["suite"] and FORWARD in use_paths,
+            use_paths=use_paths,
             report=lambda done, strategy: status.update(
                 f"{prefix}{strategy}: {done} of {len(planned)} done"
             ),
         )
 
 
-def _pipeline(path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
+def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
     """Predict each part of a pipeline, and all parts; return the predictions of the parts."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
     from weighin.suite.registry import library_at
 
+    _arguments.refuse(
+        context, ("use",), "a use follows the load of one model", "name a part's folder"
+    )
     parts = {}
     for part in pipeline.read(path).models:
         asked = typed | {"model": str(part.path), "model_option": None}
@@ -172,13 +184,14 @@ def _suite(typed: dict[str, Any]) -> "Suite":
         "dtype": typed["dtype"],
         "strategies": _arguments.names(typed["strategies"]),
         "format": _arguments.names([typed["fmt"] or ""]),
+        "uses": _arguments.names([typed["use"]]),
         "ranks": _arguments.names([typed["ranks"]]),
     }
     given = {key: value for key, value in asked.items() if value}
     return _arguments.read_suite(typed["suite"], given)
 
 
-def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
+def _plan(suite: "Suite", chosen: "ChosenModels", uses: tuple[str, ...]) -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
@@ -195,5 +208,6 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
             own_formats=chosen.own_formats,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
+            uses=uses,
         )
     )

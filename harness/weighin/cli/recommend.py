@@ -17,6 +17,7 @@ EXAMPLES = (
     "weighin recommend gpt2-large --ram 4g --allow none --json -",
     "weighin recommend gpt2-xl --ranks 8 --ram 64g",
     "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
+    "weighin recommend gpt2-xl --ram 32g --use adamw",
 )
 
 NOTHING_FITS_EXIT = 1
@@ -53,6 +54,13 @@ NOTHING_FITS_EXIT = 1
     default="none",
     metavar="TIME",
     help="Latency of each request to the checkpoint's disk: 5ms or none.",
+)
+@click.option(
+    "--use",
+    default="none",
+    metavar="NAME",
+    help="What must also fit after the load: a name of `weighin list uses`, such as adamw for training,"
+    " a file of your own (./mine.py) with a function use(model), or none.",
 )
 @click.option(
     "--allow",
@@ -104,6 +112,9 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
     from weighin.formats import pipeline
     from weighin.recommend import pipeline as recommending
 
+    _arguments.refuse(
+        context, ("use",), "a use follows the load of one model", "name a part's folder"
+    )
     questions = {
         part.name: _question(typed | {"model": str(part.path), "model_option": None})
         for part in pipeline.read(path).models
@@ -124,12 +135,15 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.disk.pace import Pace
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
+    from weighin.suite import uses
     from weighin.suite.config import check_suite
+    from weighin.uses import NONE
 
     name = _arguments.asked_model(typed)
     keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")
     limits = {key: typed[key] for key in keys}
-    suite = check_suite({"models": name} | limits)
+    suite = check_suite({"models": name, "uses": [typed["use"]]} | limits)
+    ((use, use_path),) = uses.chosen(suite.uses).items()
     chosen = _arguments.choose(typed, suite)
     return answer.Question(
         model=chosen.specs[0],
@@ -143,4 +157,6 @@ def _question(typed: dict[str, Any]) -> "Question":
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
         python_path=chosen.python_path,
+        use="" if use == NONE else use,
+        use_path=use_path,
     )

@@ -13,26 +13,31 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin.parent_process import Parent, adopt_orphans, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
 
-import torch  # noqa: F401 (before any fork; a worker imports it too)
+import torch  # before any fork; a worker imports it too
 
-from weighin.cell import Cell, ModelSpec
+from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import HarnessError
-from weighin.models.skeleton import resolve_builder
+from weighin.models.skeleton import Builder, resolve_builder
 from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 from weighin.text import one_line
-from weighin.worker import inputs, loading  # noqa: F401 (a worker imports them too)
+from weighin.uses import FORWARD
+from weighin.worker import loading, uses  # noqa: F401 (a worker imports them too)
+from weighin.worker.inputs import example_inputs
 from weighin.worker.model_package import import_model_package
 from weighin.worker.warmup import settle_math
+
+if TYPE_CHECKING:
+    from weighin.predict.using import UseToFollow
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 
@@ -135,21 +140,46 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
 
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
+    from weighin.predict.preload import PRELOADED
     from weighin.predict.simulate import run
 
+    hidden_bytes = PRELOADED.anon_bytes
+    use = _use(cell, builder, request["forward"], request["use_path"])
     manifest = read_manifest(Path(request["manifest"]))  # read to shape the heap as in a worker
-    own_bytes = request["own_bytes"]
+    own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
     baseline = replace(
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     no_processes.refuse()
     figures = asdict(
-        run(cell, builder, checkpoint, strategy, baseline, own_bytes, request["read_ahead_bytes"])
+        run(
+            cell,
+            builder,
+            checkpoint,
+            strategy,
+            baseline,
+            own_bytes,
+            request["read_ahead_bytes"],
+            use,
+        )
     )
     del manifest
     no_processes.check()
     return figures
+
+
+def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
+    """Return the use to follow, prepared as a worker prepares it before its baseline."""
+    from weighin.predict.using import UseToFollow
+
+    if not cell.use and not forward:
+        return None
+    inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
+    if not cell.use:
+        return UseToFollow(FORWARD, None, inputs)
+    uses.prepare(cell.use)
+    return UseToFollow(cell.use, uses.function_of(Job(cell, "", "", "", use_path=path)), inputs)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder
+from weighin.records import after_load, run_folder
 from weighin.records.repeats import middle
 from weighin.run import trust
 from weighin.suite import registry, user_code
@@ -28,20 +28,18 @@ _FIGURES = {
     "cuda_allocated_bytes": "cuda_allocated_bytes",
     "cuda_reserved_bytes": "cuda_reserved_bytes",
 }
-_ALTERNATIVES = {
-    "host_anon_peak_bytes": (
-        "host_anon_peak_bytes",
-        "host_anon_least_bytes",
-        "host_anon_most_bytes",
-    )
-}
+_ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes")
+_USED = "use_"
+"""Prefix of a figure of the use, in place of "host_"."""
+_CHILDREN = "children_private_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One series of a run; ``figures`` has tuples of (name, predicted bytes, measured bytes).
 
-    ``figures`` has the predicted anonymous peak, of three, that is nearest to the measured peak.
+    ``figures`` has the predicted anonymous peak, of three, that is nearest to the measured peak, for the
+    load and for its use.
     ``unreclaimable_bytes`` is the largest measured sum of anonymous and shared memory, which a RAM
     limit must hold; None if no cell of the series has it.
     """
@@ -52,11 +50,16 @@ class Checked:
 
     @property
     def anonymous_error(self) -> float | None:
-        """The absolute difference between the predicted and the measured anonymous peak, as a share."""
-        for name, predicted, measured in self.figures:
-            if name in _ALTERNATIVES["host_anon_peak_bytes"] and measured:
-                return abs(predicted - measured) / measured
-        return None
+        """The absolute difference between the predicted and the measured anonymous peak, as a share.
+
+        With a use, it is the larger one of the load's and the use's.
+        """
+        errors = (
+            abs(predicted - measured) / measured
+            for name, predicted, measured in self.figures
+            if "_anon_" in name and measured
+        )
+        return max(errors, default=None)
 
     @property
     def is_killed(self) -> bool:
@@ -107,7 +110,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
             f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
         )
     settings = _settings(run)
-    paths = settings.get("strategy_paths", {})
+    paths, use_paths = settings.get("strategy_paths", {}), settings.get("use_paths", {})
     builders = {results[0].cell.model.builder for results in series.values()}
     # Use the folders only for foreign builders, shown below: a folder may hide any module.
     is_needed = not all(map(user_code.is_ours, builders))
@@ -119,6 +122,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
             trust.foreign(
                 cells,
                 {name: paths[name] for name in used if name in paths},
+                uses=use_paths,
                 python_path=python_path,
             ),
             place=run,
@@ -142,6 +146,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
             checkpoint=Path(checkpoint) if checkpoint else None,
             selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
             python_path=python_path,
+            use_paths=use_paths,
         )
     }
     return [
@@ -169,6 +174,7 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
                 "device": series.prediction.cell.device,
                 "ram_limit_bytes": series.prediction.cell.ram_limit_bytes,
                 "options": series.prediction.cell.options,
+                "use": series.prediction.cell.use,
                 "cannot": series.prediction.cannot,
                 "floor_bytes": series.prediction.floor_bytes,
                 "figures": {
@@ -186,11 +192,24 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
         if prediction.cell.ranks > 1 and name == "host_file_peak_bytes":
             continue  # the measured figure of several ranks is the page cache of their cgroup
         size: int | None = middle(getattr(result.peaks, measured) for result in results)
-        alternatives = _ALTERNATIVES.get(name, (name,))
+        alternatives = _ANONYMOUS if name in _ANONYMOUS else (name,)
         predicted = {one: getattr(prediction, one) for one in alternatives}
         if size is not None and None not in predicted.values():
-            near = sorted(predicted, key=lambda one: abs(predicted[one] - size))
-            yield near[0], predicted[near[0]], size
+            yield _nearest(predicted, size)
+    uses = [result.use for result in results if result.use]
+    if prediction.use is None or not uses:
+        return
+    if (size := middle(use.anon_sampled_bytes for use in uses)) is not None:
+        name, near, size = _nearest({one: getattr(prediction.use, one) for one in _ANONYMOUS}, size)
+        yield name.replace("host_", _USED), near, size
+    if size := middle(sum(use.children_private_bytes) for use in uses):
+        yield _CHILDREN, sum(prediction.use.children_private_bytes), size
+
+
+def _nearest(predicted: dict[str, int], size: int) -> tuple[str, int, int]:
+    """Return the name and the figure that is nearest to the measured size, and the size."""
+    near = min(predicted, key=lambda one: abs(predicted[one] - size))
+    return near, predicted[near], size
 
 
 def _unreclaimable(results: list[Result]) -> int | None:
@@ -198,6 +217,7 @@ def _unreclaimable(results: list[Result]) -> int | None:
         result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
         for result in results
     ]
+    sizes += [after_load.needed_bytes(result) for result in results if result.cell.use]
     return max((size for size in sizes if size is not None), default=None)
 
 

@@ -2,10 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from weighin import child_process, formats
@@ -40,8 +41,14 @@ def predict(
     checkpoint_dtype: str | None = None,
     python_path: Sequence[str] = (),
     report: Report | None = None,
+    forward: bool = False,
+    use_paths: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Prediction]:
     """Return a prediction for each cell, in the order of the cells.
+
+    If a cell has a use, the prediction includes it. ``forward`` adds one forward pass to the
+    prediction of a cell whose use is forward passes. ``use_paths`` has the file of each of the user's own
+    uses, by its name.
 
     The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format and
     holds only tensors, the cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
@@ -79,6 +86,10 @@ def predict(
                     selection,
                     own,
                     checkpoint_dtype,
+                    {
+                        "forward": forward and planned_cell.cell.passes > 0,
+                        "use_path": use_paths.get(planned_cell.cell.use, ""),
+                    },
                 )
             )
         return predictions
@@ -157,6 +168,7 @@ def _predict_cell(
     selection: Selection,
     own: str | None,
     dtype: str | None,
+    after: dict[str, Any],
 ) -> Prediction:
     cell = replace(planned.cell, ranks=1)
     fields = {
@@ -177,7 +189,7 @@ def _predict_cell(
     if place.get("cannot"):
         return Prediction(planned.cell, cannot=place["cannot"])
     strategy = {"strategy_path": str(planned.strategy.path)}
-    of_one = from_json(cell, ask(fields | place | strategy))
+    of_one = from_json(cell, ask(fields | place | strategy | after))
     return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
 
 

@@ -144,8 +144,11 @@ def _deserialized() -> Iterator[None]:
         moved.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         return moved.untyped_storage()
 
-    torch.serialization.register_package(_PRIORITY, lambda _: None, move)
-    yield
+    registry = "_package_registry"
+    before = [*getattr(torch.serialization, registry)]
+    with patch.object(torch.serialization, registry, before):
+        torch.serialization.register_package(_PRIORITY, lambda _: None, move)
+        yield
 
 
 def _is_cuda(device: Any) -> bool:

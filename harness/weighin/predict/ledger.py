@@ -255,6 +255,12 @@ class Ledger:
         self.peak_file_bytes = max(self.peak_file_bytes, file)
         self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
 
+    def restart_peaks(self) -> None:
+        """Reset the peaks to the current sums."""
+        self.peak_anon_bytes = self.least_anon_bytes = self.most_anon_bytes = 0
+        self.peak_tensor_bytes = self.peak_file_bytes = 0
+        self.update()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the peaks until the context exits as a phase of this name."""

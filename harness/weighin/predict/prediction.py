@@ -54,10 +54,52 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedUse:
+    """The predicted memory of the use of a loaded model, from the beginning of the use to its end.
+
+    Attributes:
+        name: the name of the use.
+        host_anon_peak_bytes, host_anon_least_bytes, host_anon_most_bytes: the peak of the process's
+            anonymous memory, in the three cases of a ``Prediction``.
+        tensor_peak_bytes: the part of the anonymous memory that tensors hold, also in forked processes.
+        host_file_peak_bytes: the peak of resident pages of mapped files.
+        children_private_bytes: the private memory of each forked process at its end.
+    """
+
+    name: str
+    host_anon_peak_bytes: int
+    host_anon_least_bytes: int
+    host_anon_most_bytes: int
+    tensor_peak_bytes: int
+    host_file_peak_bytes: int
+    children_private_bytes: tuple[int, ...] = ()
+    cuda_requested_bytes: int | None = None
+    cuda_allocated_bytes: int | None = None
+    cuda_reserved_bytes: int | None = None
+
+    @property
+    def all_peak_bytes(self) -> int:
+        """The peak of the anonymous memory of the process and its forked processes."""
+        return self.host_anon_peak_bytes + sum(self.children_private_bytes)
+
+    @property
+    def all_least_bytes(self) -> int:
+        """The lowest such peak, see ``host_anon_least_bytes``."""
+        return self.host_anon_least_bytes + sum(self.children_private_bytes)
+
+    @property
+    def all_most_bytes(self) -> int:
+        """The highest such peak, see ``host_anon_most_bytes``."""
+        return self.host_anon_most_bytes + sum(self.children_private_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
+        use: the use that follows the load; None if no use is predicted. ``floor_bytes`` and
+            ``phases`` include the use, and no other figure does.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
         baseline_file_bytes: the resident pages of mapped files before the load, torch's libraries.
@@ -102,6 +144,7 @@ class Prediction:
     work: Work = Work()
     phases: tuple[PredictedPhase, ...] = ()
     reasons: tuple[str, ...] = field(default_factory=tuple)
+    use: PredictedUse | None = None
 
     @property
     def floor_least_bytes(self) -> int | None:
@@ -112,13 +155,38 @@ class Prediction:
         """
         if self.floor_bytes is None:
             return None
-        differs = (self.host_anon_most_bytes or 0) - (self.host_anon_least_bytes or 0)
-        return self.floor_bytes - differs - self.in_flight_bytes
+        least, most = self.host_anon_least_bytes or 0, self.host_anon_most_bytes or 0
+        if self.use:
+            least, most = max(least, self.use.all_least_bytes), max(most, self.use.all_most_bytes)
+        return self.floor_bytes - (most - least) - self.in_flight_bytes
+
+    @property
+    def use_floor_bytes(self) -> int | None:
+        """The smallest RAM limit for the use alone, after a load without a limit, in the usual case."""
+        return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
+
+    @property
+    def tensors_with_use_bytes(self) -> int:
+        """The highest part of the anonymous memory that tensors hold in the load and the use."""
+        return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
+
+    def cuda_with_use(self, kind: str) -> int | None:
+        """Return the peak in the load and the use; ``kind`` is requested, allocated or reserved."""
+        name = f"cuda_{kind}_bytes"
+        sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
+        return max((size for size in sizes if size is not None), default=None)
+
+    @property
+    def _most_bytes(self) -> int | None:
+        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
+        if self.use is None or most is None:
+            return most
+        return max(most, self.use.all_most_bytes)
 
     @property
     def above_peak_bytes(self) -> int:
         """The floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if either is unknown."""
-        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
+        most = self._most_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES
         return self.floor_bytes - most
@@ -135,4 +203,7 @@ def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
     reasons = tuple(fields.pop("reasons", ()))
     work = Work(**fields.pop("work", {}))
-    return Prediction(cell=cell, phases=phases, reasons=reasons, work=work, **fields)
+    use = fields.pop("use", None)
+    if use:
+        use = PredictedUse(**use | {"children_private_bytes": tuple(use["children_private_bytes"])})
+    return Prediction(cell=cell, phases=phases, reasons=reasons, work=work, use=use, **fields)

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.predict.prediction import PredictedPhase, Prediction, Work
+from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction, Work
 
 _PRIVATE: Final = (
     "baseline_anon_bytes",
@@ -29,9 +29,6 @@ def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
     if of_one.cannot:
         return replace(of_one, cell=cell)
     ranks = cell.ranks
-    private: dict[str, Any] = {
-        name: None if (size := getattr(of_one, name)) is None else size * ranks for name in _PRIVATE
-    }
     floor = of_one.floor_bytes
     if floor is not None:
         floor = (floor - of_one.in_flight_bytes) * ranks + of_one.in_flight_bytes
@@ -46,8 +43,17 @@ def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
         work=Work(**work),
         phases=tuple(_phase(phase, ranks) for phase in of_one.phases),
         reasons=(*of_one.reasons, f"in each of {ranks} ranks"),
-        **private,
+        use=of_one.use and replace(of_one.use, **_private(of_one.use, ranks)),
+        **_private(of_one, ranks),
     )
+
+
+def _private(figures: Prediction | PredictedUse, ranks: int) -> dict[str, Any]:
+    return {
+        name: None if (size := getattr(figures, name)) is None else size * ranks
+        for name in _PRIVATE
+        if hasattr(figures, name)
+    }
 
 
 def _phase(phase: PredictedPhase, ranks: int) -> PredictedPhase:

@@ -13,7 +13,7 @@ def reasons(
     model_bytes: int, tensor_bytes: int, mapped_bytes: int, cuda_bytes: int | None
 ) -> Iterator[str]:
     """Yield phrases that explain the peaks of tensors in RAM, mapped pages and GPU requests."""
-    if cuda_bytes is not None:
+    if cuda_bytes:
         yield f"keeps {_copies(cuda_bytes, model_bytes)} on the GPU"
     if tensor_bytes >= model_bytes * 0.5:
         yield f"keeps {_copies(tensor_bytes, model_bytes)} in memory"

@@ -1,9 +1,9 @@
 """One symbolic run: run a strategy on tensors without values, from its import to the touch phase."""
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
@@ -17,15 +17,21 @@ from weighin.predict.fake_cuda import pretended
 from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
-from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, PredictedUse, Work
 from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
+from weighin.predict.using import UseToFollow, follow
 from weighin.record import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
+_USE_SHARE: Final = 100
+_USE_BYTES: Final = 16 * MIB
+"""The possible error of a use's peak, 1/100 of it plus these bytes, for which its floor has room: what a
+backward pass frees stays in the heap in another way each time."""
+_PART: Final = 4096  # of the rows or columns of a matrix; more of them need no more buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
 
 
@@ -50,6 +56,7 @@ class SimulatedRun:
     work: Work
     phases: tuple[PredictedPhase, ...]
     reasons: tuple[str, ...]
+    use: PredictedUse | None = None
 
 
 def run(
@@ -60,6 +67,7 @@ def run(
     baseline: Memory,
     own_bytes: int,
     read_ahead_bytes: int,
+    use: UseToFollow | None = None,
 ) -> SimulatedRun:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
@@ -68,10 +76,11 @@ def run(
             yet.
         own_bytes: the anonymous memory that this process has, but a worker has not.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
+        use: what follows the load; None if the run ends when the model is ready.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
-        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None,
+        CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None,
         baseline,
         own_bytes,
     )
@@ -85,13 +94,42 @@ def run(
         builder=builder,
         marks=ledger,
     )
-    gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
+    with _intercepted(ledger, checkpoint):
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):
             model = load(job)
         ledger.work["modules"] += len(sys.modules) - modules
+    loaded = _ready(ledger, model, device, read_ahead_bytes)
+    if use is None:
+        return loaded
+    if use.inputs and device.type == "cpu":
+        _multiply(model)
+    with _intercepted(ledger, checkpoint):
+        inputs = use.inputs and use.inputs.to(device)
+        used = follow(ledger, model, replace(use, inputs=inputs))
+    most = used.all_most_bytes
+    in_use = _floor(most + most // _USE_SHARE + _USE_BYTES, loaded.in_flight_bytes)
+    return replace(
+        loaded,
+        use=used,
+        floor_bytes=max(loaded.floor_bytes, in_use),
+        phases=tuple(ledger.phases),
+    )
+
+
+@contextmanager
+def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
+    """Let torch's operations, reads of files and calls of the GPU update the ledger."""
+    gpu = pretended(ledger) if ledger.cuda else nullcontext()
+    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
+        yield
+
+
+def _ready(
+    ledger: Ledger, model: torch.nn.Module, device: torch.device, read_ahead_bytes: int
+) -> SimulatedRun:
+    """Read every tensor of the loaded model; return the figures of the load."""
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
         for tensor in tensors.values():
@@ -103,18 +141,41 @@ def run(
     return _figures(ledger, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 
+def _floor(most_bytes: int, in_flight_bytes: int) -> int:
+    """Return the smallest RAM limit for an anonymous peak; page tables take a share of it."""
+    return most_bytes + most_bytes // _PAGE_TABLE_SHARE + ABOVE_PEAK_BYTES + in_flight_bytes
+
+
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
     """Read real tensors as the worker reads a model, to measure the memory that this needs.
 
     Each thread reads one tensor, of which a part is enough. ``sizes`` are those of the model's
     tensors, in bytes.
     """
-    before = ledger.own_anon_bytes
+    before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
     tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
     touch(tensors)
     ledger.update()
+    tensors.clear()
+    ledger.other_anon_bytes = other
+
+
+def _multiply(model: torch.nn.Module) -> None:
+    """Multiply with real matrices as a forward pass does, so that this process has its buffers.
+
+    The math library keeps buffers for each thread; a part of the largest matrices is enough.
+    """
+    shapes = {
+        (min(rows, _PART), min(columns, _PART), weight.dtype)
+        for weight in model.parameters()
+        if weight.dim() == 2 and weight.is_floating_point() and weight.itemsize > 1
+        for rows, columns in [weight.shape]
+    }
+    for rows, columns, dtype in nlargest(2, shapes, key=lambda shape: shape[0] * shape[1]):
+        some_tokens = torch.zeros(16, columns, dtype=dtype)
+        torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
 
 
 def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
@@ -137,10 +198,7 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Simulate
         tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
         in_flight_bytes=in_flight_bytes,
-        floor_bytes=most_bytes
-        + most_bytes // _PAGE_TABLE_SHARE
-        + ABOVE_PEAK_BYTES
-        + in_flight_bytes,
+        floor_bytes=_floor(most_bytes, in_flight_bytes),
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),

@@ -31,6 +31,10 @@ _PEAKS: Final = {
     "cuda_requested_bytes": "CUDA requested",
     "cuda_allocated_bytes": "CUDA allocated",
     "cuda_reserved_bytes": "CUDA reserved",
+    "use_anon_peak_bytes": "anonymous in use",
+    "use_anon_least_bytes": "anonymous in use, low",
+    "use_anon_most_bytes": "anonymous in use, high",
+    "children_private_bytes": "forked processes",
 }
 
 
@@ -99,15 +103,23 @@ def _other_peak(prediction: Prediction, peak: str) -> int | None:
 
 def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table:
     first = predictions[0]
-    on_gpu = first.cuda_allocated_bytes is not None
+    on_gpu = first.cuda_with_use("allocated") is not None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("strategy", overflow="fold")
     table.add_column("format", overflow="fold")
+    uses = any(prediction.use for prediction in predictions)
+    if uses:
+        table.add_column("use", overflow="fold")
     table.title = (
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
-    columns = ["anony-\nmous", "file\npages", "RAM\nfloor"]
+    columns = [
+        "anony-\nmous",
+        "file\npages",
+        *(["in\nuse"] if uses else []),
+        "RAM\nfloor",
+    ]
     columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
     for name in [*columns, "disk\nread"]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -115,26 +127,31 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
         sizes = [
             prediction.host_anon_peak_bytes,
             prediction.host_file_peak_bytes,
+            *([prediction.use.all_peak_bytes if prediction.use else None] if uses else []),
             prediction.floor_bytes,
         ]
         if on_gpu:
             sizes += [
-                prediction.cuda_requested_bytes,
-                prediction.cuda_allocated_bytes,
-                prediction.cuda_reserved_bytes,
+                prediction.cuda_with_use("requested"),
+                prediction.cuda_with_use("allocated"),
+                prediction.cuda_with_use("reserved"),
             ]
         sizes.append(prediction.disk_read_bytes)
-        table.add_row(escape(_name(prediction)), prediction.cell.format, *map(gib, sizes))
+        names = [_name(prediction), prediction.cell.format]
+        names += [prediction.use.name if prediction.use else ""] if uses else []
+        table.add_row(*map(escape, names), *map(gib, sizes))
         if phases:
             for phase in prediction.phases:
                 inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
+                inside += [None] if uses else []
                 if on_gpu:
                     inside += [
                         phase.cuda_requested_bytes,
                         phase.cuda_allocated_bytes,
                         phase.cuda_reserved_bytes,
                     ]
-                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(gib, inside), "")
+                blank = [""] * (1 + uses)
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", *blank, *map(gib, inside), "")
     return table
 
 
@@ -180,7 +197,8 @@ def summary_line(summary: Summary) -> str:
 
 def _parts(cell: Cell) -> tuple[str, ...]:
     words = [f"{key}={value}" for key, value in sorted(cell.options.items())]
-    options = " ".join([*words, *([f"ranks={cell.ranks}"] if cell.ranks > 1 else [])])
+    words += [f"ranks={cell.ranks}"] if cell.ranks > 1 else []
+    options = " ".join([*words, *([f"use={cell.use}"] if cell.use else [])])
     fmt = cell.format if cell.format != cell.strategy else ""
     return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 

@@ -34,6 +34,7 @@ from weighin.recommend.ranking import (
     FitVerdict,
     Limits,
     assess,
+    doubt_bytes,
     slowness,
 )
 from weighin.recommend.slow_disk import behind
@@ -41,6 +42,7 @@ from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippe
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import format_bytes, format_exact
+from weighin.uses import FORWARD, TRAINING
 
 SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
@@ -59,7 +61,9 @@ class Question:
     """The model to load, its device and dtype, the limits, and the allowed requirements.
 
     ``ranks`` is the number of processes that load the model at once under these limits. ``disk`` is the
-    disk on which the checkpoint lies; by default the disk of this machine's cache.
+    disk on which the checkpoint lies; by default the disk of this machine's cache. ``use`` is the use
+    that follows the load under the same limits; it is empty for a load alone, and ``use_path`` is the
+    file of a user's own use.
     """
 
     model: ModelSpec
@@ -73,6 +77,8 @@ class Question:
     python_path: tuple[str, ...] = ()
     ranks: int = 1
     disk: Pace = _AS_IT_IS
+    use: str = ""
+    use_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class Advice:
     left_out: tuple[str, ...] = ()
     import_bytes: int | None = None
     """The memory of the process after ``import torch``, which each candidate's memory includes."""
+    use_floors: tuple[int, ...] = ()
+    """The smallest RAM limit for the use, for each strategy that was predicted, in bytes."""
 
     @property
     def best(self) -> Candidate | None:
@@ -128,6 +136,8 @@ class Advice:
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
+        if self.use_floors:
+            notes.append(_of_use(asked.use, min(self.use_floors), max(self.use_floors)))
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -148,6 +158,7 @@ class Advice:
             "ranks": asked.ranks,
             "disk_bytes_per_s": asked.disk.bytes_per_s,
             "disk_latency_ns": asked.disk.latency_ns,
+            "use": asked.use or None,
             "recommended": self.best.strategy if self.best else None,
             "candidates": [asdict(one) for one in self.candidates],
             "code": self.code,
@@ -198,6 +209,8 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         selection=question.selection,
         python_path=question.python_path,
         report=lambda number, name: say(f"predicting {name} ({number + 1} of {len(planned)})"),
+        forward=question.use == FORWARD,
+        use_paths={question.use: question.use_path},
     )
     calibration = calibrating.stored() or calibrating.calibrate(say)
     return PriorKnowledge(
@@ -231,6 +244,9 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         incomplete=tuple(dict.fromkeys(texts)),
         left_out=prior.left_out,
         import_bytes=max(imports, default=None),
+        use_floors=tuple(
+            each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
+        ),
     )
     if not advice.best:
         return advice
@@ -284,6 +300,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
     of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
+    of_ranks += f" for the use {asked.use}" if asked.use else ""
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
         " and ".join(limits) or "without a limit"
     )
@@ -326,6 +343,17 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     yield escape(advice.code)
 
 
+def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
+    """Return a note on the memory that a use needs after any load."""
+    least, most = (format_bytes(size, digits=1) for size in (least_bytes, most_bytes))
+    training = use in TRAINING
+    begin = f"For training with {use}," if training else f"For the use {use},"
+    end = " after the first step" if training else ""
+    if most_bytes <= least_bytes + doubt_bytes(least_bytes):
+        return f"{begin} every way of loading needs {most}{end}: choose by time."
+    return f"{begin} the ways of loading need {least} to {most}{end}."
+
+
 def _help(dtype: str) -> str:
     """Return advice for a model of ``dtype`` that does not fit."""
     if dtype == "float32":
@@ -357,7 +385,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
             format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
-            disk_latency_ns=question.disk.latency_ns,
+            disk_latency_ns=question.disk.latency_ns, **_use_of(question.use),
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue
@@ -368,6 +396,11 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large
         yield Planned.of(cell, info)
+
+
+def _use_of(use: str) -> dict[str, Any]:
+    """Return the fields of a cell with this use."""
+    return {} if use == FORWARD else {"use": use, "passes": 0}
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:

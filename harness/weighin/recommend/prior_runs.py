@@ -10,7 +10,7 @@ from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder
+from weighin.records import after_load, run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.records.repeats import middle
 
@@ -26,7 +26,7 @@ class Evidence:
         ok_limits: RAM limits under which a cell ended ok, in bytes; None is no limit.
         killed_limits: RAM limits under which a cell was killed for lack of memory, in bytes.
         anon_bytes: sampled maximum of anonymous memory, and of shared memory if there was any, over
-            the cells that ended ok.
+            the cells that ended ok; with a use, that of the load and the use.
         ready_s: ready times of the cells that ended ok, by RAM limit.
         incomplete: a text for each run among the sources that was stopped before its last cell.
     """
@@ -38,19 +38,23 @@ class Evidence:
     ready_s: dict[int | None, list[float]] = field(default_factory=dict)
     incomplete: dict[str, None] = field(default_factory=dict)
 
-    def take(self, result: Result) -> None:
-        """Add the record of one cell."""
+    def take(self, result: Result, use: str = "") -> None:
+        """Add the record of one cell; of a cell with another use than ``use``, only its ready time."""
         cell, peaks = result.cell, result.peaks
+        if result.outcome is Outcome.OK and result.ready_ns is not None:
+            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
+        if cell.use != use:
+            return
         if result.outcome is Outcome.OOM_KILLED and cell.ram_limit_bytes is not None:
             self.killed_limits.append(cell.ram_limit_bytes)
         if result.outcome is not Outcome.OK:
             return
         self.ok_limits.append(cell.ram_limit_bytes)
         kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
+        if cell.use:
+            kept = max(kept, after_load.needed_bytes(result))
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
-        if result.ready_ns is not None:
-            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
 
     def fits(self, limit_bytes: int) -> bool | None:
         """Return whether the strategy works under a RAM limit; None if no record shows it."""
@@ -99,7 +103,7 @@ def find(
     """Return the measurements of this machine in the runs of these folders, by strategy and format.
 
     Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
-    options or environment variables. ``left_out`` is called with the reason for each run that cannot be
+    options or environment variables; of a cell with another use than that of ``wanted``, only the ready time. ``left_out`` is called with the reason for each run that cannot be
     read, among the runs of a folder.
 
     Raises:
@@ -119,7 +123,7 @@ def find(
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())
-            one.take(result)
+            one.take(result, wanted.use)
             one.incomplete |= dict.fromkeys(incomplete)
     return evidence
 

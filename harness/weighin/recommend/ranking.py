@@ -94,9 +94,9 @@ def assess(
     need, memory_from = prediction.floor_bytes, "predicted"
     if evidence and evidence.anon_bytes is not None:
         need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
-    cuda = prediction.cuda_reserved_bytes
+    cuda = prediction.cuda_with_use("reserved")
     if evidence and evidence.cuda_reserved_bytes is not None:
-        cuda = evidence.cuda_reserved_bytes
+        cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
     tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None
     if tried is not None:
         memory_from = "measured"
@@ -206,7 +206,7 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
     if _stays_mapped(prediction):
         return f"keeps {size} and mapped pages of the file"
     # Memory of imports and objects is no part of a copy, but may exceed the size of a tiny model.
-    beside = (prediction.floor_bytes or 0) - (prediction.tensor_peak_bytes or 0)
+    beside = (prediction.floor_bytes or 0) - prediction.tensors_with_use_bytes
     if not model or need - beside < model // 2:
         return f"keeps {size}"
     copies = (need - beside) / model
@@ -221,7 +221,7 @@ def _stays_mapped(prediction: Prediction) -> bool:
     """Return whether most of the loaded model consists of mapped pages of its file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
-    anonymous, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes
+    anonymous, mapped = prediction.tensors_with_use_bytes, prediction.work.mapped_bytes
     return anonymous < prediction.model_bytes // 2 < mapped
 
 

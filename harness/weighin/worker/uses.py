@@ -23,7 +23,7 @@ from weighin.worker.touch import named_tensors
 from weighin.worker.verify import tensors_in
 
 SAVED: Final = "saved.pt"
-_CHILDREN: Final = 2
+CHILDREN: Final = 2
 _GRADIENT: Final = 1e-3
 _RATE: Final = 1e-3
 
@@ -134,7 +134,7 @@ def _save(model: torch.nn.Module, given: Given) -> Done:
 
 
 def _fork(model: torch.nn.Module, _: Given) -> Done:
-    return Done(children_private_bytes=forked(lambda: write(model), _CHILDREN))
+    return Done(children_private_bytes=forked(lambda: write(model), CHILDREN))
 
 
 FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {

@@ -1,0 +1,118 @@
+"""Follow the use of a loaded model: run the use's own code on tensors without values."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+
+from weighin.predict.dispatch import CannotFollow
+from weighin.predict.extents import Extents
+from weighin.predict.ledger import Ledger
+from weighin.predict.prediction import PredictedUse
+from weighin.predict.storage import extent
+from weighin.units import MIB
+from weighin.uses import FORK, TRAINING, phase_of
+from weighin.worker.inputs import Inputs
+from weighin.worker.touch import named_tensors
+from weighin.worker.uses import CHILDREN, Done, Given
+from weighin.worker.verify import tensors_in
+
+_OF_A_CHILD_BYTES: Final = 4 * MIB
+"""The private memory of a forked Python process beside the weights that it writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseToFollow:
+    """The use of a loaded model: its name, its function in a worker, and inputs of a forward pass."""
+
+    name: str
+    function: Callable[[torch.nn.Module, Given], Done] | None = None
+    inputs: Inputs | None = None
+
+
+def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
+    """Run the use in a phase of its own; return its peaks.
+
+    Raises:
+        CannotFollow: the use runs code whose memory use the ledger cannot compute.
+    """
+    ledger.restart_peaks()
+    written_bytes = 0
+    with ledger.phase(phase_of(use.name)):
+        if use.name == FORK:
+            written_bytes = _weight_bytes(model)
+        else:
+            kept = _perform(ledger, model, use)
+            ledger.update()
+            del kept
+    child_bytes = written_bytes + _OF_A_CHILD_BYTES
+    cuda = {
+        f"cuda_{kind}_bytes": getattr(ledger.phases[-1], f"cuda_{kind}_bytes")
+        for kind in ("requested", "allocated", "reserved")
+    }
+    return PredictedUse(
+        name=use.name,
+        host_anon_peak_bytes=ledger.peak_anon_bytes,
+        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
+        host_anon_most_bytes=max(ledger.most_anon_bytes, ledger.peak_anon_bytes),
+        tensor_peak_bytes=ledger.peak_tensor_bytes + CHILDREN * written_bytes,
+        host_file_peak_bytes=ledger.peak_file_bytes,
+        children_private_bytes=(child_bytes,) * CHILDREN if use.name == FORK else (),
+        **cuda,
+    )
+
+
+def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
+    """Run the use, and return what it keeps in memory."""
+    if use.function is None:
+        return _forward(model, use.inputs)
+    with tempfile.TemporaryDirectory() as folder, _saves():
+        given = Given(use.inputs, Path(folder))
+        try:
+            return use.function(model, given)
+        except (CannotFollow, RuntimeError, NotImplementedError):
+            if use.name not in TRAINING or use.inputs is None:
+                raise
+        # Only the activations of a few tokens are missing: a gradient is as large as its weight.
+        for weight in model.parameters():
+            weight.grad = None
+        ledger.restart_peaks()
+        return use.function(model, replace(given, inputs=None))
+
+
+def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:
+    if inputs is None:
+        raise CannotFollow("the model's module has no example_inputs for a forward pass")
+    model.eval()
+    with torch.inference_mode():
+        for tensor in tensors_in(model(*inputs.positional, **inputs.keywords)):
+            torch.isfinite(tensor).all()
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Return the size of the pages that hold the parameters and buffers."""
+    pages = Extents()
+    for tensor in named_tensors(model).values():
+        pages.add(*extent(tensor))
+    return pages.nbytes
+
+
+@contextmanager
+def _saves() -> Iterator[None]:
+    """Patch ``torch.save``: it reads the tensors' memory and needs no copy, so it writes no values."""
+    original = torch._C.PyTorchFileWriter
+
+    class Writer(original):  # type: ignore[misc, valid-type]
+        def write_record(self, name: str, data: Any, size: int) -> None:
+            if isinstance(data, torch.UntypedStorage):
+                super().write_record_metadata(name, size)
+            else:
+                super().write_record(name, data, size)
+
+    with patch.object(torch._C, "PyTorchFileWriter", Writer):
+        yield
