@@ -198,6 +198,8 @@ def with_folder(command: Sequence[str], model: ModelSpec, place: Path) -> list[s
 
 
 def needs_folders(command: Sequence[str]) -> bool:
+    if command[0] == "run":
+        return True  # the commands of such a suite read them
     suites = [read_suite(ROOT / word) for word in command if word.endswith(".yaml")]
     return any(model.folder for suite in suites for model in suite.models)
 
