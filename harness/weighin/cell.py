@@ -110,11 +110,19 @@ class Cell(_Named):
 
     @property
     def series(self) -> str:
-        """The name that all repeats of this cell share: a hash of every field except ``repeat``."""
+        """The name that all repeats of this cell share: a hash of every field except ``repeat``.
+
+        A field that has its default value is left out, so that a new field changes no name.
+        """
         if name := getattr(self, "_series", ""):
             return name
-        fields = {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
-        del fields["repeat"]
+        usual = Cell(ModelSpec("", ""), "", "")
+        fields = {
+            each.name: value
+            for each in dataclass_fields(self)
+            if (value := getattr(self, each.name)) != getattr(usual, each.name)
+            and each.name != "repeat"
+        }
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         text = json.dumps(fields, sort_keys=True, default=str)
         object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")

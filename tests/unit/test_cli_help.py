@@ -122,6 +122,7 @@ VERBS = {
             "weighin recommend gpt2-large --ram 4g --allow none --json -",
             "weighin recommend gpt2-xl --ranks 8 --ram 64g",
             "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
+            "weighin recommend gpt2-xl --ram 32g --use adamw",
         ],
     ),
     ("predict",): (
@@ -130,6 +131,7 @@ VERBS = {
             "weighin predict gpt2-xl",
             "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
             "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
+            "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
             "weighin predict --suite notebook --json -",
             "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
         ],

@@ -124,6 +124,8 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
             done.append("closed")
 
     class Isolation:
+        name = "process"
+
         def start(self, _: Any) -> Running:
             if step == "start":
                 stop()

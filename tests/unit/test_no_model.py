@@ -55,7 +55,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         ),
         (
             {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
-            "holds 5 GGUF models: q2.gguf, q3.gguf, q4.gguf ...",
+            "holds 5 GGUF models: q2.gguf, q3.gguf, q4.gguf and 2 more",
             "give one of them: F/q2.gguf",
         ),
         (

@@ -346,7 +346,7 @@ def test_a_suite_by_its_name_from_any_folder(
     assert str(caught.value) == (
         "no suite is called 'saveing'\n"
         "did you mean 'saving'? known: after-the-load, allocators, ci, commands, converting, converting-files, cuda-transfers, half-precision,"
-        " layouts, many-tensors, notebook, ram-sweep, saving, training-checkpoint; for a file of your own: --suite ./mine.yaml"
+        " layouts, many-tensors, notebook, ram-sweep, saving, slow-disk, training-checkpoint; for a file of your own: --suite ./mine.yaml"
     )
 
 

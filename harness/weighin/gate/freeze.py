@@ -132,7 +132,7 @@ def _lines(
         explaining = {
             metric.in_phase
             for metric in judged
-            if "load" in metric.operations or metric.name in entry.figures
+            if "save" in metric.operations or metric.name in entry.figures
         }
         yield "      phases:"
         for phase, figures in entry.phases.items():
