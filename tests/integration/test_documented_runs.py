@@ -22,8 +22,15 @@ import torch
 def build(width=64):
     return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
 """
-LONG = ("gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "layouts", "saving")
-"""What takes more than a minute or two."""
+USE = """
+def use(model):
+    return model.half()
+"""
+LONG = (
+    "gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "layouts", "saving",
+    "after-the-load", "--disk", "slow-disk",
+)  # fmt: skip
+"""What takes more than a minute or two; test_runs_on_slow_disks.py runs small loads with --disk."""
 OTHERS = (
     "--device cuda",
     "--engine ray",
@@ -39,10 +46,11 @@ OTHERS = (
     "runs/mine",
     "zero3-run",
     " -- ",
+    "/mnt/",
     "--suite commands",
     "converting-files",
 )
-"""What needs a GPU, a cluster, a network's cache, or an earlier command of the same page; the first gate,
+"""What needs a GPU, a cluster, a network's cache or disk, or an earlier command of the same page; the first gate,
 which test_foreign_repository.py runs; and files that only their own tests make: test_gguf.py,
 test_library_folders.py, test_training_runs.py; and commands of a user's own, which
 test_commands.py runs; and programs of the folder benchmarks."""
@@ -70,6 +78,7 @@ def prepared(disk: Path) -> Path:
     folder = disk / "documented"
     folder.mkdir()
     (folder / "mynets.py").write_text(NET)
+    (folder / "half.py").write_text(USE)
     (folder / "mylib").mkdir()
     (folder / "mylib/nets.py").write_text(NET)
     (folder / "mylib/__init__.py").touch()
