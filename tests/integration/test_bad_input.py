@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "list stratgies",
         2,
         "error: no list is called 'stratgies'\n"
-        "did you mean 'strategies'? known: all, isolations, models, strategies, suites\n",
+        "did you mean 'strategies'? known: all, isolations, models, strategies, suites, uses\n",
     ),
 }
 
