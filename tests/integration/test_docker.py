@@ -44,8 +44,7 @@ def start(isolation: DockerIsolation) -> Iterator[Start]:
     def start(code: str, **settings: object) -> DockerRunning:
         command = (PYTHON, "-c", textwrap.dedent(code))
         assert isolation._image
-        settings = {"image": isolation._image, "throttle": {}} | settings
-        started.append(isolation._start(command, **settings))  # type: ignore[arg-type]
+        started.append(isolation._start(command, image=isolation._image, **settings))  # type: ignore[arg-type]
         return started[-1]
 
     yield start

@@ -18,7 +18,7 @@ _NOT_PASSED: Final = (
     "NVIDIA_",
     "LD_PRELOAD",
 )  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
-_NONE: Final[Mapping[str, int]] = {}
+UNTHROTTLED: Final[Mapping[str, int]] = {}
 
 
 def of_worker(
@@ -28,7 +28,7 @@ def of_worker(
     limit_bytes: int | None,
     *,
     gpu: bool,
-    throttle: Mapping[str, int] = _NONE,
+    throttle: Mapping[str, int] = UNTHROTTLED,
 ) -> dict[str, Any]:
     """Return the settings of a worker's container: no network, no rights, a read-only root.
 
@@ -56,7 +56,7 @@ def of_command(
     info: Mapping[str, Any],
     binds: Sequence[Bind],
     limit_bytes: int | None,
-    throttle: Mapping[str, int] = _NONE,
+    throttle: Mapping[str, int] = UNTHROTTLED,
 ) -> dict[str, Any]:
     """Return the settings of a command's container: the limit, and else those of ``docker run``."""
     return client.create_host_config(

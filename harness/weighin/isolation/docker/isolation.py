@@ -206,7 +206,7 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
-        throttle: Mapping[str, int],
+        throttle: Mapping[str, int] = host_config.UNTHROTTLED,
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client = self._client
