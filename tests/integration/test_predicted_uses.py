@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from commands import CommandLine
+from nightly import nightly
 
 from weighin.units import MIB
 
-SMALL = pytest.param("gpt2-small", marks=pytest.mark.slow)
 CELLS = ("--use", "write,adamw,fork", "--strategies", "mmap_assign,streaming")
 
 
@@ -21,7 +21,7 @@ def compared(command: CommandLine, run: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", SMALL])
+@pytest.mark.parametrize("model", ["gpt2-tiny", *nightly("gpt2-small")])
 def test_the_memory_of_a_use_is_predicted_within_1_percent_and_16_mib(
     command: CommandLine, model: str
 ) -> None:
@@ -45,7 +45,7 @@ def test_the_memory_of_a_use_is_predicted_within_1_percent_and_16_mib(
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["write", "adamw", "fork", "deepcopy"])
+@pytest.mark.parametrize("use", ["adamw", *nightly("write", "fork", "deepcopy")])
 def test_a_load_and_its_use_live_under_their_predicted_floor(
     command: CommandLine, use: str
 ) -> None:
