@@ -16,7 +16,6 @@ from weighin.report import captions
 from weighin.report.dataframe import known, series, varying
 from weighin.report.findings import Found, of_texts
 from weighin.report.markdown import plain
-from weighin.text import markdown as escaped
 from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
@@ -28,7 +27,6 @@ _NOTE_FORK: Final = (
     "fork: the private memory that each of two forked processes adds to this (exact)."
 )
 _READY: Final = "loaded"
-_TRAINED: Final = "adamw"
 _MISSING: Final = "-"
 
 
@@ -40,26 +38,6 @@ def found(results: Sequence[Result]) -> list[Found]:
     notes = [NOTE, *([_NOTE_FORK] if any(one.cell.use == FORK for one in results) else [])]
     caption = captions.shared(series(results), results, without=("use",))
     return [Found(TITLE, heads, of_texts(rows), names, caption, notes)]
-
-
-def markdown_trained(results: Sequence[Result]) -> str:
-    """Return one line: the most memory of each strategy until ready, and in one step of AdamW."""
-    lines = []
-    for model in dict.fromkeys(result.cell.model.title for result in results):
-        ours = [result for result in results if result.cell.model.title == model]
-        steps = {
-            strategy: (
-                _multiple(group, _most_of_load),
-                _multiple(group, after_load.most_anon_bytes),
-            )
-            for strategy, group in _by_strategy(ours).items()
-        }
-        texts = [f"{name} {before} → {after}" for name, (before, after) in steps.items()]
-        lines.append(
-            f"{model}, the most anonymous memory as a multiple of the model (sampled), until ready → in"
-            f" one step of AdamW: {'; '.join(texts)}."
-        )
-    return "\n\n".join([*map(escaped, lines), escaped(captions.shared(series(results), results))])
 
 
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]], int]:
@@ -89,7 +67,7 @@ def _cells(frame: pd.DataFrame, groups: dict[str, list[Result]], uses: Sequence[
     of_use = dict(zip(frame["use"], (groups[name] for name in frame["group"]), strict=True))
     everything = [result for group in of_use.values() for result in group]
     texts = [_use_text(of_use.get(use, [])) for use in uses]
-    return [_multiple(everything, ready_anon), *texts]
+    return [multiple(everything, ready_anon), *texts]
 
 
 def _use_text(repeats: Sequence[Result]) -> str:
@@ -100,22 +78,10 @@ def _use_text(repeats: Sequence[Result]) -> str:
     if children := [size for one in good if (size := after_load.child_private_bytes(one))]:
         size = good[0].model_bytes
         return f"+{max(children) / size:.2f}" if size else _MISSING
-    return f"{_multiple(good, after_load.most_anon_bytes)} {_multiple(good, after_load.anon_bytes)}"
+    return f"{multiple(good, after_load.most_anon_bytes)} {multiple(good, after_load.anon_bytes)}"
 
 
-def _most_of_load(result: Result) -> int | None:
-    return result.peaks.anon_sampled_bytes
-
-
-def _multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
+def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
     """Return the median of a figure as a multiple of the model, above the baseline."""
     found = middle(after_load.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"
-
-
-def _by_strategy(results: Sequence[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        if result.cell.use == _TRAINED and result.outcome is Outcome.OK:
-            groups.setdefault(result.cell.strategy, []).append(result)
-    return groups
