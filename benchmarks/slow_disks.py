@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Final
 
-from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
 from weighin.disk.pace import Pace
 from weighin.errors import HarnessError
 from weighin.isolation import select
@@ -47,16 +45,7 @@ def paces() -> Iterator[Pace]:
 
 
 def _measure(isolation: Isolation, pace: Pace, repeats: int) -> bool:
-    spec = model(MODEL)
-    checkpoint = cache.ensure(spec, "pt")
-    cell = Cell(
-        spec,
-        "probe",
-        isolation.name,
-        disk_bytes_per_s=pace.bytes_per_s,
-        disk_latency_ns=pace.latency_ns,
-    )
-    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), "")
+    job = disk_proof.job_of(isolation, model(MODEL), pace)
     try:
         proofs = [disk_proof.prove(isolation, job) for _ in range(repeats)]
     except HarnessError as error:

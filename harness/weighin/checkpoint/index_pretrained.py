@@ -58,9 +58,8 @@ def index_pretrained(
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
     library = module_of(builder)
-    is_gguf = (
-        own == gguf.NAME
-    )  # transformers computes with its values, in float32 or the wanted dtype
+    # transformers computes with the values of GGUF, in float32 or the wanted dtype.
+    is_gguf = own == gguf.NAME
     loaded, missing = library.reference(
         kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
     )

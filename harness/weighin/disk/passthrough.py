@@ -32,9 +32,8 @@ from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of libfuse 2, for each request
 _LEAD_NS: Final = 90_000  # measured: what a read of 4 KiB takes without rate and latency
-_BACKGROUND: Final = (
-    64  # reads ahead in flight for all files; the kernel's default of 12 would limit the rate
-)
+# Reads ahead under way for all files; the kernel's default of 12 would limit the rate.
+_BACKGROUND: Final = 64
 _NO_SLACK_NS: Final = 1  # a thread may else be woken 50 us late
 _PRIORITY: Final = -15
 _PR_SET_TIMERSLACK: Final = 29

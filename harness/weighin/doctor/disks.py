@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
 from weighin.disk.pace import Pace
 from weighin.doctor.capabilities import Capability
 from weighin.errors import HarnessError
@@ -21,18 +19,10 @@ _TESTED: Final = (
 def examine(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     """Yield whether the cells of an isolation can have a slow disk, proven by a direct read."""
     spec = model("gpt2-tiny")
-    checkpoint = cache.ensure(spec, "pt")
     for name, pace in _TESTED:
         subject = f"isolation {isolation.name}: {name}"
         say(f"reading directly from a disk of {pace} with {isolation.name}")
-        cell = Cell(
-            spec,
-            "probe",
-            isolation.name,
-            disk_bytes_per_s=pace.bytes_per_s,
-            disk_latency_ns=pace.latency_ns,
-        )
-        job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), "")
+        job = disk_proof.job_of(isolation, spec, pace)
         try:
             proof = disk_proof.prove(isolation, job)
         except HarnessError as error:

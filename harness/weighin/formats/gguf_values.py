@@ -13,9 +13,8 @@ from weighin.formats.sniff import AGAIN, shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _ROW_ELEMENTS: Final = 64 * 1024  # the package computes 16 rows at once, in some 20 MiB
-_FEW_ELEMENTS: Final = (
-    32 * 1024
-)  # of the rows computed at once: larger arrays leave free memory in the heap
+# Of the rows computed at once: larger arrays leave free memory in the heap.
+_FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 MOST_DIRECTORY_BYTES: Final = 32 * 1024**2
 MOST_RECORDS: Final = 250_000
 
-_END: Final = struct.Struct(
-    "<4s4H2LH"
-)  # magic, disks, entries, directory's size and start, comment
+# Magic, disks, entries, directory's size and start, comment.
+_END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64: Final = struct.Struct("<4sLQL")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")

@@ -24,9 +24,8 @@ LATE_NS: Final = 500_000
 200,000 ns."""
 
 _WANTED_BYTES_PER_S: Final = 10**9  # of all threads together, if the disk's rate allows it
-_BUFFER_BYTES: Final = (
-    8 * 1024**2
-)  # of all threads; half as large as else, as threads take memory too
+# Of all threads: half as large as for a local disk, because more threads take more memory.
+_BUFFER_BYTES: Final = 8 * 1024**2
 _SMALL_BYTES: Final = 4096
 _SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
 

@@ -105,9 +105,8 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     ) -> Any:
         part = Path(model_name_or_path) / subfolder
         file = next((part / name for name in _FILES if (part / name).is_file()), None)
-        if (
-            model is None or file is None
-        ):  # the part wants the tensors; or the package says what is missing
+        # The part wants the tensors, or the package says what is missing.
+        if model is None or file is None:
             return own_weights.__get__(None, cls)(
                 model_name_or_path, subfolder=subfolder, model=model, **options
             )

@@ -90,11 +90,8 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     device = nearest.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     folders = "class/bdi", "dev/block", "dev/block"
-    names = (
-        "read_ahead_kb",
-        "queue/read_ahead_kb",
-        "../queue/read_ahead_kb",
-    )  # the last path is for a partition
+    # The last path is for a partition.
+    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
     for folder, name in zip(folders, names, strict=True):
         if text := _text(sysfs / folder / number / name):
             return int(text) * KIB

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
@@ -124,7 +124,6 @@ class _Signals:
     receiver: Callable[[int], None] | None = None
     asked_to_end: bool = False
     passes_interrupts: bool = False
-    _early: list[int] = field(default_factory=list)
 
     def take(self, number: int, _frame: object) -> None:
         self.asked_to_end = True

@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Final
 
 from weighin import formats
-from weighin.cell import Cell, Job
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.checkpoint import cache
 from weighin.disk.pace import Pace
 from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.errors import IsolationUnavailable
@@ -75,6 +76,19 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
                 f"this machine does not hold a disk of {proof.pace}: a direct read got {proof}",
                 "stop other work on this machine, or ask for a slower disk",
             )
+
+
+def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
+    """Return the job of a cell that reads the ``.pt`` checkpoint of a model from a disk of this pace."""
+    checkpoint = cache.ensure(model, "pt")
+    cell = Cell(
+        model,
+        "probe",
+        isolation.name,
+        disk_bytes_per_s=pace.bytes_per_s,
+        disk_latency_ns=pace.latency_ns,
+    )
+    return Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), "")
 
 
 def prove(isolation: Isolation, job: Job) -> Proof:

@@ -82,9 +82,8 @@ def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
 
 def write(model: torch.nn.Module, _: Given = Given()) -> Done:
     """Overwrite every parameter and buffer in place."""
-    with (
-        torch.inference_mode()
-    ):  # a leaf that needs a gradient may be written only without autograd
+    # A leaf that needs a gradient may be written only without autograd.
+    with torch.inference_mode():
         for tensor in named_tensors(model).values():
             tensor.fill_(0)
     return Done()

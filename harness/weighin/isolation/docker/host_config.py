@@ -14,10 +14,8 @@ from weighin.units import MIB
 
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
 _PIDS: Final = 4096  # includes threads; torch starts at least one per processor
-_NOT_PASSED: Final = (
-    "NVIDIA_",
-    "LD_PRELOAD",
-)  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
+# NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container.
+_NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")
 UNTHROTTLED: Final[Mapping[str, int]] = {}
 
 
