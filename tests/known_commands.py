@@ -65,11 +65,11 @@ KNOWN = (
     _spend(5),
     _spend(20),
     _spend(800),
-    Known("forks", ("128",), 800, 320 * MIB, process_bytes=(128 * MIB,) * 4),
+    Known("forks", ("128", "3", "2000"), 2000, 320 * MIB, process_bytes=(128 * MIB,) * 4),
     Known("maps", (FILE,), 800, FILE_BYTES // 2, 0, FILE_BYTES, (FILE_BYTES // 2,)),
-    Known("shares", ("48",), 800, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
+    Known("shares", ("48", "2000"), 2000, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
     Known("reads", (FILE,), 800, MIB, 0, FILE_BYTES, (MIB,)),
-    Known("child", ("256",), 800, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
+    Known("child", ("256", "2000"), 2000, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
     Known("daemon", ("64",), 800, 64 * MIB, process_bytes=(64 * MIB,)),
 )
 """All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""

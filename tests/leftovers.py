@@ -31,6 +31,14 @@ def processes(mark: str) -> list[str]:
     return found
 
 
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended; one that only waits for its parent has."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
 def end(found: list[str]) -> None:
     """Kill the ``processes`` that were found."""
     for process in found:

@@ -11,6 +11,7 @@ from weighin.protocol import encode_event
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 class Parent(LineReader):
@@ -39,7 +40,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(*, adopt: bool = True) -> bool:
+    """Make this process the parent of its descendants whose own parent ends, or no longer so.
+
+    Return whether it was that before.
+    """
+    if sys.platform != "linux":
+        return False
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    return bool(before.value)

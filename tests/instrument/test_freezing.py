@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_trees import command
-from leftovers import wait_until
+from leftovers import lives, wait_until
 
 from weighin.isolation import cgroup
 from weighin.probes.freezer import Freezer, groups_of
@@ -99,10 +99,10 @@ def test_the_frozen_group_of_a_dead_owner_is_removed() -> None:
     )
     assert died.returncode == -9, died.stderr
     pid, _, *groups = died.stdout.split()
-    assert Path(f"/proc/{pid}").exists()
+    assert lives(int(pid))
     removed = cgroup.CgroupIsolation().remove_stale()
     assert {f"cgroup {group}" for group in groups} <= set(removed)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the frozen process lives")
+    wait_until(lambda: not lives(int(pid)), "the frozen process lives")
     assert not any(Path(group).exists() for group in groups)
 
 

@@ -228,7 +228,7 @@ CHILD = """
 import pytest, subprocess, sys
 
 def child(mib):
-    code = f"import time; held = bytearray(b'1') * ({mib} << 20); time.sleep(0.5)"
+    code = f"import time; held = bytearray(b'1') * ({mib} << 20); time.sleep(2)"
     return subprocess.run([sys.executable, "-c", code]).returncode
 """
 

@@ -5,6 +5,25 @@ import sys
 
 import pytest
 
+ADOPTS = """
+import ctypes, os, sys
+from weighin.cell import Cell
+from weighin.isolation.base import Streams
+from weighin.isolation.process import ProcessIsolation
+
+def adopts():
+    value = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(value))  # PR_GET_CHILD_SUBREAPER
+    return value.value
+
+before = adopts()
+cell = Cell.of_command("true", ("true",), "process")
+running = ProcessIsolation().start_command(cell, os.getcwd(), Streams())
+during = adopts()
+running.wait(10)
+running.close()
+print(before, during, adopts())
+"""
 OWNS_A_DAEMON = """
 import os, subprocess, sys
 from weighin.isolation import process_tree
@@ -63,6 +82,12 @@ variables = ("env", "PYTHONPATH=" + os.pathsep.join(sys.path))
 _, daemon = left_behind(*variables, sys.executable, "-P", "-c", {CLEANS!r})
 assert os.waitstatus_to_exitcode(os.waitpid(daemon, 0)[1]) == 0
 """
+
+
+def test_orphans_go_to_this_process_only_while_a_command_runs() -> None:
+    command = (sys.executable, "-P", "-c", ADOPTS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.split(), done.stderr) == (["0", "1", "0"], "")
 
 
 def in_a_namespace(code: str) -> None:

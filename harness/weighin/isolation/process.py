@@ -72,7 +72,8 @@ class ProcessCommand(LocalCommand):
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()
-        adopt_orphans()  # a daemon's parent ends, and the samples follow parents
+        # A daemon's parent ends, and the samples follow parents.
+        self._adopted_before = adopt_orphans()
         super().__init__(
             cell.command,
             folder=folder,
@@ -101,6 +102,7 @@ class ProcessCommand(LocalCommand):
         while self.members() and monotonic() < deadline_s:
             self.kill()
             sleep(_PAUSE_S)
+        adopt_orphans(adopt=self._adopted_before)
 
 
 class LocalRunning:
