@@ -19,6 +19,9 @@ IMPORT_TRANSFORMERS: Final = "import transformers"
 IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
 """The phases in which a worker imports a model's class, one for each library."""
 
+UNNAMED: Final = "other"
+"""The name of a phase between two others, or of a load without phases of its own."""
+
 OURS: Final = (
     "import",
     *IMPORTS_OF_LIBRARIES,
@@ -27,7 +30,7 @@ OURS: Final = (
     "sync",
     "verify",
     "forward",
-    "other",
+    UNNAMED,
 )
 """The names of weighin's own phases. A strategy must not use them."""
 

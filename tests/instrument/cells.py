@@ -21,14 +21,12 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
-from weighin.record import Phase, Result
+from weighin.record import UNNAMED, Phase, Result
 from weighin.records.thrashing import Reference
 from weighin.run import save_target
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.units import MIB
-
-UNNAMED = "other"  # weighin.worker.phases: on a busy machine there is such a stretch now and then
 
 AS_IT_IS = Pace()
 
@@ -172,7 +170,9 @@ def keeps_marks_of_phases() -> bool:
 
 def names_of(result: Result) -> list[str]:
     """Return the names of a result's phases, without what lay between two of them."""
-    return [phase.name for phase in result.phases if phase.name != UNNAMED]
+    return [
+        phase.name for phase in result.phases if phase.name != UNNAMED
+    ]  # on a busy machine there is one now and then
 
 
 def phases_of(result: Result) -> dict[str, Phase]:

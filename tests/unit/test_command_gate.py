@@ -54,6 +54,24 @@ def test_every_phase_of_a_program_counts_whatever_its_name() -> None:
     assert series.phases["read 2"]["peak_cgroup"] == 60 * MIB
 
 
+def test_a_stretch_between_two_phases_is_the_same_one_in_each_repeat() -> None:
+    """On a busy machine there is such a stretch now and then."""
+    stretch = phase("other", 20)
+    quiet = make_ran(phases=(phase("read", 20), stretch, phase("apply", 30)))
+    busy = make_ran(
+        make_command(repeat=1),
+        phases=(phase("other", 5), phase("read", 20), stretch, phase("apply", 30), stretch),
+    )
+    (series,) = summarise([SeriesRun([quiet, busy])]).values()
+    assert {name: figures["peak_cgroup"] // MIB for name, figures in series.phases.items()} == {
+        "read": 40,
+        "other after read": 40,
+        "apply": 60,
+        "other": 10,
+        "other after apply": 40,
+    }
+
+
 def test_a_series_is_named_by_label_and_not_by_arguments() -> None:
     other = make_ran(make_command(command=("python", "train.py", "--epochs", "2"), repeat=1))
     series = summarise([SeriesRun([make_ran(), other])])

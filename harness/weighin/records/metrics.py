@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.record import IMPORTS_OF_LIBRARIES, Phase, Result
+from weighin.record import IMPORTS_OF_LIBRARIES, UNNAMED, Phase, Result
 from weighin.records import after_load
 from weighin.units import (
     GIB,
@@ -124,9 +124,8 @@ _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
 _CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
-_TIME: Final = Tolerance(
-    relative=3.0, absolute=5_000_000_000
-)  # a busy machine slows loads by as much as this tolerance
+# A busy machine slows loads by as much as this tolerance.
+_TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 
 METRICS: Final = {
     metric.name: metric
@@ -182,7 +181,8 @@ def named(name: str) -> Metric:
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     """Return the phases from the baseline to ready, or all of a command, each with a unique name.
 
-    The phase of a use other than forward passes belongs to them.
+    The phase of a use other than forward passes belongs to them. A stretch between two phases is
+    reported only if it lasts long enough, so the name of a stretch says which phase it follows.
     """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()
@@ -191,7 +191,10 @@ def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     end = names.index(last) + 1 if last in names and not result.cell.use else len(names)
     phases: list[tuple[str, Phase]] = []
     for index in range(start, end):
-        number = names[start:index].count(names[index]) + 1
-        name = names[index] if number == 1 else f"{names[index]} {number}"
+        name = names[index]
+        if name == UNNAMED and index > start:
+            name = f"{UNNAMED} after {phases[-1][0]}"
+        elif number := names[start:index].count(name):
+            name = f"{name} {number + 1}"
         phases.append((name, result.phases[index]))
     return phases

@@ -14,14 +14,11 @@ from reprlib import repr as short_repr
 from typing import TYPE_CHECKING
 
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.record import OURS, Memory, Phase
+from weighin.record import OURS, UNNAMED, Memory, Phase
 from weighin.worker.connection import Lifeline
 
 if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
-
-UNNAMED = "other"
-"""The name of the phase that covers the parts of a strategy outside its own phases."""
 
 _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
 
