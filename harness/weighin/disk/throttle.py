@@ -12,6 +12,7 @@ from weighin.errors import IsolationUnavailable
 from weighin.probes.storage import describe
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")
+_DISKS: Final = Path("/sys/class/block")
 _V1_FILE: Final = "blkio.throttle.read_bps_device"
 _V2_FILE: Final = "io.max"
 
@@ -44,7 +45,7 @@ def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
     Raises:
         IsolationUnavailable: the kernel refuses.
     """
-    number = (Path("/sys/class/block") / device / "dev").read_text().strip()
+    number = (_DISKS / device / "dev").read_text().strip()
     v1 = [group for group in groups if (group / _V1_FILE).exists()]
     v2 = [group for group in groups if (group / "cgroup.controllers").exists()]
     try:

@@ -33,6 +33,7 @@ from weighin.protocol import encode_job
 from weighin.units import format_bytes
 
 _PREFIX = "weighin."
+_SWAPS = Path("/proc/swaps")
 _PATIENCE_S = 10.0
 _numbers = itertools.count()
 
@@ -247,7 +248,7 @@ def limit(group: Path, limit_bytes: int) -> None:
         (group / "memory.oom.group").write_text("0")
     if swap.exists():
         swap.write_text(value)
-    elif len(Path("/proc/swaps").read_text().splitlines()) > 1:
+    elif len(_SWAPS.read_text().splitlines()) > 1:
         raise IsolationUnavailable(
             f"the kernel does not account swap per cgroup ({swap.name} is missing)",
             "sudo swapoff -a, or boot with swapaccount=1",

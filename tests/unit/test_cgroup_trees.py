@@ -1,0 +1,417 @@
+"""Cells in cgroups of every kind: their groups, their limits, and that nothing of them is left."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cgroup_trees import LAYOUTS, Kernel, installed
+from leftovers import wait_until
+from scripts import JOB
+
+from weighin.cell import Cell
+from weighin.errors import IsolationUnavailable, StillRunning
+from weighin.isolation import cgroup, process, read_only
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
+from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
+from weighin.protocol import encode_job
+from weighin.units import MIB
+
+ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
+MAY_NOT = "this user may not create memory cgroups"
+
+
+@pytest.fixture(params=LAYOUTS)
+def kernel(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kernel]:
+    yield from installed(tmp_path, monkeypatch, request.param)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    yield from installed(tmp_path, monkeypatch, "hybrid")
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """A process of this user, which the code under test may kill."""
+    with subprocess.Popen(["sleep", "60"]) as running:
+        yield running.pid
+        running.kill()
+
+
+def command(*arguments: str, **fields: object) -> Cell:
+    return Cell.of_command("mine", arguments or ("true",), "cgroup", **fields)
+
+
+def roots(kernel: Kernel, *, throttled: bool = False) -> list[Path]:
+    """The folders in which a cell's groups belong, in their order."""
+    wanted = [kernel.memory, kernel.unified, kernel.reads if throttled else None]
+    return list(dict.fromkeys(root for root in wanted if root))
+
+
+def disk(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a disk that this kernel has, as device 8:16."""
+    (folder := kernel.folder / "block" / "sdb").mkdir(parents=True)
+    (folder / "dev").write_text("8:16\n")
+    monkeypatch.setattr("weighin.disk.throttle._DISKS", folder.parent)
+    return folder.name
+
+
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_a_limit_on_v1_is_for_memory_and_for_memory_with_swap(kernel: Kernel) -> None:
+    with temporary_group() as group:
+        assert group.parent == kernel.memory
+        cgroup.limit(group, 64 * MIB)
+        limits = {name: int((group / name).read_text()) for name in (
+            "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.swappiness",
+        )}  # fmt: skip
+        assert list(limits.values()) == [64 * MIB, 64 * MIB, 0]
+        MemoryCgroup(group).raise_limit()  # the kernel wants the larger limit first
+        assert (group / "memory.limit_in_bytes").read_text() == "-1"
+
+
+@pytest.mark.parametrize("kernel", ["v2"], indirect=True)
+def test_a_limit_on_v2_forbids_swap_and_kills_one_process(kernel: Kernel) -> None:
+    with temporary_group() as group:
+        cgroup.limit(group, 64 * MIB)
+        names = ("memory.max", "memory.swap.max", "memory.oom.group")
+        assert [(group / name).read_text() for name in names] == [str(64 * MIB), "0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "file"), [("v1", "memory.memsw.limit_in_bytes"), ("v2", "memory.swap.max")]
+)
+def test_a_kernel_that_does_not_count_swap_limits_only_without_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, file: str
+) -> None:
+    for kernel in installed(tmp_path, monkeypatch, layout, counts_swap=False):
+        with pytest.raises(IsolationUnavailable) as caught:
+            CgroupIsolation().check()
+        assert str(caught.value) == (
+            f"the kernel does not account swap per cgroup ({file} is missing)\n"
+            "sudo swapoff -a, or boot with swapaccount=1"
+        )
+        assert kernel.groups() == []
+        kernel.swaps.write_text("Filename Type Size Used Priority\n")
+        CgroupIsolation().check()
+
+
+def test_a_machine_that_can_limit_passes_the_check_and_keeps_no_group(kernel: Kernel) -> None:
+    CgroupIsolation().check()
+    assert kernel.groups() == []
+    assert CgroupIsolation().describe() == {"groups": str(kernel.memory)}
+
+
+def test_a_machine_without_a_memory_controller(kernel: Kernel) -> None:
+    kernel.mounts.write_text("")
+    with pytest.raises(IsolationUnavailable) as caught:
+        CgroupIsolation().check()
+    assert str(caught.value) == (
+        "this machine has no memory controller (neither cgroup v2 nor v1)\n"
+        "boot with cgroup_enable=memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("user", "sudo", "repair"),
+    [
+        (0, "/usr/bin/sudo", "in a container, start it with the option --privileged"),
+        (1000, "/usr/bin/sudo", "run it as root: sudo env PATH=$PATH weighin ..."),
+        (1000, None, "run it as root"),
+    ],
+)
+def test_a_user_who_may_make_no_group_is_told_what_to_do(
+    hybrid: Kernel, monkeypatch: pytest.MonkeyPatch, user: int, sudo: str | None, repair: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(shutil, "which", lambda _: sudo)
+    hybrid.refused.add(hybrid.memory)
+    with pytest.raises(IsolationUnavailable) as caught:
+        CgroupIsolation().check()
+    assert str(caught.value) == f"{MAY_NOT}\n{repair}"
+
+
+def test_a_group_that_the_kernel_refuses(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    CgroupIsolation().check()  # finds the folder for groups
+    kernel.refused.add(kernel.memory)
+    with pytest.raises(IsolationUnavailable) as caught:
+        CgroupIsolation().check()
+    assert caught.value.message == (
+        f"cannot create a memory cgroup in {kernel.memory}: Permission denied"
+    )
+
+
+def test_a_group_for_psi_that_cannot_be_made_is_left_out(hybrid: Kernel) -> None:
+    assert hybrid.unified
+    hybrid.refused.add(hybrid.unified)
+    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+        assert [group.parent for group in running.groups] == [hybrid.memory]
+        assert running.wait(10)
+
+
+@pytest.mark.parametrize("throttled", [False, True])
+def test_a_command_enters_its_limited_groups(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, throttled: bool
+) -> None:
+    device = disk(kernel, monkeypatch) if throttled else ""
+    cell = command(
+        "sh", "-c", 'exit "$CODE"', ram_limit_bytes=64 * MIB, environment={"CODE": "3"},
+        disk_bytes_per_s=5_000_000,
+    )  # fmt: skip
+    with closing(
+        CgroupIsolation().start_command(cell, "/", Streams(), throttled_device=device)
+    ) as running:
+        assert [group.parent for group in running.groups] == roots(kernel, throttled=throttled)
+        assert running.cgroup == running.groups[0]
+        assert MemoryCgroup(running.groups[0]).read_limit() == 64 * MIB
+        assert running.wait(10)
+        assert running.reap() == Exit(3)
+        # 0 stands for the process that writes.
+        assert {(group / "cgroup.procs").read_text() for group in running.groups} == {"0"}
+        files = ("blkio.throttle.read_bps_device", "io.max")
+        found = [file for name in files if (file := running.groups[-1] / name).exists()]
+        expected = ["8:16 rbps=5000000" if kernel.reads == kernel.unified else "8:16 5000000"]
+        assert [file.read_text() for file in found] == (expected if throttled else [])
+        assert len({group.name for group in running.groups}) == 1
+    assert kernel.groups() == []
+
+
+def test_the_groups_of_two_cells_have_two_names(hybrid: Kernel) -> None:
+    with temporary_group() as first, temporary_group() as second:
+        assert first != second
+        assert len(hybrid.groups()) == 4
+
+
+@pytest.mark.parametrize("kernel", ["v2"], indirect=True)
+def test_a_soft_limit_is_that_of_the_group(kernel: Kernel) -> None:
+    cell = command(ram_high_bytes=32 * MIB, ram_limit_bytes=64 * MIB)
+    with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
+        assert (running.groups[0] / "memory.high").read_text() == str(32 * MIB)
+        assert running.wait(10)
+
+
+def test_a_cell_without_limits_has_a_group_without_them(kernel: Kernel) -> None:
+    before = {"v1": "9223372036854771712", "v2": "max"}
+    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+        limit = MemoryCgroup(running.groups[0]).limit_path.read_text()
+        assert limit == before["v2" if kernel.memory == kernel.unified else "v1"]
+        assert running.wait(10)
+
+
+@pytest.mark.parametrize("fault", ["limit", "disk", "command"])
+def test_a_cell_that_cannot_start_leaves_no_group(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    program = "/no/such/program" if fault == "command" else "true"
+    cell = command(program, ram_limit_bytes=64 * MIB, disk_bytes_per_s=1)
+    if fault == "limit":
+        monkeypatch.setattr(cgroup, "limit", lambda *_: 1 / 0)
+    device = "no-such-disk" if fault == "disk" else ""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (three kinds)
+        CgroupIsolation().start_command(cell, "/", Streams(), throttled_device=device)
+    assert type(caught.value).__name__ in ("ZeroDivisionError", "FileNotFoundError", "ConfigError")
+    assert kernel.groups() == []
+
+
+def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
+    monkeypatch.setattr(read_only, "is_possible", lambda: False)
+    cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
+    job = replace(JOB, cell=cell, checkpoint="")
+    running = CgroupIsolation().start(job)
+    try:
+        assert running.channel.receive(10) == f"{running.pid} fast".encode()
+        assert running.channel.receive(10) == encode_job(job).rstrip(b"\n")
+        groups = kernel.groups()
+        assert {group.parent for group in groups} == set(roots(kernel))
+        assert {(g / "cgroup.procs").read_text() for g in groups} == {f"{running.pid}\n"}
+        assert running.cgroup and running.cgroup.parent == kernel.memory
+        assert MemoryCgroup(running.cgroup).read_limit() == 64 * MIB
+    finally:
+        running.close()
+    assert kernel.groups() == []
+
+
+def endings() -> dict[str, Callable[[list[Path]], None]]:
+    """The ways in which the processes of a cell's groups are ended."""
+
+    def kill_worker(groups: list[Path]) -> None:
+        running = CgroupRunning(("true",), groups)
+        assert running.wait(10) == Exit(0)
+        running.kill()
+        running.close()
+
+    def kill_command(groups: list[Path]) -> None:
+        running = cgroup.CgroupCommand(
+            ("true",), folder="/", environment={}, streams=Streams(), groups=groups
+        )
+        assert running.wait(10)
+        running.kill()
+        running.close()
+
+    return {"worker": kill_worker, "command": kill_command, "removal": cgroup._remove}
+
+
+@pytest.mark.parametrize("ending", list(endings()))
+@pytest.mark.parametrize(
+    ("layout", "has_kill"), [("v1", False), ("hybrid", True), ("v2", False), ("v2", True)]
+)
+def test_processes_in_groups_below_end_with_the_cell(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sleeper: int,
+    layout: str,
+    has_kill: bool,
+    ending: str,
+) -> None:
+    for kernel in installed(tmp_path, monkeypatch, layout, has_kill=has_kill):
+        groups = cgroup._make_groups()
+        below = groups[0] / "below" / "deeper"
+        below.parent.mkdir()
+        below.mkdir()
+        kernel.put(sleeper, below)
+        endings()[ending](groups)
+        assert kernel.groups() == []
+        assert os.waitpid(sleeper, 0)[1] == signal.SIGKILL
+
+
+def test_a_worker_that_is_killed_takes_its_children_along(hybrid: Kernel, sleeper: int) -> None:
+    running = CgroupRunning(("sleep", "60"), groups := cgroup._make_groups())
+    (groups[0] / "below").mkdir()
+    hybrid.put(sleeper, groups[0] / "below")
+    running.kill()
+    assert os.waitpid(sleeper, 0)[1] == signal.SIGKILL
+    assert running.wait(10) == Exit(None, signal=signal.SIGKILL)
+    assert set(hybrid.groups()) == {*groups, groups[0] / "below"}  # until it is closed
+    running.close()
+    assert hybrid.groups() == []
+
+
+def test_the_processes_of_a_command_are_those_of_all_its_groups(hybrid: Kernel) -> None:
+    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+        assert running.wait(10)
+        (below := running.groups[0] / "below").mkdir()
+        (running.groups[0] / "cgroup.procs").unlink()
+        (below / "cgroup.procs").unlink()
+        for folder, text in ((running.groups[0], "12\n0\n"), (below, "34\n")):
+            with (folder / "cgroup.procs").open("w") as file:
+                file.write(text)  # 0: a process of another pid namespace
+        assert sorted(running.members()) == [12, 34]
+        for folder in (running.groups[0], below):
+            (folder / "cgroup.procs").unlink()
+        assert running.members() == []
+        for folder in (running.groups[0], below):
+            (folder / "cgroup.procs").touch()
+
+
+def test_a_process_that_does_not_end_is_named_with_its_group(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    with pytest.raises(StillRunning) as caught, temporary_group() as group:
+        kernel.busy.add(group)
+    assert caught.value.message == (
+        f"a process in the cgroup {group} does not end, not even after SIGKILL"
+    )
+    assert group.exists()
+
+
+def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
+    hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    running = CgroupRunning(("true",), groups := cgroup._make_groups())
+    assert running.wait(10) == Exit(0)
+    hybrid.busy.add(groups[0])
+    with pytest.raises(StillRunning):
+        running.close()
+    assert hybrid.groups() == [groups[0]]
+    hybrid.busy.clear()
+    running.close()
+    assert hybrid.groups() == []
+
+
+def test_a_removal_waits_for_a_process_that_ends_late(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def ends_now(seconds: float) -> None:
+        waits.append(seconds)
+        kernel.busy.clear()
+
+    monkeypatch.setattr("time.sleep", ends_now)
+    with temporary_group() as group:
+        kernel.busy.add(group)
+    assert not group.exists()
+    assert len(waits) == 1
+
+
+def test_the_groups_of_a_worker_that_does_not_end_are_tried_once(
+    hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stays(running: object) -> None:
+        raise StillRunning("the worker does not end")
+
+    running = CgroupRunning(("true",), groups := cgroup._make_groups())
+    assert running.wait(10) == Exit(0)
+    hybrid.busy.add(groups[0])
+    real = process.LocalRunning.close
+    monkeypatch.setattr(process.LocalRunning, "close", stays)
+    with pytest.raises(StillRunning, match="the worker does not end"):
+        running.close()
+    assert hybrid.groups() == [groups[0]]
+    monkeypatch.setattr(process.LocalRunning, "close", real)
+    hybrid.busy.clear()
+    running.close()
+
+
+def test_what_dead_runs_left_in_any_hierarchy_is_removed(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, sleeper: int
+) -> None:
+    monkeypatch.delenv(LOCK_VARIABLE)
+    where = roots(kernel, throttled=True)
+    dead = [root / f"weighin.{ENDED}.0" for root in where]
+    kept = [kernel.memory / name for name in (f"weighin.{this_process()}.0", f"other.{ENDED}.0")]
+    for group in (*dead, *kept):
+        group.mkdir()
+    kernel.put(sleeper, dead[0])
+    assert CgroupIsolation().remove_stale() == [f"cgroup {group}" for group in dead]
+    assert set(kernel.groups()) == set(kept)
+    wait_until(lambda: os.waitpid(sleeper, os.WNOHANG)[0] == sleeper, "the process lives on")
+
+
+def test_a_leftover_that_cannot_be_removed_is_not_said_to_be(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOCK_VARIABLE)
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    (dead := kernel.memory / f"weighin.{ENDED}.0").mkdir()
+    kernel.busy.add(dead)
+    assert CgroupIsolation().remove_stale() == []
+    assert dead.exists()
+
+
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_cells_that_leave_a_limited_group_are_announced(kernel: Kernel) -> None:
+    said: list[str] = []
+    (own := kernel.memory / "around").mkdir()
+    kernel.put(os.getpid(), own)
+    CgroupIsolation().prepare(said.append)
+    assert said == []
+    cgroup.limit(own, 64 * MIB)
+    CgroupIsolation().prepare(said.append)
+    assert said == [
+        f"the cells run outside this process's cgroup {own}: its limit of 64.000 MiB does not hold"
+        " for them"
+    ]

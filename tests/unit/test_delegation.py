@@ -1,0 +1,187 @@
+"""Where cells' groups can be made, and the memory that is there: on trees of every kind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cgroup_trees import LAYOUTS, Kernel, installed
+
+from weighin.isolation import cgroup, delegation
+from weighin.probes import environment
+from weighin.units import GIB, MIB
+
+
+@pytest.fixture(params=LAYOUTS)
+def kernel(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kernel]:
+    yield from installed(tmp_path, monkeypatch, request.param)
+
+
+@pytest.fixture
+def v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    yield from installed(tmp_path, monkeypatch, "v2")
+
+
+def scope(kernel: Kernel, *, pid: int | None = None) -> Path:
+    """Return a delegated group with this process, as systemd makes one."""
+    (group := kernel.memory / "user.scope").mkdir()
+    with (group / "cgroup.controllers").open("w") as file:
+        file.write("memory pids")
+    kernel.put(pid or os.getpid(), group)
+    return group
+
+
+def refuse_root(kernel: Kernel) -> None:
+    kernel.refused |= {kernel.memory, kernel.memory / "cgroup.subtree_control"}
+
+
+def test_root_makes_groups_in_the_root_of_the_memory_hierarchy(kernel: Kernel) -> None:
+    assert delegation.groups_root() == kernel.memory
+
+
+def test_the_controller_is_enabled_for_groups_on_v2(v2: Kernel) -> None:
+    delegation.groups_root()
+    assert (v2.memory / "cgroup.subtree_control").read_text().split() == ["memory"]
+    delegation.groups_root.cache_clear()
+    v2.refused.add(v2.memory / "cgroup.subtree_control")  # it is enabled: nothing is to be written
+    assert delegation.groups_root() == v2.memory
+
+
+def test_a_user_who_may_write_nowhere_has_no_root(kernel: Kernel) -> None:
+    refuse_root(kernel)
+    assert delegation.groups_root() is None
+
+
+def test_a_folder_whose_controller_is_on_but_in_which_this_user_makes_nothing(v2: Kernel) -> None:
+    (v2.memory / "cgroup.subtree_control").write_text("+memory")
+    v2.refused.add(v2.memory)
+    assert delegation.groups_root() is None
+
+
+def test_without_a_memory_controller_there_is_no_root(kernel: Kernel) -> None:
+    kernel.mounts.write_text("")
+    assert delegation.groups_root() is None
+
+
+def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
+    refuse_root(v2)
+    group = scope(v2)
+    assert delegation.groups_root() == group
+    leaf = group / "weighin-parent"
+    assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
+    assert (group / "cgroup.procs").read_text() == ""
+    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
+
+
+def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
+    refuse_root(v2)
+    group = scope(v2)
+    delegation.groups_root()
+    delegation.groups_root.cache_clear()
+    assert delegation.groups_root() == group
+    assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
+
+
+def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
+    refuse_root(v2)
+    with (scope(v2) / "cgroup.controllers").open("w") as file:
+        file.write("pids")
+    assert delegation.groups_root() is None
+
+
+def test_root_outside_of_a_container_takes_the_root_although_it_has_a_group(v2: Kernel) -> None:
+    scope(v2)
+    assert delegation.groups_root() == v2.memory
+
+
+def test_in_a_container_without_a_namespace_the_cells_stay_in_its_group(v2: Kernel) -> None:
+    v2.put(1, group := scope(v2))  # the first process of this machine is in the same group
+    assert delegation.groups_root() == group
+
+
+def test_a_group_around_this_process_whose_limit_is_known_holds_the_cells(v2: Kernel) -> None:
+    (v2.memory / "cgroup.subtree_control").write_text("+memory")
+    group = scope(v2)
+    cgroup.limit(group, 64 * MIB)
+    assert delegation.groups_root() == group
+    assert delegation.left_limit() is None
+
+
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_a_limit_that_cells_leave_is_the_smallest_around_this_process(kernel: Kernel) -> None:
+    assert delegation.left_limit() is None
+    (outer := kernel.memory / "outer").mkdir()
+    (own := outer / "own").mkdir()
+    kernel.put(os.getpid(), own)
+    assert delegation.left_limit() is None
+    cgroup.limit(outer, 64 * MIB)
+    assert delegation.left_limit() == (64 * MIB, outer)
+    cgroup.limit(own, 32 * MIB)
+    assert delegation.left_limit() == (32 * MIB, own)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "total_ram_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * GIB)
+
+
+def test_the_ram_of_cells_is_that_of_the_machine(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch)
+    assert delegation.ram_bytes() == (64 * GIB, 10 * GIB)
+
+
+def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch)
+    (v2.memory / "cgroup.subtree_control").write_text("+memory")
+    group = scope(v2)
+    cgroup.limit(group, 4 * GIB)
+    (group / "memory.current").write_text(str(3 * GIB))
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+    assert delegation.ram_bytes() == (4 * GIB, 2 * GIB)
+    assert delegation.ram_bytes("docker") == (64 * GIB, 10 * GIB)
+    (group / "memory.max").write_text(str(32 * GIB))
+    assert delegation.ram_bytes() == (32 * GIB, 10 * GIB)
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
+@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope"])
+def test_a_scope_helps_a_user_on_v2_who_can_have_one(
+    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    refuse_root(kernel)
+    monkeypatch.delenv("WEIGHIN_DELEGATED", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("shutil.which", lambda name: None if name == lacks else f"/bin/{name}")
+    if lacks != "manager":
+        (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
+    if lacks == "scope":
+        monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
+    assert delegation.helps() == (kernel.memory == kernel.unified and not lacks)
+
+
+def test_a_scope_does_not_help_a_user_who_may_make_groups(
+    v2: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEIGHIN_DELEGATED", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
+    assert not delegation.helps()
+
+
+def test_this_command_goes_on_in_a_delegated_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(os, "execvp", lambda name, command: started.append((name, *command)))
+    monkeypatch.setenv("WEIGHIN_DELEGATED", "")
+    delegation.enter(["bench", "gpt2-tiny"])
+    [(program, *command)] = started
+    assert command[0] == program == "systemd-run"
+    assert {"--user", "--scope", "Delegate=yes"} <= set(command[: command.index("--")])
+    assert command[command.index("--") + 1 :][-4:] == ["-m", "weighin", "bench", "gpt2-tiny"]
+    assert os.environ["WEIGHIN_DELEGATED"] == "1"
