@@ -1,0 +1,377 @@
+"""A worker in a container of a recorded engine: where it is seen, how it ended, how it is removed."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cgroup_trees import LAYOUTS, Kernel, installed
+from fakes import event
+from recorded_engine import CONTAINER, Answer, RecordedEngine, Stream, playing
+from test_docker_isolation import IN_PROGRESS, NO_CONTAINER
+
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker import container, engine as docker_engine
+from weighin.isolation.docker.container import DockerRunning, oom_killed, remove, wait_for_container
+from weighin.isolation.docker.stream import StreamChannel
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
+    monkeypatch.setattr(container, "_PAUSE_S", 0)
+    with playing(tmp_path, monkeypatch) as played:
+        yield played
+
+
+@pytest.fixture(params=LAYOUTS)
+def kernel(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kernel]:
+    (folder := tmp_path / "groups").mkdir()
+    yield from installed(folder, monkeypatch, request.param)
+
+
+Sleepers = Callable[[], int]
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Sleepers]:
+    """Starts processes of this user, which the code under test may kill."""
+    with ExitStack() as started:
+
+        def start() -> int:
+            running = started.enter_context(subprocess.Popen(["sleep", "60"]))
+            started.callback(running.kill)
+            return running.pid
+
+        yield start
+
+
+class Worker:
+    """A started worker of the recorded engine, with the engine's end of its stream."""
+
+    def __init__(self, engine: RecordedEngine, known_exit: Exit | None = None) -> None:
+        self.client = docker_engine.connect()
+        attached = self.client.attach_socket(CONTAINER, params={"stdin": 1, "stream": 1})
+        self.stream = Stream(engine.attached())
+        self.closed = 0
+        self.running = DockerRunning(
+            self.client,
+            CONTAINER,
+            StreamChannel(attached),
+            on_close=self._close,
+            known_exit=known_exit,
+        )
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    def end(self) -> None:
+        self.running.close()
+        self.stream.close()
+        self.client.close()
+
+
+@pytest.fixture
+def started(engine: RecordedEngine) -> Iterator[Callable[..., Worker]]:
+    with ExitStack() as ended:
+
+        def start(**options: Any) -> Worker:
+            worker = Worker(engine, **options)
+            ended.callback(worker.end)
+            return worker
+
+        yield start
+
+
+@pytest.fixture
+def cell(
+    engine: RecordedEngine, kernel: Kernel, sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, int, int]:
+    """The cgroup of a container on this machine, its keeper and its worker."""
+    (docker := kernel.memory / "docker").mkdir()
+    for control in (folder / "cgroup.subtree_control" for folder in (kernel.memory, docker)):
+        if control.exists():
+            control.write_text("+memory")
+    (group := kernel.memory / "docker" / CONTAINER).mkdir()
+    keeper, worker = sleepers(), sleepers()
+    for pid in (worker, keeper):
+        kernel.put(pid, group)
+    engine.state(Pid=keeper)
+    version = 2 if kernel.memory == kernel.unified else 1
+    monkeypatch.setattr(
+        container, "read_kernel", lambda path: kernel.group_of(int(path.parent.name), version)
+    )
+    return group, keeper, worker
+
+
+def test_a_worker_of_this_machine_is_seen_with_its_group(
+    cell: tuple[Path, int, int], started: Callable[..., Worker]
+) -> None:
+    group, _, worker = cell
+    running = started().running
+    assert (running.pid, running.cgroup, running.unseen) == (worker, group, "")
+    assert running.observe_inside(0.01) is None
+    assert running.read_only
+
+
+def test_a_kill_spares_the_keeper_and_does_not_ask_the_engine(
+    engine: RecordedEngine, cell: tuple[Path, int, int], started: Callable[..., Worker]
+) -> None:
+    group, keeper, worker = cell
+    running = started().running
+    with (group / "cgroup.procs").open("a") as file:
+        file.write("0\n")  # a process of another pid namespace, which is not this one
+    running.kill()
+    assert os.waitpid(worker, 0)[1] == signal.SIGKILL
+    assert os.waitpid(keeper, os.WNOHANG) == (0, 0)
+    assert engine.asked("POST /containers/ID/kill") == []
+
+
+def test_a_kill_that_this_user_may_not_make_is_the_engines(
+    engine: RecordedEngine,
+    cell: tuple[Path, int, int],
+    started: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def may_not(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    running = started().running
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", may_not)
+        running.kill()
+    [asked] = engine.asked("POST /containers/ID/kill")
+    assert asked.query == {"signal": "9"}
+
+
+def test_a_worker_that_ended_before_it_was_seen(
+    engine: RecordedEngine, cell: tuple[Path, int, int]
+) -> None:
+    group, keeper, _ = cell
+    (group / "cgroup.procs").unlink()
+    with (group / "cgroup.procs").open("w") as file:
+        file.write(f"{keeper}\n")
+    client = docker_engine.connect()
+    attached = client.attach_socket(CONTAINER, params={"stdin": 1, "stream": 1})
+    stream = Stream(engine.attached())
+    stream.ends(0)
+    running = DockerRunning(client, CONTAINER, StreamChannel(attached), on_close=lambda: None)
+    assert (running.pid, running.cgroup) == (None, group)
+    assert running.unseen == "the worker ended before it could be observed"
+    running.close()
+    stream.close()
+    client.close()
+
+
+def test_a_container_that_has_ended_is_not_looked_for(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    engine.state(Pid=0, Running=False)
+    running = started().running
+    assert (running.pid, running.cgroup) == (None, None)
+    assert running.unseen == "the worker ended before it could be observed"
+    assert running.observe_inside(0.01) is None
+
+
+def test_a_worker_that_was_killed_at_birth_is_not_looked_for(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    ended = Exit(None, signal=9, oom_killed=True)
+    running = started(known_exit=ended).running
+    assert running.wait(0) == ended
+    assert engine.asked("GET /containers/ID/json") == []
+
+
+def test_a_group_that_is_not_mounted_here(
+    kernel: Kernel, cell: tuple[Path, int, int], started: Callable[..., Worker]
+) -> None:
+    kernel.mounts.write_text("")
+    running = started().running
+    assert (running.pid, running.cgroup) == (None, None)
+    assert running.unseen == "the container's memory cgroup is not mounted here"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_"),
+    [(0, Exit(0)), (3, Exit(3)), (128, Exit(128)), (139, Exit(None, signal=11))],
+)
+def test_how_a_worker_ended(
+    engine: RecordedEngine, started: Callable[..., Worker], code: int, exit_: Exit
+) -> None:
+    worker = started()
+    worker.stream.ends(code)
+    assert worker.running.wait(10) == exit_
+    assert worker.running.wait(0) == exit_  # known from now on
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_the_kernels_counter_tells_a_kill_for_lack_of_memory(
+    cell: tuple[Path, int, int], started: Callable[..., Worker], engine: RecordedEngine, kills: int
+) -> None:
+    group, *_ = cell
+    worker = started()
+    engine.state(OOMKilled=not kills)  # the kernel knows better
+    for name in ("memory.oom_control", "memory.events.local"):
+        if (file := group / name).exists():
+            file.write_text(f"oom_kill {kills}\n")
+    worker.stream.ends(137)
+    assert worker.running.wait(10) == Exit(None, signal=9, oom_killed=bool(kills))
+
+
+@pytest.mark.parametrize(
+    ("news", "killed"), [([False, False, True], True), ([True], True), ([False], False)]
+)
+def test_without_a_counter_the_engines_word_counts_though_it_comes_late(
+    engine: RecordedEngine, tmp_path: Path, news: list[bool], killed: bool
+) -> None:
+    answers = [Answer(200, {"State": {"OOMKilled": one}}) for one in news]
+    engine.says("GET /containers/ID/json", *answers)
+    client = docker_engine.connect()
+    assert oom_killed(client, CONTAINER, tmp_path / "gone") is killed
+    assert len(engine.requests) <= 1 + 5  # it asks for the version, and then no more than 5 times
+    engine.says("GET /containers/ID/json", NO_CONTAINER)
+    assert not oom_killed(client, CONTAINER, None)
+    client.close()
+
+
+def test_a_signal_other_than_kill_is_never_for_lack_of_memory(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    engine.state(OOMKilled=True)
+    worker = started()
+    worker.stream.ends(128 + signal.SIGTERM)
+    assert worker.running.wait(10) == Exit(None, signal=signal.SIGTERM)
+
+
+def test_a_keeper_that_was_killed_too_leaves_its_exit_to_the_engine(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    engine.state(OOMKilled=True)
+    worker = started()
+    worker.stream.close()
+    assert worker.running.wait(10) == Exit(None, signal=9, oom_killed=True)
+    assert len(engine.asked("POST /containers/ID/wait")) == 1
+
+
+def test_a_worker_that_still_runs_is_a_timeout(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    worker = started()
+    with pytest.raises(TimeoutError):
+        worker.running.wait(0)
+
+
+def test_a_container_that_another_program_removed_was_killed(engine: RecordedEngine) -> None:
+    client = docker_engine.connect()
+    engine.says("POST /containers/ID/wait", NO_CONTAINER)
+    assert wait_for_container(client, CONTAINER, time.monotonic()) == 137
+    engine.says("POST /containers/ID/wait", Answer(500, {"message": "out of order"}))
+    with pytest.raises(IsolationUnavailable, match="report how a container ended: out of order"):
+        wait_for_container(client, CONTAINER, time.monotonic())
+    client.close()
+
+
+def test_an_unseen_worker_is_killed_by_the_engine(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    running = started().running
+    assert running.unseen == "the Docker engine's processes are not visible on this machine"
+    running.kill()
+    engine.says("POST /containers/ID/kill", Answer(409, {"message": "is not running"}))
+    running.kill()  # it may have ended
+    assert [one.query for one in engine.asked("POST /containers/ID/kill")] == [{"signal": "9"}] * 2
+
+
+def test_an_unseen_worker_is_observed_in_its_container(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    running = started().running
+
+    def watcher() -> None:
+        stream = Stream(engine.attached())
+        stream.says(event("watching", answer=7).rstrip(b"\n"))
+        assert stream.hears() == b"end\n"
+        figures = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
+        end = {"oom_kills": 2, "last_peak_rss_bytes": 3, "others": [4, 5], "memory": figures}
+        stream.says(event("end", answer=end).rstrip(b"\n"))
+        stream.close()
+
+    thread = threading.Thread(target=watcher)
+    thread.start()
+    observer = running.observe_inside(0.25)
+    assert observer
+    observer.raise_limit()
+    assert observer.stop() == []
+    thread.join(10)
+    assert (observer.oom_kills, observer.last_peak_rss_bytes, observer.others) == (2, 3, (4, 5))
+    [asked] = engine.asked("POST /containers/ID/exec")
+    assert asked.body["Cmd"][-2:] == ["weighin.isolation.docker.container_observer", "0.25"]
+    assert asked.body["AttachStdin"] is True
+    [lifted] = engine.asked("POST /containers/ID/update")
+    assert lifted.body == {"Memory": -1, "MemorySwap": -1}
+
+
+def test_an_engine_that_starts_no_watcher_is_named(
+    engine: RecordedEngine, started: Callable[..., Worker]
+) -> None:
+    running = started().running
+    engine.says("POST /containers/ID/exec", Answer(409, {"message": "it is paused"}))
+    assert running.observe_inside(0.25) is None
+    assert running.unseen.endswith(
+        ", and no watcher could be started in the container: it is paused"
+    )
+
+
+def removing(engine: RecordedEngine, *, certain: bool) -> int:
+    """Remove a container; return how often the engine was asked."""
+    client = docker_engine.connect()
+    try:
+        remove(client, "weighin-1", certain=certain)
+    finally:
+        client.close()
+    return len(engine.asked("DELETE /containers/ID"))
+
+
+def test_a_container_is_removed_with_its_processes_and_volumes(engine: RecordedEngine) -> None:
+    assert removing(engine, certain=True) == 1
+    [asked] = engine.asked("DELETE /containers/ID")
+    assert asked.query == {"v": "True", "force": "True", "link": "False"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "certain", "times"),
+    [
+        ([NO_CONTAINER], True, 1),
+        ([NO_CONTAINER], False, 10),  # a request to create it may still be under way
+        ([NO_CONTAINER, NO_CONTAINER, Answer(204)], False, 3),
+        ([IN_PROGRESS, IN_PROGRESS, NO_CONTAINER], True, 3),
+    ],
+)
+def test_a_removal_is_tried_until_the_container_is_gone(
+    engine: RecordedEngine, answers: list[Answer], certain: bool, times: int
+) -> None:
+    engine.says("DELETE /containers/ID", *answers)
+    assert removing(engine, certain=certain) == times
+
+
+@pytest.mark.parametrize(
+    ("answer", "times"), [(IN_PROGRESS, 50), (Answer(500, {"message": "device busy"}), 1)]
+)
+def test_a_container_that_the_engine_cannot_remove_is_an_error(
+    engine: RecordedEngine, answer: Answer, times: int
+) -> None:
+    engine.says("DELETE /containers/ID", answer)
+    with pytest.raises(IsolationUnavailable) as caught:
+        removing(engine, certain=True)
+    assert caught.value.message == (
+        f"the Docker engine could not remove the container weighin-1: {answer.body['message']}"
+    )
+    assert len(engine.asked("DELETE /containers/ID")) == times
