@@ -191,6 +191,15 @@ def test_a_band_that_hides_regressions_is_said() -> None:
     )
 
 
+@pytest.mark.parametrize(("above", "hides"), [(15, 0), (20, 0), (21, 1)])
+def test_a_band_hides_regressions_if_it_is_wider_than_twice_the_tolerance(
+    above: int, hides: int
+) -> None:
+    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(1000, 1000, 1000 + above)})}
+    judgement = judge_series(was, one_series(peak_rss=1000), Tolerance(0.01, 1))
+    assert len(judgement.notes) == hides
+
+
 def test_directions() -> None:
     was, more, less = (one_series(peak_rss=value * MIB) for value in (100, 200, 50))
     higher, both = Tolerance(0.01, 0, "higher"), Tolerance(0.01, 0, "both")

@@ -1,0 +1,106 @@
+"""The settings of a run's machine: what a difference in each of them means for the gate."""
+
+from typing import Any
+
+import pytest
+
+from weighin.records.machine import (
+    Difference,
+    differences,
+    fingerprint,
+    policy_of,
+    settings_of,
+    spoils_times,
+)
+from weighin.units import GIB
+
+MACHINE: dict[str, Any] = {
+    "machine": "x86_64",
+    "cpu": "Example CPU",
+    "cpus": 8,
+    "ram_bytes": 64 * GIB,
+    "swap_bytes": 0,
+    "kernel": "6.18.0",
+    "cgroup_version": 2,
+    "thp": "madvise",
+    "page_bytes": 4096,
+    "gpu": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (
+            "fail",
+            "torch cuda gpu machine cgroup_version thp page_bytes settings.MALLOC_ARENA_MAX",
+        ),
+        ("warn", "kernel cpu cpus ram_gib python isolation.engine concurrent_cells torchvision"),
+        (
+            "ignore",
+            "isolation.image isolation.groups node.name disk.rate storage.device git_commit psi"
+            " governor swap_bytes",
+        ),
+    ],
+)
+def test_what_a_difference_in_a_setting_means(policy: str, names: str) -> None:
+    assert {name: policy_of(name, {}) for name in names.split()} == dict.fromkeys(
+        names.split(), policy
+    )
+
+
+def test_a_chosen_policy_comes_before_the_usual_ones() -> None:
+    assert policy_of("thp", {"t*": "ignore"}) == "ignore"
+    assert policy_of("thp", {"x*": "ignore"}) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoils"),
+    [
+        ("machine", True), ("cpu", True), ("cpus", True), ("threads", True), ("gpu", True),
+        ("kernel", True), ("torch", True), ("settings.OMP_NUM_THREADS", True),
+        ("concurrent_cells", True), ("thp", False), ("page_bytes", False), ("ram_gib", False),
+    ],
+)  # fmt: skip
+def test_which_differences_make_times_incomparable(name: str, spoils: bool) -> None:
+    assert spoils_times([Difference(name, 1, 2, "warn")]) is spoils
+    assert not spoils_times([])
+
+
+def test_differences_are_sorted_and_leave_out_what_is_ignored() -> None:
+    was = {"torch": "2.12", "psi": True, "cpus": 8, "kernel": "6.1"}
+    now = {"torch": "2.13", "psi": False, "cpus": 8, "numa": 2}
+    assert [str(each) for each in differences(was, now, {})] == [
+        "kernel: 6.1 -> not set",
+        "numa: not set -> 2",
+        "torch: 2.12 -> 2.13",
+    ]
+    assert [each.policy for each in differences(was, now, {"numa": "fail"})] == [
+        "warn", "fail", "fail",
+    ]  # fmt: skip
+
+
+def test_settings_are_flat_and_a_setting_with_two_values_shows_both() -> None:
+    first = MACHINE | {"settings": {"A": 1, "B": [1, 2]}}
+    second = MACHINE | {"settings": {"A": 2, "B": [1, 2]}}
+    found = settings_of([first, second])
+    assert list(found) == sorted(found)
+    assert (found["settings.A"], found["settings.B"]) == ("1 | 2", "[1, 2]")
+    assert (found["cpus"], found["gpu"], found["ram_gib"]) == (8, None, 64)
+    assert "ram_bytes" not in found
+
+
+def test_the_size_of_ram_is_rounded_because_it_differs_between_boots() -> None:
+    assert settings_of([MACHINE | {"ram_bytes": 64 * GIB - 5 * 4096}])["ram_gib"] == 64
+    assert settings_of([MACHINE | {"ram_bytes": 63 * GIB}])["ram_gib"] == 63
+
+
+@pytest.mark.parametrize("name", [name for name in MACHINE])
+def test_a_machine_of_another_kind_has_another_name(name: str) -> None:
+    other = MACHINE | {name: 16 * GIB if name == "ram_bytes" else "other"}
+    assert fingerprint(other) != fingerprint(MACHINE)
+
+
+def test_machines_of_one_kind_have_one_name_whatever_runs_on_them() -> None:
+    assert fingerprint(MACHINE | {"torch": "3.0", "git_commit": "abc"}) == fingerprint(MACHINE)
+    assert len(fingerprint(MACHINE)) == 8
