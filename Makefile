@@ -10,6 +10,8 @@ MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
 DRAWS ?= 20000
+SAMPLE ?= 100
+SEED ?= 0
 TESTS ?= tests/unit
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 PEERS := results/loaders-$(shell date +%Y%m%dT%H%M%S)
@@ -19,7 +21,7 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 TARGETS := help setup bench recommend floor peers report check man pages docs publish doctor test \
-           test-all test-fresh test-nightly conformance test-vm test-versions model-types checkpoints faults zoo lint dist fuzz clean
+           test-all test-fresh test-nightly conformance test-vm test-versions model-types checkpoints faults mutation zoo lint dist fuzz clean
 LOADING := bench recommend floor peers
 UNKNOWN := $(filter-out $(TARGETS) .venv/% .venv-zoo/%,$(MAKECMDGOALS))
 ifneq ($(UNKNOWN),)
@@ -97,6 +99,9 @@ checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb
 
 faults: .venv/ready-dev  ## Try every fault with real commands, and print what came of it: half an hour
 	$(BIN)/python -W ignore tests/faults $(ARGS)
+
+mutation: .venv/ready-dev  ## Change the code in SAMPLE=100 small ways, drawn by SEED=0, and print those that no unit test notices; SAMPLE= tries all
+	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/mutation $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(SEED) $(ARGS)
 
 zoo: .venv-zoo/ready  ## Test the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
