@@ -163,7 +163,7 @@ class Kernel:
             self._enable(group, text.removeprefix("+"))
         elif path.name == "cgroup.kill" and text == "1":
             for folder, _, _ in os.walk(group):
-                for pid in self._members(Path(folder)):
+                for pid in filter(lives, self._members(Path(folder))):
                     os.kill(pid, signal.SIGKILL)
         else:
             self._check_v1(path, int(text) if text.removeprefix("-").isdigit() else 0)

@@ -66,8 +66,8 @@ def test_without_a_memory_controller_there_is_no_root(kernel: Kernel) -> None:
 
 
 def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
-    refuse_root(v2)
     group = scope(v2)
+    refuse_root(v2)
     assert delegation.groups_root() == group
     leaf = group / "weighin-parent"
     assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
@@ -76,8 +76,8 @@ def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2:
 
 
 def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
-    refuse_root(v2)
     group = scope(v2)
+    refuse_root(v2)
     delegation.groups_root()
     delegation.groups_root.cache_clear()
     assert delegation.groups_root() == group
@@ -85,9 +85,9 @@ def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
-    refuse_root(v2)
     with (scope(v2) / "cgroup.controllers").open("w") as file:
         file.write("pids")
+    refuse_root(v2)
     assert delegation.groups_root() is None
 
 

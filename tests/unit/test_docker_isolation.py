@@ -15,6 +15,7 @@ from scripts import JOB
 from weighin.cell import Job
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
+from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.protocol import encode_job
@@ -190,12 +191,12 @@ def test_a_container_is_named_and_labelled_after_this_process(
     assert asked["WorkingDir"] == "/tmp"
     assert asked["OpenStdin"] is True
     assert asked["Image"].startswith("weighin:")
-    assert asked["Cmd"][-4:] == ["/opt/python", "-P", "-m", "weighin.worker"]
+    assert asked["Cmd"][-4:] == [PYTHON, "-P", "-m", "weighin.worker"]
 
 
 def test_root_in_a_rootless_container_is_this_user(engine: RecordedEngine) -> None:
     engine.has("GET /info", SecurityOptions=["name=seccomp,profile=default", "name=rootless"])
-    assert not created(engine)["User"]
+    assert not created(engine).get("User")
 
 
 def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
