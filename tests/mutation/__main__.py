@@ -12,35 +12,30 @@ becomes the user nobody, in a pid namespace of its own; as another user, that us
 """
 
 import argparse
-import ast
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Final
 from xml.etree import ElementTree
 
+from chosen_tests import in_time, tests_of
 from fork_server import ForkServer
 from operators import Mutant, mutants
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-UNIT: Final = ROOT / "tests" / "unit"
 MODULES: Final = ("isolation", "gate", "records", "predict", "run")
-_MOST_FILES: Final = 8
-_MOST_S: Final = 60
 _MARKERS: Final = "vm fresh nightly cgroup docker cuda ray browser fuse compiler index root slow"
 _WITHOUT: Final = " and ".join(f"not {marker}" for marker in _MARKERS.split())
+_IMPORTS: Final = "import hypothesis, pytest, torch"
 _RUN: Final = "import sys, pytest; sys.exit(int(pytest.main(sys.argv[1:])))"
-_OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", _WITHOUT)
+_OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-m", _WITHOUT)
 _NOBODY: Final = ("--reuid=65534", "--regid=65534", "--clear-groups")
 _APART: Final = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "setpriv", *_NOBODY)
 
@@ -50,7 +45,9 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._harness = folder / "harness"
-        shutil.copytree(ROOT / "harness", self._harness, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "harness", self._harness, ignore=shutil.ignore_patterns("__pycache__")
+        )
         for other in ROOT.iterdir():
             if other.name not in ("harness", ".git"):
                 (folder / other.name).symlink_to(other)
@@ -59,10 +56,7 @@ class Copy:
         os.environ |= {"HOME": str(folder), "TMPDIR": str(folder)}
         self._report = folder / "report.xml"
         self._number = 0
-        self._server = self._start()
-
-    def _start(self) -> ForkServer:
-        return ForkServer("import hypothesis, pytest, torch")
+        self._server = ForkServer(_IMPORTS)
 
     def close(self) -> None:
         self._server.close()
@@ -73,7 +67,9 @@ class Copy:
         self._server.run(_RUN, *options, folder=ROOT, timeout_s=3600)
         cases = [(f".{case.get('classname')}.{case.get('name')}.", case)
                  for case in ElementTree.parse(self._report).iter("testcase")]  # fmt: skip
-        of_file = {file: [case for name, case in cases if f".{file.stem}." in name] for file in files}
+        of_file = {
+            file: [case for name, case in cases if f".{file.stem}." in name] for file in files
+        }
         return {
             file: sum(float(case.get("time", 0)) for case in found)
             for file, found in of_file.items()
@@ -84,51 +80,28 @@ class Copy:
         """Tell whether all tests in these files pass with this change, within this time."""
         path = self._harness / "weighin" / mutant.module
         source, before = path.read_text(), path.stat().st_mtime
+        if not files:
+            return True
         self._number += 1
         path.write_text(mutant.of(source))
         os.utime(path, (self._number, self._number))  # no cached bytecode has this time
         try:
-            return self._server.run(_RUN, "-x", *_OPTIONS, *files, folder=ROOT, timeout_s=timeout_s).returncode == 0
-        except (subprocess.TimeoutExpired, AssertionError, OSError):  # it hung, or killed its server
-            self._server = self._start()
+            return (
+                self._server.run(
+                    _RUN, "-x", *_OPTIONS, *files, folder=ROOT, timeout_s=timeout_s
+                ).returncode
+                == 0
+            )
+        except (
+            subprocess.TimeoutExpired,
+            AssertionError,
+            OSError,
+        ):  # it hung, or killed its server
+            self._server = ForkServer(_IMPORTS)
             return False
         finally:
             path.write_text(source)
             os.utime(path, (before, before))
-
-
-@cache
-def _imports(file: Path) -> frozenset[str]:
-    """Return the modules of weighin that a file of tests imports, also by way of the tests' helpers."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    helpers = {helper for name in names if (helper := UNIT / f"{name.partition('.')[0]}.py").exists()}
-    inherited = [_imports(helper) for helper in helpers if not helper.name.startswith("test_")]
-    return frozenset(n for n in names if n.startswith("weighin.")).union(*inherited)
-
-
-@cache
-def tests_of(module: str) -> tuple[Path, ...]:
-    """Return the files of tests for a module, the fittest first."""
-    name = "weighin." + module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    words = set(re.split(r"\W|_", name)) - {"weighin", ""}
-
-    def rank(file: Path) -> tuple[bool, int, int]:
-        return name not in _imports(file), -len(words & {*file.stem.split("_")}), len(_imports(file))
-
-    found = sorted(sorted(UNIT.glob("test_*.py")), key=rank)
-    return tuple(file for file in found if rank(file)[:2] < (True, 0))[:_MOST_FILES]
-
-
-def _in_time(files: Sequence[Path], seconds: Mapping[Path, float]) -> list[Path]:
-    """Return the first of these files that take a minute in all, without those that fail here."""
-    known = [file for file in files if file in seconds]
-    sums = list(accumulate(seconds[file] for file in known))
-    return [file for file, total in zip(known, sums, strict=True) if total < _MOST_S or file is known[0]]
 
 
 def _all(names: Sequence[str]) -> Iterator[Mutant]:
@@ -141,32 +114,49 @@ def _all(names: Sequence[str]) -> Iterator[Mutant]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("modules", nargs="*", default=MODULES, help="files or folders in harness/weighin")
+    parser.add_argument(
+        "modules", nargs="*", default=MODULES, help="files or folders in harness/weighin"
+    )
     parser.add_argument("--sample", type=int, help="try so many mutants, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw: the same seed, the same mutants")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draw: the same seed, the same mutants"
+    )
     parser.add_argument("--least", type=float, default=0, help="fail if fewer per cent are killed")
     asked = parser.parse_args()
     if os.geteuid() == 0:
-        os.execvp(_APART[0], [*_APART, sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+        os.execvp(_APART[0], [*_APART, sys.executable, *sys.orig_argv[1:]])
     found = list(_all(asked.modules))
-    drawn = random.Random(asked.seed).sample(range(len(found)), min(asked.sample or len(found), len(found)))  # noqa: S311
+    drawn = random.Random(asked.seed).sample(
+        range(len(found)), min(asked.sample or len(found), len(found))
+    )
     tried = [found[index] for index in sorted(drawn)]
     files = {file for mutant in tried for file in tests_of(mutant.module)}
     print(f"{len(tried)} of {len(found)} mutants, {len(files)} files of tests", flush=True)
-    with tempfile.TemporaryDirectory(prefix="weighin-mutation-") as folder, closing(Copy(Path(folder))) as code:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        closing(Copy(Path(folder))) as code,
+    ):
         seconds = code.seconds(files)
-        print("left out, because they fail here:", *sorted(file.name for file in files - seconds.keys()))
+        print(
+            "left out, because they fail here:",
+            *sorted(file.name for file in files - seconds.keys()),
+        )
         alive = []
         for number, mutant in enumerate(tried, 1):
             start = monotonic()
-            ours = _in_time(tests_of(mutant.module), seconds)
-            if survives := code.survives(mutant, ours, 60 + 5 * sum(seconds[each] for each in ours)):
+            ours = in_time(tests_of(mutant.module), seconds)
+            if survives := code.survives(
+                mutant, ours, 60 + 5 * sum(seconds[each] for each in ours)
+            ):
                 alive.append(mutant)
             word = "survives" if survives else "killed"
             print(f"{number:4} {word:8} {monotonic() - start:5.1f} s  {mutant}", flush=True)
     score = 100 * (len(tried) - len(alive)) / max(len(tried), 1)
     print(f"\n{score:.1f} % killed: {len(tried) - len(alive)} of {len(tried)}. Survivors:")
-    print(*(mutant.shown((ROOT / "harness/weighin" / mutant.module).read_text()) for mutant in alive), sep="\n")
+    print(
+        *(mutant.shown((ROOT / "harness/weighin" / mutant.module).read_text()) for mutant in alive),
+        sep="\n",
+    )
     return int(score < asked.least)
 
 

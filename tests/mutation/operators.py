@@ -38,7 +38,10 @@ class Mutant:
     def shown(self, source: str) -> str:
         """Return the change as in a diff."""
         before = source.splitlines()[self.first - 1 : self.last]
-        changes = [*(f"-{line}" for line in before), *(f"+{line}" for line in self.text.splitlines())]
+        changes = [
+            *(f"-{line}" for line in before),
+            *(f"+{line}" for line in self.text.splitlines()),
+        ]
         return "\n".join([str(self), *changes])
 
     def __str__(self) -> str:
@@ -82,13 +85,23 @@ def _is_left_out(node: ast.AST) -> bool:
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield each change of one node: the node to replace, its replacement, and the kind."""
+    yield from _other_values(node)
+    yield from _other_ways(node)
+    yield from _without(node)
+
+
+def _other_values(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     match node:
         case ast.Compare(ops=[first, *rest]) if type(first) in _COMPARISONS:
             yield node, _with(node, ops=[_COMPARISONS[type(first)](), *rest]), "comparison"
         case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in _ARITHMETIC:
             yield node, _with(node, op=_ARITHMETIC[type(op)]()), "arithmetic"
         case ast.BoolOp(op=op):
-            yield node, _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And()), "boolean"
+            yield (
+                node,
+                _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And()),
+                "boolean",
+            )
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield node, operand, "boolean"
         case ast.Constant(value=bool(value)):
@@ -99,6 +112,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
                 yield node, ast.Constant(value - 1), "constant"
         case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
             yield node, _with(node, func=ast.Name(_CALLS[name])), "call"
+
+
+def _other_ways(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    match node:
         case ast.IfExp(body=body, orelse=orelse):
             yield node, body, "choice"
             yield node, orelse, "choice"
@@ -106,14 +123,19 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
             yield test, ast.UnaryOp(ast.Not(), test), "condition"
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
             yield node, ast.Return(ast.Constant(None)), "return"
-        case ast.Tuple(elts=parts, ctx=ast.Load()) | ast.List(elts=parts, ctx=ast.Load()) if parts[1:]:
+
+
+def _without(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    match node:
+        case ast.Tuple(elts=parts, ctx=ast.Load()) | ast.List(elts=parts, ctx=ast.Load()) if parts[
+            1:
+        ]:
             for index in range(len(parts)):
                 yield node, _with(node, elts=parts[:index] + parts[index + 1 :]), "element"
         case ast.Dict(keys=keys, values=values) if keys[1:]:
             for index in range(len(keys)):
                 fewer = [each[:index] + each[index + 1 :] for each in (keys, values)]
                 yield node, ast.Dict(*fewer), "element"
-    match node:
         case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
             yield node, ast.Pass(), "deletion"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ class Kernel:
         monkeypatch.setattr(os, "mkdir", self.mkdir)
         monkeypatch.setattr(os, "rmdir", self.rmdir)
         monkeypatch.setattr(os, "access", self.access)
-        monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self.write(path, *a, **k))
+        # A bound method would not get the path.
+        monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self.write(path, *a, **k))  # noqa: PLW0108
         monkeypatch.setattr(cgroup, "_MOUNTS", self.mounts)
         monkeypatch.setattr(throttle, "_MOUNTS", self.mounts)
         monkeypatch.setattr(cgroup_isolation, "_SWAPS", self.swaps)
@@ -227,12 +229,15 @@ class Kernel:
         return [int(pid) for pid in (group / "cgroup.procs").read_text().split() if pid != "0"]
 
 
+@contextmanager
 def installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str, **options: bool
 ) -> Iterator[Kernel]:
-    """Yield a kernel that this process sees until the iterator is closed."""
+    """Let this process see a kernel with this layout until the block ends."""
     kernel = Kernel(folder, layout, **options)
     kernel.install(monkeypatch)
     delegation.groups_root.cache_clear()
-    yield kernel
-    delegation.groups_root.cache_clear()
+    try:
+        yield kernel
+    finally:
+        delegation.groups_root.cache_clear()

@@ -31,12 +31,14 @@ MAY_NOT = "this user may not create memory cgroups"
 def kernel(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Kernel]:
-    yield from installed(tmp_path, monkeypatch, request.param)
+    with installed(tmp_path, monkeypatch, request.param) as kernel:
+        yield kernel
 
 
 @pytest.fixture
 def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    yield from installed(tmp_path, monkeypatch, "hybrid")
+    with installed(tmp_path, monkeypatch, "hybrid") as kernel:
+        yield kernel
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_limit_on_v2_forbids_swap_and_kills_one_process(kernel: Kernel) -> Non
 def test_a_kernel_that_does_not_count_swap_limits_only_without_swap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, file: str
 ) -> None:
-    for kernel in installed(tmp_path, monkeypatch, layout, counts_swap=False):
+    with installed(tmp_path, monkeypatch, layout, counts_swap=False) as kernel:
         with pytest.raises(IsolationUnavailable) as caught:
             CgroupIsolation().check()
         assert str(caught.value) == (
@@ -215,7 +217,7 @@ def test_a_cell_that_cannot_start_leaves_no_group(
     if fault == "limit":
         monkeypatch.setattr(cgroup, "limit", lambda *_: 1 / 0)
     device = "no-such-disk" if fault == "disk" else ""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (three kinds)
+    with pytest.raises(Exception) as caught:
         CgroupIsolation().start_command(cell, "/", Streams(), throttled_device=device)
     assert type(caught.value).__name__ in ("ZeroDivisionError", "FileNotFoundError", "ConfigError")
     assert kernel.groups() == []
@@ -274,7 +276,7 @@ def test_processes_in_groups_below_end_with_the_cell(
     has_kill: bool,
     ending: str,
 ) -> None:
-    for kernel in installed(tmp_path, monkeypatch, layout, has_kill=has_kill):
+    with installed(tmp_path, monkeypatch, layout, has_kill=has_kill) as kernel:
         groups = cgroup._make_groups()
         below = groups[0] / "below" / "deeper"
         below.parent.mkdir()

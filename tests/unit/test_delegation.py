@@ -16,12 +16,14 @@ from weighin.units import GIB, MIB
 def kernel(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Kernel]:
-    yield from installed(tmp_path, monkeypatch, request.param)
+    with installed(tmp_path, monkeypatch, request.param) as kernel:
+        yield kernel
 
 
 @pytest.fixture
 def v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    yield from installed(tmp_path, monkeypatch, "v2")
+    with installed(tmp_path, monkeypatch, "v2") as kernel:
+        yield kernel
 
 
 def scope(kernel: Kernel, *, pid: int | None = None) -> Path:

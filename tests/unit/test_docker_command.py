@@ -13,7 +13,8 @@ from recorded_engine import CONTAINER, RecordedEngine, Stream, playing
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.docker import container, engine as docker_engine
+from weighin.isolation.docker import container
+from weighin.isolation.docker import engine as docker_engine
 from weighin.isolation.docker.attachment import Attachment, Standard
 from weighin.isolation.docker.command import DockerCommand
 from weighin.isolation.docker.keeper import Keeper
@@ -94,16 +95,16 @@ def cell(
 ) -> Iterator[Cell]:
     monkeypatch.setattr(container, "_PAUSE_S", 0)
     (folder := tmp_path / "groups").mkdir()
-    with playing(tmp_path, monkeypatch) as engine, ExitStack() as opened:
-        for kernel in installed(folder, monkeypatch, request.param):
-            version = 2 if request.param == "v2" else 1
-            monkeypatch.setattr(
-                container,
-                "read_kernel",
-                lambda path, kernel=kernel: kernel.group_of(int(path.parent.name), version),
-            )
-            yield Cell(engine, kernel, opened)
-            opened.close()
+    version = 2 if request.param == "v2" else 1
+    with (
+        playing(tmp_path, monkeypatch) as engine,
+        installed(folder, monkeypatch, request.param) as kernel,
+        ExitStack() as opened,
+    ):
+        monkeypatch.setattr(
+            container, "read_kernel", lambda path: kernel.group_of(int(path.parent.name), version)
+        )
+        yield Cell(engine, kernel, opened)
 
 
 def test_a_command_is_found_beside_its_keeper(cell: Cell) -> None:

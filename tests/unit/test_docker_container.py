@@ -18,7 +18,8 @@ from test_docker_isolation import IN_PROGRESS, NO_CONTAINER
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
-from weighin.isolation.docker import container, engine as docker_engine
+from weighin.isolation.docker import container
+from weighin.isolation.docker import engine as docker_engine
 from weighin.isolation.docker.container import DockerRunning, oom_killed, remove, wait_for_container
 from weighin.isolation.docker.stream import StreamChannel
 
@@ -35,7 +36,8 @@ def kernel(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Kernel]:
     (folder := tmp_path / "groups").mkdir()
-    yield from installed(folder, monkeypatch, request.param)
+    with installed(folder, monkeypatch, request.param) as kernel:
+        yield kernel
 
 
 Sleepers = Callable[[], int]

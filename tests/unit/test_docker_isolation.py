@@ -223,7 +223,9 @@ def test_a_container_that_the_engine_does_not_create_is_looked_for_and_removed(
     assert caught.value.message == (
         "the Docker engine could not run a container: no space left on device"
     )
-    assert len(engine.asked("DELETE /containers/ID")) == 1  # the engine has answered: it is not made
+    assert (
+        len(engine.asked("DELETE /containers/ID")) == 1
+    )  # the engine has answered: it is not made
 
 
 def test_all_containers_are_removed_when_this_process_ends(engine: RecordedEngine) -> None:

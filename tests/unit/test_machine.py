@@ -95,7 +95,7 @@ def test_the_size_of_ram_is_rounded_because_it_differs_between_boots() -> None:
     assert settings_of([MACHINE | {"ram_bytes": 63 * GIB}])["ram_gib"] == 63
 
 
-@pytest.mark.parametrize("name", [name for name in MACHINE])
+@pytest.mark.parametrize("name", list(MACHINE))
 def test_a_machine_of_another_kind_has_another_name(name: str) -> None:
     other = MACHINE | {name: 16 * GIB if name == "ram_bytes" else "other"}
     assert fingerprint(other) != fingerprint(MACHINE)

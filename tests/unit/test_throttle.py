@@ -17,7 +17,8 @@ def kernel(
     (disk := tmp_path / "block" / "vda").mkdir(parents=True)
     (disk / "dev").write_text("254:0\n")
     monkeypatch.setattr(throttle, "_DISKS", disk.parent)
-    yield from installed(tmp_path, monkeypatch, request.param)
+    with installed(tmp_path, monkeypatch, request.param) as kernel:
+        yield kernel
 
 
 def test_the_hierarchy_with_the_controller_of_reads(kernel: Kernel) -> None:
