@@ -1,5 +1,7 @@
 """A worker sees its checkpoint through read-only mounts where this user may mount."""
 
+import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -42,3 +44,58 @@ def test_a_checkpoint_that_weighin_made_is_read_only_with_its_folder(tmp_path: P
 
 def test_without_a_checkpoint_nothing_is_mounted() -> None:
     assert read_only.wrapped(WRITES, "") == WRITES
+
+
+@pytest.fixture
+def may_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_only, "is_possible", lambda: True)
+
+
+def mounted(*arguments: str) -> list[str]:
+    """Return the paths that a command mounts read-only before it becomes WRITES."""
+    command = read_only.wrapped(WRITES, *arguments)
+    if command == WRITES:
+        return []
+    end = command.index("--", command.index("weighin"))
+    assert command[:2] == ("unshare", "--mount")
+    assert command[end + 1 :] == WRITES
+    return list(command[command.index("weighin") + 1 : end])
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_which_paths_are_read_only(tmp_path: Path) -> None:
+    (ours := tmp_path / "models").mkdir()
+    (ours / "model.pt").touch()
+    (tmp_path / "link").symlink_to("models")
+    model, manifest = str(ours / "model.pt"), str(ours / "manifest.json")
+    assert mounted(model) == [model]
+    assert mounted(str(tmp_path / "link")) == [str(ours)]
+    assert mounted(model, manifest) == [str(ours)]
+    assert mounted(model, str(tmp_path / "elsewhere" / "manifest.json")) == [model]
+    assert mounted(str(ours / "missing.pt")) == []
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_an_index_is_read_only_with_its_shards(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    for shard in shards:
+        (tmp_path / shard).touch()
+    assert set(mounted(str(index))) == {str(tmp_path / name) for name in (index.name, *shards)}
+
+
+@pytest.mark.parametrize(
+    ("user", "program", "possible"), [(0, "true", True), (0, "false", False), (1000, "true", False),
+                                      (0, "no-such-program", False)]
+)  # fmt: skip
+def test_who_may_mount(
+    monkeypatch: pytest.MonkeyPatch, user: int, program: str, possible: bool
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(read_only, "_MOUNTING", (program,))
+    read_only.is_possible.cache_clear()
+    try:
+        assert read_only.is_possible() is possible
+    finally:
+        read_only.is_possible.cache_clear()

@@ -74,13 +74,17 @@ class ProcessCommand(LocalCommand):
         self._mark = process_tree.new_mark()
         # A daemon's parent ends, and the samples follow parents.
         self._adopted_before = adopt_orphans()
-        super().__init__(
-            cell.command,
-            folder=folder,
-            environment=cell.environment,
-            streams=streams,
-            limit=limit_of(self._mark),
-        )
+        try:
+            super().__init__(
+                cell.command,
+                folder=folder,
+                environment=cell.environment,
+                streams=streams,
+                limit=limit_of(self._mark),
+            )
+        except BaseException:
+            adopt_orphans(adopt=self._adopted_before)
+            raise
 
     def members(self) -> list[int]:
         return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]

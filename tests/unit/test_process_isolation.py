@@ -1,0 +1,242 @@
+"""Commands and workers as plain processes: their streams, their ends, and that none of them is left."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from leftovers import lives, wait_until
+from scripts import JOB
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.isolation import process, process_tree, read_only
+from weighin.isolation.base import Exit, RunningCommand, Streams
+from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.parent_process import adopt_orphans
+from weighin.program_phases import VARIABLE as PHASES_VARIABLE
+from weighin.protocol import encode_job
+
+Start = Callable[..., RunningCommand]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a command with the lines of ``script`` in a shell; it ends with the test."""
+    with ExitStack() as started:
+
+        def start_command(script: str, streams: Streams | None = None, **fields: object) -> object:
+            cell = Cell.of_command("mine", ("sh", "-c", script), "process", **fields)
+            running = ProcessIsolation().start_command(cell, str(tmp_path), streams or Streams())
+            started.callback(running.close)
+            return running
+
+        yield start_command  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("script", "ended"),
+    [
+        ("exit 0", Exit(0)),
+        ("exit 3", Exit(3)),
+        ("exit 137", Exit(137)),
+        ("kill -9 $$", Exit(None, signal=9)),
+        ("kill -TERM $$", Exit(None, signal=15)),
+    ],
+)
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_how_a_command_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch, script: str, ended: Exit, has_pidfd: bool
+) -> None:
+    if not has_pidfd:  # before Linux 5.3
+        monkeypatch.setattr("weighin.isolation.command.open_process", lambda _: None)
+    running = start(script)
+    assert running.wait(20)
+    assert running.wait(0)
+    assert running.reap() == ended
+
+
+def test_a_command_has_its_folder_its_variables_and_its_streams(
+    start: Start, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("in", "out", "err")]
+    files[0].write_text("typed")
+    for file in files[1:]:
+        file.touch()
+    with ExitStack() as opened:
+        numbers = [opened.enter_context(file.open("r+b")).fileno() for file in files]
+        running = start('pwd; cat; echo "$MODE" >&2', Streams(*numbers), environment={"MODE": "m"})
+    assert running.wait(20)
+    assert [file.read_text() for file in files[1:]] == [f"{tmp_path}\ntyped", "m\n"]
+    assert (running.cgroup, running.groups, running.helpers) == (None, (), frozenset())
+    assert running.unseen == "a plain process has no cgroup of its own"
+    assert running.shares_terminal
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_command_that_runs_is_waited_for_and_gets_signals(
+    start: Start, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
+) -> None:
+    if not has_pidfd:
+        monkeypatch.setattr("weighin.isolation.command.open_process", lambda _: None)
+    running = start("exec sleep 60")
+    assert not running.wait(0)
+    assert not running.wait(0.05)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(20)
+    assert running.reap() == Exit(None, signal=signal.SIGTERM)
+    running.send_signal(signal.SIGTERM)  # it has ended: nothing happens
+
+
+def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    cell = Cell.of_command("mine", ("no-such-program",), "process")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError) as caught:
+        ProcessIsolation().start_command(cell, str(tmp_path), Streams())
+    assert str(caught.value) == (
+        f"cannot start 'no-such-program' in {tmp_path}: No such file or directory\n"
+        "give a command as in a shell: weighin run -- python train.py"
+    )
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start, tmp_path: Path) -> None:
+    running = start("exit 0")
+    assert adopt_orphans()
+    running.close()
+    assert not adopt_orphans(adopt=False)
+    with pytest.raises(ConfigError):
+        ProcessIsolation().start_command(
+            Cell.of_command("mine", ("no-such-program",), "process"), str(tmp_path), Streams()
+        )
+    assert not adopt_orphans(adopt=False)
+
+
+DAEMON = "env -i setsid sleep 60 & echo $! > pid; "
+
+
+def daemon(folder: Path) -> int:
+    """Return the pid that the shell of DAEMON has written."""
+    file = folder / "pid"
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"), "no pid was written")
+    return int(file.read_text())
+
+
+def test_a_daemon_without_variables_in_its_own_session_belongs_to_its_command(
+    start: Start, tmp_path: Path
+) -> None:
+    running = start(DAEMON + "exec sleep 61")
+    pid = daemon(tmp_path)
+    wait_until(lambda: set(running.members()) == {running.pid, pid}, "they are not both members")
+    running.kill()
+    wait_until(lambda: not lives(pid), "the daemon lives on")
+    assert running.wait(20)
+    assert running.reap() == Exit(None, signal=signal.SIGKILL)
+
+
+def test_a_daemon_that_is_left_ends_with_its_command(start: Start, tmp_path: Path) -> None:
+    running = start(DAEMON + "exit 0")
+    pid = daemon(tmp_path)
+    assert running.wait(20)
+    assert running.reap() == Exit(0)
+    assert running.members() == [pid]
+    running.close()
+    assert not lives(pid)
+    running.close()
+
+
+def test_the_processes_of_two_commands_are_told_apart(start: Start) -> None:
+    first, second = start("exec sleep 60"), start("exec sleep 60")
+    assert (first.members(), second.members()) == ([first.pid], [second.pid])
+    first.kill()
+    assert first.wait(20)
+    assert not second.wait(0)
+
+
+def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> None:
+    running = start("( env -i sh -c 'echo $$ > pid' & ); exec sleep 60")
+    pid = daemon(tmp_path)
+    wait_until(lambda: running.members() == [running.pid], "the orphan stays a member")
+    assert not lives(pid)
+
+
+def test_a_close_ends_a_command_that_runs(start: Start) -> None:
+    running = start("trap '' TERM; sleep 60 & wait")
+    assert not running.wait(0)
+    running.close()
+    assert not lives(running.pid)
+
+
+WORKER = ("sh", "-c", 'echo "$MODE,${%s-none},$PYTHONPATH"; exec cat' % PHASES_VARIABLE)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunning]:
+    monkeypatch.setattr(process, "WORKER", WORKER)
+    monkeypatch.setattr(read_only, "is_possible", lambda: False)
+    monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
+    cell = replace(JOB.cell, environment={"MODE": "fast"})
+    running = ProcessIsolation().start(replace(JOB, cell=cell))
+    yield running
+    running.close()
+
+
+def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> None:
+    mode, phases, path = (worker.channel.receive(20) or b"").split(b",")
+    assert (mode, phases) == (b"fast", b"none")
+    assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
+    cell = replace(JOB.cell, environment={"MODE": "fast"})
+    assert worker.channel.receive(20) == encode_job(replace(JOB, cell=cell)).rstrip(b"\n")
+    assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
+    assert not worker.read_only
+    assert worker.observe_inside(0.01) is None
+
+
+def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
+    with pytest.raises(TimeoutError):
+        worker.wait(0)
+    worker.kill()
+    assert worker.wait(20) == Exit(None, signal=signal.SIGKILL)
+    worker.close()
+    assert worker.pid and not lives(worker.pid)
+
+
+def test_a_child_of_a_worker_in_its_own_session_ends_with_it(tmp_path: Path) -> None:
+    script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
+    running = LocalRunning(("sh", "-c", script))
+    running.channel.send(b"\n")  # the mark is given to a process that has started
+    pid = daemon(tmp_path)
+    assert running.wait(20) == Exit(4)
+    assert lives(pid)
+    running.close()
+    wait_until(lambda: not lives(pid), "the child lives on")
+
+
+def test_what_a_plain_process_is_and_is_not() -> None:
+    isolation = ProcessIsolation()
+    isolation.check()
+    isolation.prepare()
+    assert (isolation.name, isolation.limits) == ("process", False)
+    assert (isolation.added_code(JOB), isolation.describe()) == ([], {})
+
+
+def test_a_system_without_reset_of_peaks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: path.name != "clear_refs")
+    with pytest.raises(IsolationUnavailable, match="peaks cannot be measured"):
+        ProcessIsolation().check()
+
+
+def test_marks_are_unique_and_are_inherited() -> None:
+    first, second = process_tree.new_mark(), process_tree.new_mark()
+    assert first != second
+    code = "import sys; sys.stdin.read()"
+    running = LocalRunning((sys.executable, "-c", code))
+    assert running.pid in process_tree.members(running._mark)
+    assert process_tree.members(first) == []
+    assert process_tree.kill(first) == []
+    running.close()
+    assert process_tree.members(running._mark) == []
