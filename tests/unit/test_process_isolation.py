@@ -92,16 +92,21 @@ def test_a_command_that_runs_is_waited_for_and_gets_signals(
     running.send_signal(signal.SIGTERM)  # it has ended: nothing happens
 
 
+def descriptors() -> int:
+    """Return how many files this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     cell = Cell.of_command("mine", ("no-such-program",), "process")
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     with pytest.raises(ConfigError) as caught:
         ProcessIsolation().start_command(cell, str(tmp_path), Streams())
     assert str(caught.value) == (
         f"cannot start 'no-such-program' in {tmp_path}: No such file or directory\n"
         "give a command as in a shell: weighin run -- python train.py"
     )
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start, tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_a_close_ends_a_command_that_runs(start: Start) -> None:
     assert not lives(running.pid)
 
 
-WORKER = ("sh", "-c", 'echo "$MODE,${%s-none},$PYTHONPATH"; exec cat' % PHASES_VARIABLE)
+WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; exec cat')
 
 
 @pytest.fixture
