@@ -18,14 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Final
-from xml.etree import ElementTree
 
-from chosen_tests import in_time, tests_of
+from chosen_tests import tests_of
 from fork_server import ForkServer
 from operators import Mutant, mutants
 
@@ -33,6 +33,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 MODULES: Final = ("isolation", "gate", "records", "predict", "run")
 _MARKERS: Final = "vm fresh nightly cgroup docker cuda ray browser fuse compiler index root slow"
 _WITHOUT: Final = " and ".join(f"not {marker}" for marker in _MARKERS.split())
+_MOST_S: Final = 60.0
 _IMPORTS: Final = "import pytest, torch"
 _RUN: Final = "import sys, pytest; sys.exit(int(pytest.main(sys.argv[1:])))"
 _OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-m", _WITHOUT)
@@ -42,7 +43,10 @@ _NOBODY: Final = (
     "--reuid=65534", "--regid=65534", "--clear-groups", f"--inh-caps={_SEARCH}",
     f"--ambient-caps={_SEARCH}",
 )  # fmt: skip
-_APART: Final = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "setpriv", *_NOBODY)
+_APART: Final = (
+    "unshare", "--pid", "--mount-proc", "--fork", "setpriv", "--pdeathsig=KILL", *_NOBODY,
+    "sh", "-c", '"$@"; exit "$?"', "sh",  # the first process of a namespace reaps orphans
+)  # fmt: skip
 
 
 class Copy:
@@ -59,46 +63,38 @@ class Copy:
         paths = [str(self._harness), str(ROOT / "tests")]
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": f"{folder}/pyc"}
         os.environ |= {"HOME": str(folder), "TMPDIR": str(folder)}
-        self._report = folder / "report.xml"
+        self._known: dict[Path, float] = {}
         self._number = 0
         self._server = ForkServer(_IMPORTS)
 
     def close(self) -> None:
         self._server.close()
 
-    def seconds(self, files: Iterable[Path]) -> dict[Path, float]:
-        """Run tests of the code without a change; return the time of each file whose tests pass here."""
-        options = (*_OPTIONS, f"--junitxml={self._report}", *files)
-        done = self._server.run(_RUN, *options, folder=ROOT, timeout_s=3600)
-        if not self._report.exists():
-            sys.exit(done.stdout + done.stderr)
-        cases = [(f".{case.get('classname')}.{case.get('name')}.", case)
-                 for case in ElementTree.parse(self._report).iter("testcase")]  # fmt: skip
-        of_file = {
-            file: [case for name, case in cases if f".{file.stem}." in name] for file in files
-        }
-        return {
-            file: sum(float(case.get("time", 0)) for case in found)
-            for file, found in of_file.items()
-            if not any(case.find(bad) is not None for case in found for bad in ("failure", "error"))
-        }
+    def tests(self, module: str) -> list[Path]:
+        """Return the files of tests for a module that pass without a change, and take a minute in all."""
+        files, left_s = list[Path](), _MOST_S
+        for file in tests_of(module):
+            if (seconds := self._seconds(file)) < left_s:
+                files.append(file)
+                left_s -= seconds
+        return files
 
-    def survives(self, mutant: Mutant, files: Sequence[Path], timeout_s: float) -> bool:
-        """Tell whether all tests in these files pass with this change, within this time."""
-        path = self._harness / "weighin" / mutant.module
-        source, before = path.read_text(), path.stat().st_mtime
-        if not files:
-            return True
-        self._number += 1
-        path.write_text(mutant.of(source))
-        os.utime(path, (self._number, self._number))  # no cached bytecode has this time
+    def _seconds(self, file: Path) -> float:
+        """Return the time that a file of tests takes; infinite if it fails, or takes over a minute."""
+        if file not in self._known:
+            start = monotonic()
+            passes = self._passes([file], _MOST_S)
+            self._known[file] = monotonic() - start if passes else inf
+            if not passes:
+                print(
+                    f"     left out, because it fails or takes a minute here: {file.name}",
+                    flush=True,
+                )
+        return self._known[file]
+
+    def _passes(self, files: Sequence[Path], timeout_s: float) -> bool:
         try:
-            return (
-                self._server.run(
-                    _RUN, "-x", *_OPTIONS, *files, folder=ROOT, timeout_s=timeout_s
-                ).returncode
-                == 0
-            )
+            done = self._server.run(_RUN, "-x", *_OPTIONS, *files, folder=ROOT, timeout_s=timeout_s)
         except (
             subprocess.TimeoutExpired,
             AssertionError,
@@ -106,6 +102,19 @@ class Copy:
         ):  # it hung, or killed its server
             self._server = ForkServer(_IMPORTS)
             return False
+        return done.returncode == 0
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Tell whether all tests of its module pass with this change."""
+        if not (files := self.tests(mutant.module)):
+            return True
+        path = self._harness / "weighin" / mutant.module
+        source, before = path.read_text(), path.stat().st_mtime
+        self._number += 1
+        path.write_text(mutant.of(source))
+        os.utime(path, (self._number, self._number))  # no cached bytecode has this time
+        try:
+            return self._passes(files, _MOST_S + 5 * sum(map(self._seconds, files)))
         finally:
             path.write_text(source)
             os.utime(path, (before, before))
@@ -137,24 +146,15 @@ def main() -> int:
         range(len(found)), min(asked.sample or len(found), len(found))
     )
     tried = [found[index] for index in sorted(drawn)]
-    files = {file for mutant in tried for file in tests_of(mutant.module)}
-    print(f"{len(tried)} of {len(found)} mutants, {len(files)} files of tests", flush=True)
+    print(f"{len(tried)} of {len(found)} mutants", flush=True)
+    alive = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
         closing(Copy(Path(folder))) as code,
     ):
-        seconds = code.seconds(files)
-        print(
-            "left out, because they fail here:",
-            *sorted(file.name for file in files - seconds.keys()),
-        )
-        alive = []
         for number, mutant in enumerate(tried, 1):
             start = monotonic()
-            ours = in_time(tests_of(mutant.module), seconds)
-            if survives := code.survives(
-                mutant, ours, 60 + 5 * sum(seconds[each] for each in ours)
-            ):
+            if survives := code.survives(mutant):
                 alive.append(mutant)
             word = "survives" if survives else "killed"
             print(f"{number:4} {word:8} {monotonic() - start:5.1f} s  {mutant}", flush=True)
