@@ -62,7 +62,8 @@ class Copy:
                 (folder / other.name).symlink_to(other)
         paths = [str(self._harness), str(ROOT / "tests")]
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": f"{folder}/pyc"}
-        os.environ |= {"HOME": str(folder), "TMPDIR": str(folder)}
+        writable = ("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY")
+        os.environ |= dict.fromkeys(writable, str(folder))
         self._known: dict[Path, float] = {}
         self._number = 0
         self._server = ForkServer(_IMPORTS)

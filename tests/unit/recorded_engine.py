@@ -29,7 +29,10 @@ CONTAINER = "0123456789abcdef" * 4
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine answers: a status, and a body as JSON; 101 gives the connection to a stream."""
+    """What an engine answers: a status, and a body as JSON, or as it is if it is bytes.
+
+    The status 101 gives the connection to a stream.
+    """
 
     status: int
     body: Any = None
@@ -119,7 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.status == 101:
             self._upgrade()
             return
-        content = b"" if answer.body is None else json.dumps(answer.body).encode()
+        is_output = isinstance(answer.body, bytes)
+        content = answer.body if is_output else json.dumps(answer.body).encode()
+        content = b"" if answer.body is None else content
         self.send_response(answer.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

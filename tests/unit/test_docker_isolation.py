@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from recorded_engine import CONTAINER, Answer, RecordedEngine, Stream, playing
 from scripts import JOB
+from test_docker_stream import frame
 
 from weighin.cell import Job
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
+from weighin.isolation.docker.engine import connect
 from weighin.isolation.docker.image import PYTHON
+from weighin.isolation.docker.image_build import run_python
 from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.docker.stream import STDOUT
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.protocol import encode_job
 from weighin.units import MIB
@@ -269,6 +273,34 @@ def test_the_containers_of_dead_runs_on_this_machine_are_removed(
     assert f'"weighin.host={socket.gethostname()}"' in filters[0]
     assert '"weighin.host"' in filters[1]
     assert {request.query["all"] for request in engine.asked("GET /containers/json")} == {"1"}
+
+
+def python_in_an_image(engine: RecordedEngine, status: int, output: bytes) -> str:
+    engine.has("POST /containers/ID/wait", StatusCode=status)
+    engine.says("GET /containers/ID/logs", Answer(200, frame(STDOUT, output)))
+    with closing(connect()) as client:
+        return run_python(client, BASE, "python3", "print(1)")
+
+
+def test_python_in_an_image_runs_without_a_network_and_leaves_no_container(
+    engine: RecordedEngine,
+) -> None:
+    assert python_in_an_image(engine, 0, b"1\n") == "1"
+    [created] = engine.asked("POST /containers/create")
+    assert created.body["Cmd"] == ["python3", "-c", "print(1)"]
+    assert created.body["HostConfig"]["NetworkMode"] == "none"
+    assert created.body["Labels"]["weighin.owner"] == this_process()
+    [asked] = engine.asked("GET /containers/ID/logs")
+    assert (asked.query["stdout"], asked.query["stderr"]) == ("1", "0")
+    assert engine.calls()[-1] == "DELETE /containers/ID"
+
+
+def test_python_that_fails_in_an_image_says_its_last_line(engine: RecordedEngine) -> None:
+    with pytest.raises(IsolationUnavailable) as caught:
+        python_in_an_image(engine, 1, b"Traceback\nNo module named venv\n\n")
+    assert caught.value.message == (f"python3 failed in the image {BASE}: No module named venv")
+    assert engine.asked("GET /containers/ID/logs")[0].query["stderr"] == "1"
+    assert engine.calls()[-1] == "DELETE /containers/ID"
 
 
 def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedEngine) -> None:

@@ -14,7 +14,7 @@ from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.isolation import process, process_tree, read_only
+from weighin.isolation import command, process, process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.parent_process import adopt_orphans
@@ -53,7 +53,7 @@ def test_how_a_command_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch, script: str, ended: Exit, has_pidfd: bool
 ) -> None:
     if not has_pidfd:  # before Linux 5.3
-        monkeypatch.setattr("weighin.isolation.command.open_process", lambda _: None)
+        monkeypatch.setattr(command, "open_process", lambda _: None)
     running = start(script)
     assert running.wait(20)
     assert running.wait(0)
@@ -82,7 +82,7 @@ def test_a_command_that_runs_is_waited_for_and_gets_signals(
     start: Start, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
 ) -> None:
     if not has_pidfd:
-        monkeypatch.setattr("weighin.isolation.command.open_process", lambda _: None)
+        monkeypatch.setattr(command, "open_process", lambda _: None)
     running = start("exec sleep 60")
     assert not running.wait(0)
     assert not running.wait(0.05)

@@ -99,3 +99,15 @@ def test_who_may_mount(
         assert read_only.is_possible() is possible
     finally:
         read_only.is_possible.cache_clear()
+
+
+def test_a_machine_that_refuses_a_mount_says_so_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    refuses = ("sh", "-c", "echo no; echo permission denied >&2; exit 1", "sh")
+    monkeypatch.setattr(read_only, "_MOUNTING", refuses)
+    read_only.is_possible.cache_clear()
+    assert not read_only.is_possible()
+    read_only.is_possible.cache_clear()
+    assert capfd.readouterr() == ("", "")
