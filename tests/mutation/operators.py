@@ -134,8 +134,8 @@ def _without(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
                 yield node, _with(node, elts=parts[:index] + parts[index + 1 :]), "element"
         case ast.Dict(keys=keys, values=values) if keys[1:]:
             for index in range(len(keys)):
-                fewer = [each[:index] + each[index + 1 :] for each in (keys, values)]
-                yield node, ast.Dict(*fewer), "element"
+                rest = keys[:index] + keys[index + 1 :], values[:index] + values[index + 1 :]
+                yield node, ast.Dict(*rest), "element"
         case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
             yield node, ast.Pass(), "deletion"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):

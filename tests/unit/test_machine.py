@@ -6,6 +6,7 @@ import pytest
 
 from weighin.records.machine import (
     Difference,
+    Setting,
     differences,
     fingerprint,
     policy_of,
@@ -68,8 +69,8 @@ def test_which_differences_make_times_incomparable(name: str, spoils: bool) -> N
 
 
 def test_differences_are_sorted_and_leave_out_what_is_ignored() -> None:
-    was = {"torch": "2.12", "psi": True, "cpus": 8, "kernel": "6.1"}
-    now = {"torch": "2.13", "psi": False, "cpus": 8, "numa": 2}
+    was: dict[str, Setting] = {"torch": "2.12", "psi": True, "cpus": 8, "kernel": "6.1"}
+    now: dict[str, Setting] = {"torch": "2.13", "psi": False, "cpus": 8, "numa": 2}
     assert [str(each) for each in differences(was, now, {})] == [
         "kernel: 6.1 -> not set",
         "numa: not set -> 2",

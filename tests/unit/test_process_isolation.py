@@ -198,7 +198,6 @@ def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> N
     assert worker.channel.receive(20) == encode_job(replace(JOB, cell=cell)).rstrip(b"\n")
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
     assert not worker.read_only
-    assert worker.observe_inside(0.01) is None
 
 
 def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
