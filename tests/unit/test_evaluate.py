@@ -250,6 +250,13 @@ def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged
     )
 
 
+def test_rules_without_times_leave_no_time_out() -> None:
+    was = make_result(STREAMING)
+    now = replace(was, environment=was.environment | {"kernel": "6.19.0"})
+    rules = replace(default_rules(), tolerances={"peak_rss": METRICS["peak_rss"].tolerance})
+    assert judged([was], [now], rules).notes == ()
+
+
 def test_what_a_setting_means_can_be_chosen() -> None:
     was = make_result(STREAMING)
     now = replace(was, environment=was.environment | {"kernel": "6.19.0", "torch": "3"})

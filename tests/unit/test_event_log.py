@@ -8,7 +8,7 @@ import pytest
 
 from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
-from weighin.record import Cost, Faults, Memory, Outcome, Phase
+from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
 from weighin.run.event_log import EventLog
 
 KILLED = Exit(None, signal=9)
@@ -297,3 +297,10 @@ def test_a_trace_comes_in_pieces() -> None:
 
 def test_an_event_of_another_kind_is_left_alone() -> None:
     assert told(fakes.event("weather", rain=True)) == EventLog()
+
+
+def test_a_save_tells_the_size_of_what_it_wrote() -> None:
+    sizes = {"file_bytes": 5, "disk_bytes": 8, "files": 2}
+    saved = told(*LOADED, fakes.event("ready", t_ns=1, touch_ns=2, written=sizes))
+    assert saved.written == Written(**sizes)
+    assert told(*READY).written is None
