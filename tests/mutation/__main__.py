@@ -3,7 +3,7 @@
     PYTHONPATH=harness:tests python tests/mutation [--sample N] [--seed N] [MODULE ...]     (make mutation)
 
 A mutant is a module with one change of ``operators``. It is killed if one of its module's tests fails or
-does not end. These are the files of tests that import the module or have a word of its name: up to eight
+does not end. These are the files of tests that import the module or have a word of its name: up to five
 files, and a minute in all. All need neither root, nor cgroups, nor an engine. Without ``--sample``, every
 mutant is tried, which takes a day.
 

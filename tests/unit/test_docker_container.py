@@ -318,7 +318,7 @@ def test_an_unseen_worker_is_observed_in_its_container(
     assert asked.body["Cmd"][-2:] == ["weighin.isolation.docker.container_observer", "0.25"]
     assert asked.body["AttachStdin"] is True
     [lifted] = engine.asked("POST /containers/ID/update")
-    assert lifted.body == {"Memory": -1, "MemorySwap": -1}
+    assert lifted.body == {"Memory": 2**60, "MemorySwap": 2**60}  # the engine refuses -1
 
 
 def test_an_engine_that_starts_no_watcher_is_named(

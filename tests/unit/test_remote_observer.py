@@ -142,3 +142,19 @@ def test_a_time_out_is_carried_out_by_the_engine_where_the_watcher_is_dead(
     running = FakeRunning([*DONE[:6], TimeoutError], KILLED, unseen="elsewhere", inside=observer)
     assert watched(running).outcome is Outcome.TIMEOUT
     assert running.kills == 1
+
+
+def test_a_limit_that_was_lifted_on_request_is_no_escape(channel: Channel) -> None:
+    seen = ANSWERS[b"look\n"] | {"escape": "changed the limit of its cgroup"}
+    other = channel.answers
+    assert other
+    channel.answers = lambda word: (
+        encode_event({"event": "look", "answer": seen}).rstrip()
+        if word == b"look\n"
+        else other(word)
+    )
+    observer = InsideObserver(channel, lambda: None)
+    assert observer.look().escape == "changed the limit of its cgroup"
+    observer.raise_limit()
+    assert observer.look().escape == ""
+    observer.stop()

@@ -35,6 +35,9 @@ _REMOVE_ATTEMPTS: Final = 50
 _CREATE_ATTEMPTS: Final = 10  # 1 s in all: far more than creating a container takes
 _NEWS_ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
+_LIFTED_BYTES: Final = (
+    2**60
+)  # Docker 20.10 refuses -1, and on cgroup v1 -1 for swap beside a number
 
 ELSEWHERE: Final = "the Docker engine's processes are not visible on this machine"
 ENDED: Final = "the worker ended before it could be observed"
@@ -141,7 +144,9 @@ class DockerRunning:
 
     def _raise_limit(self) -> None:
         with contextlib.suppress(*ENGINE_ERRORS):  # a failure only makes the kill slower
-            self._client.update_container(self._container, mem_limit=-1, memswap_limit=-1)
+            self._client.update_container(
+                self._container, mem_limit=_LIFTED_BYTES, memswap_limit=_LIFTED_BYTES
+            )
 
     def _locate(self) -> None:
         """Find the worker's pid and cgroup on this machine, if they are visible."""

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from weighin.isolation.base import Channel
@@ -23,7 +24,7 @@ class InsideObserver:
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
         """``lift`` asks the engine to lift the cell's limit, which the container may not do."""
-        self.raise_limit = lift
+        self._lift, self._is_lifted = lift, False
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
         self.others = (0, 0)
@@ -36,7 +37,13 @@ class InsideObserver:
         self._thread.start()
 
     def look(self) -> Observation:
-        return Observation(**self._ask("look", {}))
+        seen = Observation(**self._ask("look", {}))
+        return replace(seen, escape="") if self._is_lifted else seen
+
+    def raise_limit(self) -> None:
+        """Ask the engine to lift the limit; the watcher then sees another limit, which is no escape."""
+        self._is_lifted = True
+        self._lift()
 
     def reset_peak(self) -> bool:
         return bool(self._ask("reset", False))
