@@ -47,7 +47,7 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
     phase = phases_of(result)["children"]
     assert result.baseline and result.baseline.cgroup_bytes
     highest = phase.peak_cgroup_bytes
-    if highest is None:  # the kernel's mark does not reset: each child holds its share for 0.3 s
+    if highest is None:  # the kernel's mark does not reset: each child holds its share for 1 s
         highest = max(
             sample["cgroup_bytes"] or 0
             for sample in bench.samples(result)
