@@ -23,7 +23,8 @@ def checkpoints(disk: Path) -> Path:
     folder = disk / "checkpoints"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEIGHIN_CACHE", str(folder))
-        cache.ensure(model("gpt2-tiny"), "pt")
+        for name in ("gpt2-tiny", "tied-tiny"):
+            cache.ensure(model(name), "pt")
     return folder
 
 
