@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 from cells import Bench, Watched
+from nightly import isolations
 
 from weighin.record import Outcome
 from weighin.units import KIB, MIB
@@ -58,6 +59,7 @@ def bare_peak() -> int:
     return int(line.split()[1]) * KIB
 
 
+@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
 def test_a_whole_worker_imports_nothing_of_the_parent(bench: Bench, isolation: Watched) -> None:
     ours = HEAVY - {"importlib.metadata"}  # that one torch imports itself
     result = bench("modules", isolation, unwanted=sorted(ours))
