@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from nightly import nightly
 from quantised_folders import LAYOUTS, fp8_blocks, plain_model, quantised_state, write_folder
 from safetensors.torch import load_file, save_file
 
@@ -387,7 +388,7 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.parametrize("name", ["bitsandbytes nf4", "gptq"])
+@pytest.mark.parametrize("name", ["gptq", *nightly("bitsandbytes nf4")])
 def test_a_load_is_verified_where_only_weighin_makes_weights(
     make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
