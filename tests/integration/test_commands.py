@@ -20,6 +20,7 @@ import leftovers
 import on_terminals
 import pytest
 from commands import ROOT, CommandLine
+from nightly import nightly
 
 from weighin.program_phases import VARIABLE
 
@@ -164,6 +165,9 @@ def test_a_native_program_is_as_without_weighin(
     assert "child of 64 2000" in commands
 
 
+@pytest.mark.parametrize(
+    "isolation", [pytest.param("cgroup", marks=pytest.mark.cgroup), *nightly("process")]
+)
 def test_four_ranks_of_torchrun_are_as_without_weighin(
     command: CommandLine, isolation: str
 ) -> None:
