@@ -21,7 +21,9 @@ def limits(*by_day: str) -> list[ParameterSet]:
     return _marked({"cgroup": [pytest.mark.cgroup], "docker": [pytest.mark.docker]}, by_day)
 
 
-def _marked(marks: dict[str, list[pytest.MarkDecorator]], by_day: Container[str]) -> list[ParameterSet]:
+def _marked(
+    marks: dict[str, list[pytest.MarkDecorator]], by_day: Container[str]
+) -> list[ParameterSet]:
     return [
         pytest.param(name, marks=needed if name in by_day else [*needed, pytest.mark.nightly])
         for name, needed in marks.items()

@@ -48,7 +48,7 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-_READ_ONCE: Final = ("HF_", "HOME", "LD_", "MALLOC_", "OMP_", "TORCH", "TRANSFORMERS_", "XDG_")
+_READ_ONCE: Final = ("HF_", "HOME", "LD_", "MALLOC_", "OMP_", "TORCH_", "TRANSFORMERS_", "XDG_")
 """The beginnings of variables that a process reads when it starts, or when it imports a library."""
 _MOST_BYTES: Final = 2**16  # of a module's arguments
 _COLD: Final = child_process.module

@@ -228,7 +228,9 @@ def test_all_cells_are_measured_though_a_node_and_the_driver_are_lost(
     ended = command.run("bench", "--resume", "run", "--address", nodes.address, patience_s=600)
     assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
     assert records(command)[: len(before)] == before
-    assert_complete(command, {"ok"} if cells == FEW else {"ok", "skipped"})  # some strategies need several ranks, or a GPU
+    assert_complete(
+        command, {"ok"} if cells == FEW else {"ok", "skipped"}
+    )  # some strategies need several ranks, or a GPU
     assert "on different machines" not in ended.out
 
 

@@ -15,7 +15,10 @@ from weighin.loader.disk_readers import TimedRead
 @pytest.fixture(scope="session", autouse=True)
 def _warm_children() -> Iterator[None]:
     """Let the children that a unit test starts begin with torch imported; elsewhere they are cold."""
-    with closing(Forks("weighin.checkpoint")) as forks, pytest.MonkeyPatch.context() as patch:
+    with (
+        closing(Forks("weighin.checkpoint", "weighin.models.gguf_spec")) as forks,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(child_process, "module", forks.command)
         yield
 
