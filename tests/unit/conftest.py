@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-import torch
 from warm_children import Forks
 
 from weighin import child_process
@@ -26,6 +25,8 @@ def _warm_children() -> Iterator[None]:
 @pytest.fixture
 def torch_threads_restored() -> Iterator[None]:
     """Give torch the number of threads back that it had: our loader and converter set another."""
+    import torch  # some tests of this folder run where an import of torch takes half a minute
+
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
