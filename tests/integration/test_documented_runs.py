@@ -56,7 +56,9 @@ test_library_folders.py, test_training_runs.py; and commands of a user's own, wh
 test_commands.py runs; and programs of the folder benchmarks."""
 
 
-AT_NIGHT = ("gpt2-small", "--suite ci", "results/shard", "weighin floor", "weighin doctor")
+AT_NIGHT = (
+    "gpt2-small", "--suite ci", "results/shard", "weighin floor", "weighin doctor", "weighin recommend",
+)  # fmt: skip
 """What takes more than some seconds, and has tests of its own by day."""
 
 
