@@ -1,5 +1,6 @@
 """``weighin predict``: the memory that loads will need."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,10 +76,9 @@ def predict(context: click.Context, /, **_: Any) -> None:
     from weighin.predict import tables
 
     predictions = _predictions(typed, _suite(typed))
-    if typed["json_file"] != _console.STDOUT:
-        _console.show(*tables.tables(predictions, phases=typed["phases"]))
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], tables.as_json(predictions))
+    parts = tables.tables(predictions, phases=typed["phases"])
+    document = partial(tables.as_json, predictions)
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
     _end(context, predictions)
 
 
@@ -139,14 +139,13 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
         parts[part.name] = _predictions(asked, _suite(asked), part.name)
     answers = combining.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
-    if typed["json_file"] != _console.STDOUT:
-        _console.show(
-            *tables.tables(predictions, phases=typed["phases"]),
-            *combining.table(path.resolve().name, answers),
-        )
-    if typed["json_file"]:
-        whole = combining.as_json(str(path), parts, answers)
-        _console.write_json(typed["json_file"], tables.as_json(predictions) | {"pipeline": whole})
+    document = tables.as_json(predictions)
+    document["pipeline"] = combining.as_json(str(path), parts, answers)
+    shown = [
+        *tables.tables(predictions, phases=typed["phases"]),
+        *combining.table(path.resolve().name, answers),
+    ]
+    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(*shown))
     return predictions
 
 
@@ -167,13 +166,10 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
         _console.note(*run_folder.read(run).warnings)
         with _console.working(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
-    if typed["json_file"] != _console.STDOUT:
-        summary = check.summarised(checked)
-        _console.show(
-            tables.check_table(checked), *([tables.summary_line(summary)] if summary else [])
-        )
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], check.as_json(checked))
+    summary = check.summarised(checked)
+    shown = [tables.check_table(checked), *([tables.summary_line(summary)] if summary else [])]
+    document = partial(check.as_json, checked)
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown))
     return [series.prediction for series in checked]
 
 

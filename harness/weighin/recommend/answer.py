@@ -44,7 +44,6 @@ from weighin.suite.matrix import Planned
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, TRAINING
 
-SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow, which name requirements that a recommended strategy may have."""
 
@@ -149,7 +148,6 @@ class Advice:
         """Return the whole answer for ``--json``."""
         asked = self.question
         return {
-            "schema": SCHEMA,
             "model": asked.model.title,
             "device": asked.device,
             "dtype": asked.dtype,

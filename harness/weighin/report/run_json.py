@@ -6,7 +6,7 @@ Bytes are integers. None means that a figure was not measured.
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from weighin.record import Result
 from weighin.records.explanation import answer
@@ -15,8 +15,6 @@ from weighin.report import dataframe, operations
 from weighin.report.dataframe import known
 from weighin.report.floors import as_dict
 from weighin.report.history import History, HistoryPoint
-
-SCHEMA: Final = 1
 
 
 def of_run(
@@ -35,7 +33,6 @@ def of_run(
     frame = dataframe.series(results).drop(columns="group")
     rows = operations.concerning(frame).to_dict("records")
     return {
-        "schema": SCHEMA,
         "run": str(run),
         "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
         "missing_cells": missing,
@@ -48,7 +45,6 @@ def of_run(
 def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> dict[str, Any]:
     """Return the RAM floors that a search found, and the paths of written files."""
     return {
-        "schema": SCHEMA,
         "run": str(run),
         "floors": [as_dict(floor) for floor in floors(results)],
         "files": [str(path) for path in files],
@@ -58,7 +54,6 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
 def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
     """Return a metric over runs: all points, and the runs where its level or an outcome changed."""
     return {
-        "schema": SCHEMA,
         "metric": history.metric.name,
         "unit": history.metric.unit,
         "runs": [

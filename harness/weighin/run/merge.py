@@ -15,7 +15,6 @@ from weighin.records import coverage, run_folder
 from weighin.records.run_folder import Plan
 from weighin.records.shard import Shard, parse
 
-SCHEMA: Final = 1
 _OF_A_PART: Final = ("shard", "engine")
 """Settings in which the parts of one plan may differ."""
 
@@ -32,7 +31,6 @@ class Merged:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "run": str(self.folder),
             "records": len(self.results),
             "missing": [cell.id for cell in self.missing],
