@@ -11,7 +11,7 @@ import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 from hypothesis import given
 from hypothesis import strategies as st
-from test_matrix import matrix
+from test_matrix import cells_of
 
 from weighin.cell import Job
 from weighin.disk.pace import Pace, Schedule
@@ -25,7 +25,6 @@ from weighin.report import slow_disks, writing
 from weighin.report.dataframe import series
 from weighin.report.findings import markdown
 from weighin.suite.config import check_suite
-from weighin.suite.matrix import plan
 from weighin.units import (
     MIB,
     format_latency,
@@ -91,7 +90,7 @@ def test_a_disk_makes_another_series_and_no_disk_keeps_its_name() -> None:
 
 
 def test_a_matrix_has_each_rate_with_each_latency() -> None:
-    planned = plan(matrix(disks=(50_000_000, None), disk_latencies=(MS, None)))
+    planned = cells_of(disk=["50MB/s", "none"], disk_latency=["1ms", "none"])
     cells = [each.cell for each in planned if each.cell.strategy == "a"]
     assert [cell.disk for cell in cells] == [
         ("disk=50MB/s", "disk_latency=1ms"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, planned
 
 from weighin.cell import Cell, ModelSpec
 from weighin.cli import _arguments
@@ -18,7 +18,7 @@ from weighin.records.series import name_of
 from weighin.report.dataframe import cells
 from weighin.suite import registry
 from weighin.suite.config import check_suite
-from weighin.suite.matrix import CellMatrix, Planned, plan
+from weighin.suite.matrix import Planned
 
 ARENAS = {"MALLOC_ARENA_MAX": "2"}
 PLAIN = make_cell("streaming")
@@ -90,8 +90,8 @@ def test_each_environment_is_measured_with_each_strategy() -> None:
     infos: tuple[tuple[registry.StrategyInfo, dict[str, Any]], ...] = tuple(
         (registry.strategy(name), {}) for name in ("baseline", "streaming")
     )
-    matrix = CellMatrix((ModelSpec("m", "a.b:c"),), infos, (None,), "process", environments=({}, ARENAS))  # fmt: skip
-    order = [(one.cell.strategy, one.cell.environment) for one in plan(matrix)]
+    cells = planned((ModelSpec("m", "a.b:c"),), infos, environment=[{}, ARENAS])
+    order = [(one.cell.strategy, one.cell.environment) for one in cells]
     assert order == [
         ("baseline", {}),
         ("streaming", {}),

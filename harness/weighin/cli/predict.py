@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weighin.predict.prediction import Prediction
-    from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
-    from weighin.suite.matrix import Planned
 
 EXAMPLES = (
     "weighin predict gpt2-xl",
@@ -25,6 +23,11 @@ EXAMPLES = (
     "weighin predict --suite notebook --json -",
     "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 )
+_PREDICTED = {
+    **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
+    **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
+}
+"""What the cells of a prediction have in place of a suite's own limits, disks and repeats."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -87,7 +90,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
-    from weighin.suite import uses
+    from weighin.suite import registry, uses
+    from weighin.suite.matrix import plan
     from weighin.uses import FORWARD
 
     chosen = _arguments.choose(typed, suite)
@@ -101,7 +105,14 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
             "predict each by its folder: weighin predict FOLDER; or a run of the suite: --check RUN",
         )
     use_paths = uses.chosen(suite.uses)
-    planned = _plan(suite, chosen, tuple(use_paths))
+    planned = plan(
+        suite.model_copy(update=_PREDICTED),
+        chosen.specs,
+        registry.chosen(suite, chosen.own_format),
+        "process",
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
+    )
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""
     with _console.working("importing torch") as status:
@@ -185,25 +196,3 @@ def _suite(typed: dict[str, Any]) -> "Suite":
     }
     given = {key: value for key, value in asked.items() if value}
     return _arguments.read_suite(typed["suite"], given)
-
-
-def _plan(suite: "Suite", chosen: "ChosenModels", uses: tuple[str, ...]) -> "list[Planned]":
-    from weighin import formats
-    from weighin.suite import registry
-    from weighin.suite.matrix import CellMatrix, plan
-
-    return plan(
-        CellMatrix(
-            models=chosen.specs,
-            strategies=registry.chosen(suite, chosen.own_format),
-            ram_limits=(None,),
-            isolation="process",
-            device=suite.device,
-            dtypes=chosen.dtypes,
-            formats=tuple(formats.known(name) for name in suite.format),
-            own_formats=chosen.own_formats,
-            environments=tuple(suite.environment),
-            ranks=tuple(suite.ranks),
-            uses=uses,
-        )
-    )

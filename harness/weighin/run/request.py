@@ -29,7 +29,7 @@ from weighin.run.site import THIS_MACHINE, Site
 from weighin.run.task import Run, check_folder
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.config import Suite
-from weighin.suite.matrix import CellMatrix, Planned, plan
+from weighin.suite.matrix import Planned, plan
 from weighin.units import format_exact
 from weighin.uses import TO_DEVICE
 
@@ -73,7 +73,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = uses.chosen(suite.uses)
-    format_names = tuple(formats.known(name) for name in suite.format)
+    for name in suite.format:
+        formats.known(name)  # an unknown one is named before anything is tried
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = settings.within is not None or any(limit is not None for limit in suite.ram)
@@ -87,27 +88,12 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     if suite.ram_high is not None:
         site.check_soft_limit(isolation)
     planned = plan(
-        CellMatrix(
-            models=models,
-            strategies=strategies,
-            ram_limits=tuple(suite.ram),
-            vram_limits=tuple(suite.vram),
-            isolation=isolation.name,
-            device=suite.device,
-            dtypes=chosen.dtypes,
-            cache=suite.cache,
-            repeats=suite.repeats,
-            passes=suite.passes,
-            ram_high_bytes=suite.ram_high,
-            formats=format_names,
-            operation=suite.operation,
-            own_formats=chosen.own_formats,
-            environments=tuple(suite.environment),
-            ranks=tuple(suite.ranks),
-            uses=tuple(use_paths),
-            disks=tuple(suite.disk),
-            disk_latencies=tuple(suite.disk_latency),
-        )
+        suite,
+        models,
+        strategies,
+        isolation.name,
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
     )
     planned = _without_gpu_uses(planned, site)
     preload.check(suite.environment)
