@@ -5,8 +5,7 @@ its pages in the page cache, and the kernel charges a page to the cell that read
 """
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,9 +165,3 @@ class LocalTask:
 
     def cancel(self) -> None:
         self._node.end_input()
-
-
-@contextmanager
-def opened(jobs: int) -> Iterator[JobsEngine]:
-    """Return the engine that runs ``jobs`` cells at once."""
-    yield JobsEngine(jobs)

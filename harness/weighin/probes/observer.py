@@ -34,6 +34,11 @@ class Observation:
     escape: str = ""
 
 
+def grown(before: int | None, after: int | None) -> int | None:
+    """Return by how much a counter grew; None if it was not read at both instants."""
+    return None if before is None or after is None else after - before
+
+
 class Observer(Protocol):
     """Observes one worker until ``stop`` is called."""
 

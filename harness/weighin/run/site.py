@@ -4,7 +4,7 @@ An engine that measures on other machines passes its own ``Site`` to ``request.s
 """
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError
 from weighin.isolation import select
@@ -59,24 +59,8 @@ class ThisMachine:
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
         gpu_check.check(device, vram_limits)
 
-    def choose(
-        self,
-        name: str,
-        *,
-        limited: bool,
-        base_image: str | None,
-        packages: tuple[str, ...],
-        containers: bool = True,
-        image: str = "",
-    ) -> tuple[Isolation, str]:
-        return select.choose(
-            name,
-            limited=limited,
-            base_image=base_image,
-            packages=packages,
-            containers=containers,
-            image=image,
-        )
+    def choose(self, name: str, **asked: Any) -> tuple[Isolation, str]:
+        return select.choose(name, **asked)
 
     def check_soft_limit(self, isolation: Isolation) -> None:
         select.check_soft_limit(isolation)
