@@ -48,5 +48,5 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
         _console.note(
             f"missing: {len(merged.missing)} cells"
             + (f"; no run of shard {shards} was named" if shards else "")
-            + f"; {merging.resume_command(folder)} measures them"
+            + f"; {merged.again} measures them"
         )

@@ -5,9 +5,8 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from typing import TYPE_CHECKING, Final
 
 from weighin.cell import Cell
@@ -15,14 +14,15 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
+from weighin.records.coverage import resume_command
 from weighin.run import readiness
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Pattern
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
-from weighin.run.task import PlannedCommand, Run, check_folder
-from weighin.units import complaint_of_limit, format_exact
+from weighin.run.task import PlannedCommand, Run, new_folder, write_plan
+from weighin.units import complaint_of_limit
 
 if TYPE_CHECKING:
     from weighin.suite.commands import CommandSuite
@@ -106,16 +106,9 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
     ]
     settings = replace(request.settings, command=_shared(requests))
     label = "-".join(dict.fromkeys(cell.strategy for cell in cells))[:_LABEL_LENGTH]
-    folder = request.folder or Path("results") / _name(label, request)
-    check_folder(folder, settings.verb)
-    planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
-    if settings.shard and not (planned := settings.shard.of(planned)):
-        raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(cells)} cells",
-            f"divide it into {len(cells)} shards at most",
-        )
-    run_folder.write_plan(folder, cells, settings.as_json())
-    return Run(folder, planned, isolation, settings, is_new=True), note
+    folder = new_folder([label], request.limits, is_search=settings.within is not None)
+    planned = [PlannedCommand(cell) for cell in cells]
+    return write_plan(request.folder or folder, planned, isolation, settings), note
 
 
 def _check_limits(limits: Sequence[int | None]) -> None:
@@ -171,7 +164,7 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
         trust.check(
             foreign(cells, settings.command),
             place=folder / run_folder.PLAN,
-            again=f"weighin {settings.verb} --resume {quote(str(folder))}",
+            again=resume_command(settings.verb, folder),
         )
     planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
     if settings.shard:
@@ -240,13 +233,3 @@ def _choose(request: CommandRequest, site: Site, *, limited: bool) -> tuple[Isol
         containers=name != "auto",
         image=request.how.image,
     )
-
-
-def _name(label: str, request: CommandRequest) -> str:
-    limits = [format_exact(limit) for limit in request.limits if limit is not None]
-    words = [
-        datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"),
-        re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "command",
-        *(["floor"] if request.settings.within is not None else limits),
-    ]
-    return "-".join(words)

@@ -1,11 +1,8 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore a ``Run`` from its folder."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from weighin import formats
@@ -23,14 +20,14 @@ from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
+from weighin.records.coverage import resume_command
 from weighin.run import command_request, trust
 from weighin.run.settings import RunSettings
 from weighin.run.site import THIS_MACHINE, Site
-from weighin.run.task import Run, check_folder
+from weighin.run.task import Run, new_folder, write_plan
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.config import Suite
 from weighin.suite.matrix import Planned, plan
-from weighin.units import format_exact
 from weighin.uses import TO_DEVICE
 
 
@@ -103,8 +100,6 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
-    folder = request.folder or Path("results") / _name(request, models)
-    check_folder(folder, settings.verb)
     settings = replace(
         settings,
         checkpoint=checkpoint,
@@ -119,14 +114,10 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         mounts=mounts,
         storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
-    if settings.shard and not settings.shard.of(planned):
-        raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
-            f"divide it into {len(planned)} shards at most",
-        )
-    run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
-    cells = settings.shard.of(planned) if settings.shard else planned
-    return Run(folder, cells, isolation, settings, is_new=True), note
+    labels = [replace(model, kwargs={}).title for model in models]
+    labels += ["saving"] if suite.operation == "save" else []
+    folder = new_folder(labels, suite.ram, is_search=settings.within is not None)
+    return write_plan(request.folder or folder, planned, isolation, settings), note
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
@@ -141,7 +132,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     if run.settings.within is not None:
         raise RecordError(
             f"{folder} is a search for floors",
-            f"resume it: weighin floor --resume {quote(str(folder))}",
+            f"resume it: {resume_command('floor', folder)}",
         )
     return run
 
@@ -165,7 +156,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
                 mounts=settings.mounts,
             ),
             place=folder / run_folder.PLAN,
-            again=f"weighin {settings.verb} --resume {quote(str(folder))}",
+            again=resume_command(settings.verb, folder),
         )
     infos = {
         name: registry.read_strategy(Path(path), found.cells[0].operation)
@@ -295,19 +286,3 @@ def _check_gpu(suite: Suite, site: Site) -> None:
         raise ConfigError(
             f"{needs_gpu[0]}, but the device is cpu", "add --device cuda, or leave it out"
         )
-
-
-def _name(request: Request, models: Iterable[ModelSpec]) -> str:
-    """Return the name of a new run's folder: the time, the models and the limits."""
-    limits = [limit for limit in request.suite.ram if limit is not None]
-    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *map(_label, models)]
-    words += ["saving"] if request.suite.operation == "save" else []
-    words += (
-        [format_exact(limit) for limit in limits] if request.settings.within is None else ["floor"]
-    )
-    return "-".join(words)
-
-
-def _label(model: ModelSpec) -> str:
-    """Return a model's title as a part of a folder's name: "nets_build" for "nets:build(width=64)"."""
-    return re.sub(r"[^\w.+-]+", "_", replace(model, kwargs={}).title).strip("._-")
