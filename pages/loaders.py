@@ -18,8 +18,8 @@ from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
-from weighin.report.dataframe import series
 from weighin.report.markdown import by_reason, table_lines
+from weighin.report.rows import series
 from weighin.text import markdown as escaped
 from weighin.units import GIB, format_bytes, format_seconds
 

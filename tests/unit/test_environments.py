@@ -15,7 +15,7 @@ from weighin.isolation.docker.mounts import environment_inside
 from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
-from weighin.report.dataframe import cells
+from weighin.report.rows import cells
 from weighin.suite import registry
 from weighin.suite.config import check_suite
 from weighin.suite.matrix import Planned
@@ -36,8 +36,8 @@ def test_a_series_is_named_with_its_environment() -> None:
 
 
 def test_the_table_of_cells_shows_the_environment_among_the_options() -> None:
-    shown = cells([make_result(replace(CELL, options={"threads": 2}))])
-    assert list(shown["options"]) == ["threads=2, MALLOC_ARENA_MAX=2"]
+    (shown,) = cells([make_result(replace(CELL, options={"threads": 2}))])
+    assert shown["options"] == "threads=2, MALLOC_ARENA_MAX=2"
 
 
 def test_a_worker_is_told_of_the_environment() -> None:

@@ -5,8 +5,8 @@ from typing import TextIO
 
 from weighin.record import Result
 from weighin.report import captions, sections
-from weighin.report.dataframe import series
 from weighin.report.markdown import plain
+from weighin.report.rows import series
 from weighin.text import markdown as escaped
 
 
@@ -18,9 +18,9 @@ def write_markdown(
     images: Sequence[str] = (),
 ) -> None:
     """Write the report of a run as markdown, with links to ``images`` at the end."""
-    frame = series(results)
-    title = escaped(plain(captions.title(frame)))
-    print(f"# {title}\n\n{escaped(captions.shared(frame, results))}", file=file)
+    rows = series(results)
+    title = escaped(plain(captions.title(rows)))
+    print(f"# {title}\n\n{escaped(captions.shared(rows, results))}", file=file)
     for section in sections.of(results, warnings):
         print(f"\n## {escaped(section.heading)}\n\n{section.markdown()}", file=file)
     for image in images:

@@ -7,9 +7,9 @@ from weighin.record import Result
 from weighin.records.floor import Aim, Floor, Life, floors
 from weighin.records.series import label_among
 from weighin.report import captions, operations
-from weighin.report.dataframe import series
 from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
+from weighin.report.rows import series
 from weighin.report.survival import SIGNS
 from weighin.units import GIB, MIB, format_seconds
 

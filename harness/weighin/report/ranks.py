@@ -9,8 +9,8 @@ from weighin.records.repeats import middle
 from weighin.records.series import label_among
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.dataframe import series
 from weighin.report.findings import Found, of_texts
+from weighin.report.rows import series
 from weighin.units import GIB
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import Any
 from weighin.record import Result
 from weighin.records.explanation import answer
 from weighin.records.floor import floors
-from weighin.report import dataframe, operations
-from weighin.report.dataframe import known
+from weighin.report import operations
 from weighin.report.floors import as_dict
 from weighin.report.history import History, HistoryPoint
+from weighin.report.rows import OF_SERIES, series
 
 
 def of_run(
@@ -30,11 +30,11 @@ def of_run(
     is the explanation in words, a list of lines.
     """
     is_one_command = len(results) == 1 and bool(results[0].cell.command)
-    frame = dataframe.series(results).drop(columns="group")
-    rows = operations.concerning(frame).to_dict("records")
+    rows = series(results)
+    names = operations.concerning(rows, OF_SERIES)
     return {
         "run": str(run),
-        "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
+        "series": [{name: _plain(row[name]) for name in names} for row in rows],
         "missing_cells": missing,
         "warnings": list(warnings),
         "files": [str(path) for path in files],
@@ -91,8 +91,7 @@ def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a frame's value for JSON, and a whole float (a median of bytes) as an integer."""
-    value = known(value)
+    """Return a row's value for JSON, and a whole float as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

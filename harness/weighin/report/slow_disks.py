@@ -13,8 +13,8 @@ from weighin.records.series import label_among
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.dataframe import series
 from weighin.report.findings import Found, of_texts
+from weighin.report.rows import series
 from weighin.units import format_latency, format_rate, format_seconds
 
 if TYPE_CHECKING:
