@@ -129,7 +129,7 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
 def _question(typed: dict[str, Any]) -> "Question":
     from weighin.disk.pace import Pace
     from weighin.recommend import answer
-    from weighin.recommend.ranking import Limits
+    from weighin.recommend.candidates import Limits
     from weighin.suite import uses
     from weighin.suite.config import check_suite
     from weighin.uses import NONE

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 from weighin.errors import ConfigError, UnknownName
 from weighin.record import Result
 from weighin.run import runner
-from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.task import Progress, Run
 
 NAMES: Final = ("local", "ray")
@@ -17,7 +17,7 @@ class Engine(Protocol):
     """A way to run the cells of a plan."""
 
     @property
-    def site(self) -> Site:
+    def machines(self) -> Machines:
         """The machine or machines that run the cells."""
         ...
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
 class LocalEngine:
     """Runs the cells one by one on this machine."""
 
-    site: Site = THIS_MACHINE
+    machines: Machines = THIS_MACHINE
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         return runner.run(task, progress)

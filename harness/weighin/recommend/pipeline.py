@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
-from weighin.recommend.ranking import Limits
+from weighin.recommend.candidates import Limits
 from weighin.units import format_bytes, format_exact
 
 _TOGETHER: Final = "together"

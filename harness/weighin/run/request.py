@@ -22,8 +22,8 @@ from weighin.isolation import preload, select
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
 from weighin.run import command_request, trust
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.settings import RunSettings
-from weighin.run.site import THIS_MACHINE, Site
 from weighin.run.task import Run, new_folder, write_plan
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.config import Suite
@@ -48,10 +48,10 @@ class Request:
     choice: FolderChoice = AS_SAVED
 
 
-def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
+def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
 
-    ``site`` is the machine or machines that will measure.
+    ``machines`` is the machine or machines that will measure.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
@@ -72,10 +72,10 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     use_paths = uses.chosen(suite.uses)
     for name in suite.format:
         formats.known(name)  # an unknown one is named before anything is tried
-    site.check_ram(suite.ram)
-    _check_gpu(suite, site)
+    machines.check_ram(suite.ram)
+    _check_gpu(suite, machines)
     limited = settings.within is not None or any(limit is not None for limit in suite.ram)
-    isolation, note = site.choose(
+    isolation, note = machines.choose(
         suite.isolation,
         limited=limited,
         base_image=settings.base_image,
@@ -83,7 +83,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
-        site.check_soft_limit(isolation)
+        machines.check_soft_limit(isolation)
     planned = plan(
         suite,
         models,
@@ -92,7 +92,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,
     )
-    planned = _without_gpu_uses(planned, site)
+    planned = _without_gpu_uses(planned, machines)
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
@@ -233,12 +233,12 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
     return planned
 
 
-def _without_gpu_uses(planned: list[Planned], site: Site) -> list[Planned]:
+def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planned]:
     """Skip the cells that move a model to a GPU where there is none."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
-        site.check_gpu("cuda", ())
+        machines.check_gpu("cuda", ())
     except (ConfigError, IsolationUnavailable) as error:
         skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
@@ -272,10 +272,10 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         )
 
 
-def _check_gpu(suite: Suite, site: Site) -> None:
+def _check_gpu(suite: Suite, machines: Machines) -> None:
     """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
     if suite.device != "cpu":
-        site.check_gpu(suite.device, suite.vram)
+        machines.check_gpu(suite.device, suite.vram)
         return
     is_limited = any(limit is not None for limit in suite.vram)
     needs_gpu = [

@@ -1,6 +1,6 @@
 """Tell what the machine or machines of a run can do, before the run is planned.
 
-An engine that measures on other machines passes its own ``Site`` to ``request.start``.
+An engine that measures on other machines passes its own ``Machines`` to ``request.start``.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from weighin.run import gpu_check
 from weighin.units import format_bytes, format_exact
 
 
-class Site(Protocol):
+class Machines(Protocol):
     """The machine or machines that run the cells."""
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
