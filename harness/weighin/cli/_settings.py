@@ -55,11 +55,10 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 def name_source(context: click.Context, error: ConfigError) -> None:
     """Add the name of the settings file to an error about an option's value from that file."""
     path = context.find_root().meta.get(TABLE)
-    option = error.message.partition(":")[0]
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
-        if option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
-            place = f"{option} is set in [{TABLE}] of {path}"
+        if error.option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
+            place = f"{error.option} is set in [{TABLE}] of {path}"
             error.repair = f"{error.repair}; {place}" if error.repair else place
 
 

@@ -70,6 +70,7 @@ def settings(
             raise ConfigError(
                 f"--label: {key!r} is not of the form KEY=VALUE",
                 "write --label ray.io/accelerator-type=H100",
+                option="--label",
             )
     return {
         "name": name,
