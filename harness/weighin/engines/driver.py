@@ -1,7 +1,6 @@
 """Run a plan on several nodes: this process alone chooses nodes and writes records."""
 
 import base64
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Final
 from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
 from weighin.engines.transport import LostTask, NodeFacts, Task, Transport
 from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
+from weighin.locks import try_lock
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
@@ -360,12 +360,11 @@ def _only_driver(folder: Path) -> Iterator[None]:
     """
     plan = os.open(folder / run_folder.PLAN, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(plan, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise MachineBusy(
-            f"another process runs the plan in {folder}", "wait for its end, then resume the run"
-        ) from None
-    else:
+        if not try_lock(plan):
+            raise MachineBusy(
+                f"another process runs the plan in {folder}",
+                "wait for its end, then resume the run",
+            )
         yield
     finally:
         os.close(plan)
