@@ -185,7 +185,8 @@ def _of_group(sample: Sample) -> Sample:
 
 def _gpu(run: Path, result: Result, samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """Return the GPU's memory over time from the trace, or else from the samples."""
-    traced = [row for row in read_columns(run, result.trace_path, _TRACED) if None not in row]
+    rows = read_columns(run, result.trace_path, _TRACED)
+    traced = [(t_ns, used) for t_ns, used in rows if None not in (t_ns, used)]
     return traced or [
         (sample.t_ns, sample.cuda_allocated_bytes)
         for sample in samples
