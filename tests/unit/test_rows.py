@@ -102,7 +102,8 @@ def test_cells_of_different_kwargs_are_different_series() -> None:
 
 
 def test_an_empty_run_has_no_rows() -> None:
-    assert cells([]) == series([]) == varying([]) == []
+    assert cells([]) == series([]) == []
+    assert varying([]) == []
 
 
 def test_varying_dimensions_are_named_in_the_order_of_columns() -> None:

@@ -178,9 +178,10 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
         with _console.working(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
     summary = check.summarised(checked)
-    shown = [tables.check_table(checked), *([tables.summary_line(summary)] if summary else [])]
+    lines = [tables.summary_line(summary)] if summary else []
     document = partial(check.as_json, checked)
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown))
+    show = partial(_console.show, tables.check_table(checked), *lines)
+    _console.deliver(typed["json_file"], document, show)
     return [series.prediction for series in checked]
 
 
