@@ -9,12 +9,11 @@ Three tables, written to --out:
   ru_maxrss, psutil at 100 ms, and optimum-benchmark's tracker.
 
 Run nothing else meanwhile. It takes a quarter of an hour. It needs a C compiler; without root and without
-Docker, an isolation is left out, and the page says so. optimum-benchmark is used if it is in the Python
-of --optimum. Its tracker needs only psutil and rich of the package's requirements::
+Docker, an isolation is left out, and the page says so. optimum-benchmark, without what it requires, lies
+in a folder of its own::
 
-    python3 -m venv /tmp/optimum
-    /tmp/optimum/bin/pip install --no-deps optimum-benchmark psutil rich markdown-it-py mdurl pygments
-    make self-bench ARGS="--optimum /tmp/optimum/bin/python"
+    .venv/bin/pip install --no-deps --target /tmp/optimum optimum-benchmark
+    make self-bench ARGS="--optimum /tmp/optimum"
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each load and of each program")
     parser.add_argument("--seconds", type=float, default=5, help="of each sampler at each interval")
-    parser.add_argument("--optimum", default=sys.executable, help="a Python with optimum-benchmark")
+    parser.add_argument("--optimum", default="", help="the folder that has optimum-benchmark")
     parser.add_argument("--out", type=Path, help="the page; without it, the page is printed")
     asked = parser.parse_args()
     load_average = os.getloadavg()[0]

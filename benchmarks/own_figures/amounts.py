@@ -47,6 +47,7 @@ import importlib.metadata, importlib.util, json, multiprocessing, sys, types
 
 # The package's own __init__ imports its backends and what they need; the tracker needs none of them.
 name = "optimum_benchmark"
+sys.path += filter(None, sys.argv[1:])
 spec = importlib.util.find_spec(name)
 if spec is None:
     sys.exit("it is not installed")
@@ -86,10 +87,10 @@ class Amounts:
     optimum: str
 
 
-def measure(programs: Path, folder: Path, repeats: int, optimum_python: str) -> Amounts:
+def measure(programs: Path, folder: Path, repeats: int, optimum: str) -> Amounts:
     """Run each known program under each tool, ``repeats`` times and interleaved.
 
-    ``optimum_python`` is a Python that has optimum-benchmark, or not.
+    ``optimum`` is a folder that has optimum-benchmark; empty for none.
     """
     (file := folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
     known = [one for one in known_commands.KNOWN if one.name in SHOWN]
@@ -103,7 +104,7 @@ def measure(programs: Path, folder: Path, repeats: int, optimum_python: str) -> 
             except IsolationUnavailable as error:
                 refused[name] = error.message
         tools |= {MAX_RSS: _max_rss, NOTEBOOK: _notebook}
-        tracker = opened.enter_context(_optimum(optimum_python))
+        tracker = opened.enter_context(_optimum(optimum))
         if isinstance(tracker, str):
             refused[OPTIMUM] = tracker
         else:
@@ -183,10 +184,10 @@ class _Tracker:
 
 
 @contextmanager
-def _optimum(python: str) -> Iterator[_Tracker | str]:
-    """Yield the tracker, or the reason why this Python has none."""
+def _optimum(folder: str) -> Iterator[_Tracker | str]:
+    """Yield the tracker of a folder, or the reason why there is none."""
     with subprocess.Popen(
-        [python, "-W", "ignore", "-c", _OPTIMUM_CODE],
+        [sys.executable, "-P", "-W", "ignore", "-c", _OPTIMUM_CODE, folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
