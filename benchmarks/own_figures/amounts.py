@@ -78,13 +78,18 @@ class Amounts:
     Attributes:
         figures: by the program's id, then by the tool.
         refused: why a tool is missing, by the tool.
-        optimum: the version of optimum-benchmark, and its interval; empty without it.
+        optimum: optimum-benchmark with its version and its interval; empty without it.
     """
 
     known: Sequence[Known]
     figures: Mapping[str, Mapping[str, Sequence[int]]]
     refused: Mapping[str, str]
     optimum: str
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools that were there, in their order."""
+        return list(self.figures[self.known[0].id])
 
 
 def measure(programs: Path, folder: Path, repeats: int, optimum: str) -> Amounts:
@@ -198,7 +203,7 @@ def _optimum(folder: str) -> Iterator[_Tracker | str]:
             about = json.loads(line)
             yield _Tracker(
                 process,
-                f"optimum-benchmark {about['version']}, a sample every {about['interval_s'] * 1000:g} ms",
+                f"optimum-benchmark {about['version']} (RSS, every {about['interval_s'] * 1000:g} ms)",
             )
             process.communicate()
         else:

@@ -90,11 +90,11 @@ def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missin
     text = page.text(costs, sampled, known, seconds=5, load_average=0.125)
     lines = text.splitlines()
     assert "| process | 0.50 | 3.50 | 1.00 | 5.00 | 15.00 | 0.25 |" in lines
-    assert "* docker is not in the table: no engine answers" in lines
-    sampler = "1.2% | 5.0 | 6.0 | 17.0"
-    assert f"| a load | process | 5 ms | {sampler} | {sampler} |" in lines
+    assert "The table lacks docker: no engine answers." in lines
+    assert "| a load | process | idle | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
+    assert "| a load | process | busy | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
     assert "| spend 256 5 | 320 | 320.0 (320.0-330.0) | 64.0 (64.0-320.0) |" in lines
     assert "| largest error |  | +3.1% | -80.0% |" in lines
-    assert "* optimum-benchmark is not in the table: it is not installed" in lines
+    assert "The table lacks optimum-benchmark: it is not installed." in lines
     assert "Example CPU" in text
     assert f"commit {ABOUT['git_commit'][:10]}, " in text
