@@ -43,17 +43,15 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """As /usr/bin/time does: in a small program, because ru_maxrss begins with the peak of the parent."""
 
 _OPTIMUM_CODE: Final = """
-import importlib.metadata, importlib.util, json, multiprocessing, sys, types
+import importlib.metadata, json, multiprocessing, sys
+from importlib.util import find_spec, module_from_spec
 
-# The package's own __init__ imports its backends and what they need; the tracker needs none of them.
-name = "optimum_benchmark"
 sys.path += filter(None, sys.argv[1:])
-spec = importlib.util.find_spec(name)
-if spec is None:
+if find_spec("optimum_benchmark") is None:
     sys.exit("it is not installed")
-for module, below in ((name, ""), (name + ".trackers", "/trackers")):
-    sys.modules[module] = types.ModuleType(module)
-    sys.modules[module].__path__ = [each + below for each in spec.submodule_search_locations]
+# Without their own code, which imports the backends and what they need: the tracker needs none of them.
+for package in ("optimum_benchmark", "optimum_benchmark.trackers"):
+    sys.modules[package] = module_from_spec(find_spec(package))
 multiprocessing.set_start_method("fork")
 from optimum_benchmark.trackers import memory
 

@@ -77,6 +77,8 @@ class Costs:
 def measure(folder: Path, repeats: int) -> Costs:
     """Measure the load of a small model in each isolation, ``repeats`` times and interleaved.
 
+    The first load in each isolation is not counted.
+
     Raises:
         HarnessError: a run cannot start, for another reason than its isolation.
     """
@@ -84,24 +86,27 @@ def measure(folder: Path, repeats: int) -> Costs:
     refused: dict[str, str] = {}
     python_ns: list[int] = []
     results: list[Result] = []
-    for number in range(repeats):
-        python_ns.append(_empty_python_ns())
+    for number in range(repeats + 1):
+        is_counted = number > 0
+        if is_counted:
+            python_ns.append(_empty_python_ns())
         for name in ISOLATIONS:
             if name in refused:
                 continue
             try:
-                cost, result = _cell(folder / f"{name}-{number}", name, is_first=number == 0)
+                cost, result = _cell(folder / f"{name}-{number}", name, is_probed=is_counted)
             except IsolationUnavailable as error:
                 refused[name] = error.message
                 continue
-            costs[name].append(cost)
-            results.append(result)
+            if is_counted:
+                costs[name].append(cost)
+                results.append(result)
     first = results[0]
     return Costs(costs, refused, python_ns, first.environment, first.model_bytes or 0)
 
 
-def _cell(folder: Path, isolation: str, *, is_first: bool) -> tuple[CellCost, Result]:
-    """Run one cell as ``weighin bench`` does; the first one of an isolation prepares it before."""
+def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[CellCost, Result]:
+    """Run one cell as ``weighin bench`` does; before it, a worker is tested if none was yet."""
     options = {"models": [MODEL], "strategies": [STRATEGY], "isolation": isolation}
     run, _ = request.start(request.Request(check_suite(options), folder=folder))
     begun: list[int] = []
@@ -111,7 +116,7 @@ def _cell(folder: Path, isolation: str, *, is_first: bool) -> tuple[CellCost, Re
         begun.append(time.monotonic_ns())
         cpu.append(time.process_time_ns())
 
-    (result,) = runner.run(replace(run, is_probed=not is_first), Progress(starting=starting))
+    (result,) = runner.run(replace(run, is_probed=is_probed), Progress(starting=starting))
     cpu_ns, ended_ns = time.process_time_ns() - cpu[0], time.monotonic_ns()
     if result.outcome is not Outcome.OK:
         sys.exit(f"error: {isolation}: a load of {MODEL} ended {result.outcome}: {result.message}")

@@ -11,7 +11,7 @@ from own_figures import amounts, cells, sampling
 from own_figures.amounts import Amounts
 from own_figures.cells import CellCost, Costs
 from own_figures.sampling import Sampled
-from own_figures.spread import Spread, largest_error
+from own_figures.spread import Spread, errors
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.units import GIB, MIB, format_bytes
@@ -30,7 +30,8 @@ machine's load average was {load_average:.2f}; an idle machine has 0.
 ## What weighin adds to a load
 
 weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The
-table shows the wall time of one cell in its parts, and the processor time of weighin's own process.
+table shows the wall time of one cell in its parts, and the processor time of weighin's own process. The first load in each isolation,
+for which weighin imports its modules, is not counted.
 
 {cells}
 
@@ -80,7 +81,7 @@ The tools:
 
 {tools}
 
-"largest error" is the figure of one repeat that is furthest from the known amount of its program.
+The line "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
@@ -96,9 +97,10 @@ the need according to `weighin run --isolation process`. Without a cgroup, the k
 the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single
   process. It counts mapped page cache as memory of the process, and does not add up processes.""",
     amounts.NOTEBOOK: """\
-the largest RSS of the command's first process, which a thread reads with psutil every 100 ms, as in the notebook of
-  README. In the notebook, the thread runs inside the measured process and waits for its GIL. Here, the thread runs outside, which favours
-  it. Each program starts at a random moment between two readings.""",
+the largest RSS of the command's first process, which a thread reads with psutil every 100 ms, as in
+  [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. In the notebook, the thread runs inside the measured
+  process and waits for its GIL. Here, the thread runs in another process, which favours it. Each program starts at a random moment
+  between two readings.""",
     amounts.OPTIMUM: """\
 the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker is made
   to follow the process that calls it; here it follows the command's first process.""",
@@ -185,14 +187,15 @@ def _amount_rows(found: Amounts) -> list[list[str]]:
         ]
         for one in found.known
     ]
-    return [*rows, ["largest error", "", *(f"{_worst(found, tool):+.1%}" for tool in found.tools)]]
+    return [*rows, ["errors", "", *(_errors(found, tool) for tool in found.tools)]]
 
 
-def _worst(found: Amounts, tool: str) -> float:
-    return largest_error(
+def _errors(found: Amounts, tool: str) -> str:
+    lowest, highest = errors(
         [
             (figure, one.needed_bytes)
             for one in found.known
             for figure in found.figures[one.id][tool]
         ]
     )
+    return f"{lowest:+.1%} to {highest:+.1%}"

@@ -48,11 +48,10 @@ class Gaps:
         return cls(median_low(gaps), gaps[rank - 1], gaps[-1])
 
 
-def error(figure: float, truth: float) -> float:
-    """Return by which share of the truth a figure is too large; negative if it is too small."""
-    return figure / truth - 1
+def errors(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the lowest and the highest error of pairs (figure, truth), as shares of the truth.
 
-
-def largest_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the error of the pair (figure, truth) that is furthest from its truth."""
-    return max((error(figure, truth) for figure, truth in pairs), key=abs)
+    An error is negative if the figure is too small.
+    """
+    found = [figure / truth - 1 for figure, truth in pairs]
+    return min(found), max(found)

@@ -9,7 +9,7 @@ from own_figures import amounts, page
 from own_figures.amounts import Amounts
 from own_figures.cells import CellCost, Costs
 from own_figures.sampling import Sampled
-from own_figures.spread import Gaps, Spread, largest_error
+from own_figures.spread import Gaps, Spread, errors
 
 from weighin.record import Cost
 from weighin.units import MIB
@@ -42,9 +42,8 @@ def test_the_range_stands_beside_the_median_if_it_differs(values: list[float], t
     assert Spread.of(values).text(1, 2) == text
 
 
-def test_the_largest_error_keeps_its_sign() -> None:
-    assert largest_error([(110, 100), (60, 100)]) == pytest.approx(-0.4)
-    assert largest_error([(250, 100), (60, 100)]) == pytest.approx(1.5)
+def test_errors_are_shares_of_the_truth_on_both_sides() -> None:
+    assert errors([(110, 100), (60, 100), (50, 25)]) == pytest.approx((-0.4, 1.0))
 
 
 def cost_of_a_cell() -> CellCost:
@@ -94,7 +93,7 @@ def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missin
     assert "| a load | process | idle | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
     assert "| a load | process | busy | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
     assert "| spend 256 5 | 320 | 320.0 (320.0-330.0) | 64.0 (64.0-320.0) |" in lines
-    assert "| largest error |  | +3.1% | -80.0% |" in lines
+    assert "| errors |  | +0.0% to +3.1% | -80.0% to +0.0% |" in lines
     assert "The table lacks optimum-benchmark: it is not installed." in lines
     assert "Example CPU" in text
     assert f"commit {ABOUT['git_commit'][:10]}, " in text
