@@ -58,7 +58,10 @@ class Mount:
         self._source = source.absolute()
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
-        self.folder.mkdir(parents=True)
+        self.folder.parent.mkdir(
+            mode=0o700, parents=True
+        )  # FUSE passes by the folders above the source
+        self.folder.mkdir()
         pairs = (
             ("--rate", format_rate(pace.bytes_per_s) if pace.bytes_per_s else ""),
             ("--latency", format_latency(pace.latency_ns) if pace.latency_ns else ""),
