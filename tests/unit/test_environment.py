@@ -142,6 +142,15 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     assert environment.read_ahead_bytes(tmp_path / "not/made yet", sysfs) == expected
 
 
+def test_a_record_holds_no_variable_but_those_that_change_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    assert environment.machine()["settings"]["MALLOC_ARENA_MAX"] == "3"
+    assert "secret" not in str(environment.machine() | environment.code())
+
+
 def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refaults are counted in pages."""
     monkeypatch.setattr(mmap, "PAGESIZE", 4096)
