@@ -47,9 +47,7 @@ How to choose: if the model and everything else fit into RAM, a strategy that ma
 kernel may have to drop the file's pages, take the strategy that is ready first among those that hold one copy. A strategy that holds
 two copies of the weights fails where RAM is short.
 
-`tensors-20000` and `tensors-200` are models of one size, in 20,000 and in 200 layers side by side. For each layer,
-`load_state_dict` looks through the names of all tensors, so that its time grows with the square of their number. Strategies
-that set each tensor by its name do not need this time; `streaming` indexes the names once.
+The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
 """
 
 
