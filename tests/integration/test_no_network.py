@@ -67,7 +67,7 @@ def test_a_connection_would_be_seen(command: CommandLine, variables: dict[str, s
         pytest.param(
             "convert model new --format per_param --keys model", marks=pytest.mark.nightly
         ),
-        pytest.param("doctor", marks=pytest.mark.nightly),
+        pytest.param("doctor", marks=[pytest.mark.nightly, pytest.mark.cgroup]),
     ],
 )
 def test_no_verb_connects_to_another_machine(
