@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import ROOT, CommandLine
@@ -26,7 +27,7 @@ sys.addaudithook(audit)
 
 
 @pytest.fixture
-def variables(command: CommandLine) -> dict[str, str]:
+def variables(command: CommandLine) -> dict[str, Any]:
     """The environment in which connections are written down, and which allows the Hub to be asked."""
     hooks = command.folder / "hooks"
     hooks.mkdir()
@@ -52,7 +53,7 @@ def connections(command: CommandLine) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_connection_would_be_seen(command: CommandLine, variables: dict[str, str]) -> None:
+def test_a_connection_would_be_seen(command: CommandLine, variables: dict[str, Any]) -> None:
     script = "import socket; socket.socket().connect_ex(('127.0.0.1', 9))"
     subprocess.run([sys.executable, "-c", script], env=command.environment | variables, check=True)
     assert "('127.0.0.1', 9)" in connections(command)
@@ -74,7 +75,7 @@ def test_a_connection_would_be_seen(command: CommandLine, variables: dict[str, s
     ],
 )
 def test_no_verb_connects_to_another_machine(
-    command: CommandLine, variables: dict[str, str], model: Path, arguments: str
+    command: CommandLine, variables: dict[str, Any], model: Path, arguments: str
 ) -> None:
     ended = command.run(*arguments.split(), patience_s=600, **variables)
     assert ended.code == 0, ended.err
@@ -82,7 +83,7 @@ def test_no_verb_connects_to_another_machine(
 
 
 def test_reading_a_checkpoint_connects_to_no_other_machine(
-    command: CommandLine, variables: dict[str, str], model: Path
+    command: CommandLine, variables: dict[str, Any], model: Path
 ) -> None:
     for verb in ("inspect", "predict"):
         ended = command.run(verb, str(model), **variables)
