@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
+from weighin.engines.scheduler import Node
 from weighin.engines.transport import NodeFacts, Task
 from weighin.errors import RecordError
 from weighin.run.command_request import CommandRequest, start
