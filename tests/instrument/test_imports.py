@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,21 @@ sys.stdout.write(chr(0))
     done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
     _, modules = json.loads(done.stdout.rpartition("\0")[2])
     assert set(modules) & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
+
+
+def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests/integration/fixtures/gpt2-xl-8GiB", run)
+    statement = f"""
+from pathlib import Path
+from weighin.report import terminal_table, write_report
+from weighin.records.run_folder import read_whole
+records = read_whole(Path({str(run)!r}))
+terminal_table(records.results)
+write_report(Path({str(run)!r}), ("md", "html", "csv", "bmf", "gha"), records)
+"""
+    _, modules = imported_by(statement)
+    assert modules & OF_REPORTS == set()
 
 
 def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_pays_for() -> None:

@@ -285,7 +285,6 @@ def test_the_command_says_what_it_made(source: Path) -> None:
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
     assert done.as_json() == {
-        "schema": 1,
         "source": str(source),
         "source_format": "pt",
         "target": str(target),

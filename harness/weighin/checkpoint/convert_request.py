@@ -24,7 +24,6 @@ from weighin.suite.config import DTYPES
 from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
-SCHEMA: Final = 1
 AUTO: Final = "auto"
 
 _FOLDER: Final = "sharded"  # the format of a target that is no file, by its name
@@ -87,7 +86,7 @@ class FinishedConversion:
         """Return the conversion's description for ``--json``."""
         paths = {"source": str(self.source), "target": str(self.target)}
         checksums = str(self.checksums) if self.checksums else None
-        return {"schema": SCHEMA} | asdict(self) | paths | {"checksums": checksums}
+        return asdict(self) | paths | {"checksums": checksums}
 
 
 def convert(

@@ -25,7 +25,6 @@ from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes
 
-SCHEMA: Final = 1
 SORTS: Final = ("file", "name", "size")
 
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
@@ -121,7 +120,6 @@ class Inspected:
             "largest": self.largest.name,
         }
         return {
-            "schema": SCHEMA,
             "path": str(self.path),
             "layout": self.layout,
             "architecture": self.architecture or None,
