@@ -19,7 +19,7 @@ from weighin.units import MIB
 pytestmark = pytest.mark.vm
 
 GROW = ROOT / "tests" / "vm" / "grow.py"
-TAKEN = '        held.append(b"".join([b"1" * 1024] * 1024))  # TAKEN'
+TAKEN = '    held = list(map(b"".join, repeat([b"1" * 1024] * 1024, 400)))  # TAKEN'
 SPENT = 64 * MIB
 """The memory that the C program ``spend 48 20 16`` takes."""
 
