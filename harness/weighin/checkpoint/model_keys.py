@@ -21,7 +21,6 @@ from weighin.formats.selection import WHOLE, Selection
 if TYPE_CHECKING:
     import torch
 
-    from weighin.formats.converted import Converted
     from weighin.models.pretrained_keys import Conversion, MappedKeys
 
 
@@ -116,20 +115,16 @@ def _in_order(
     return Slices(replace(one, name=name) for name, one in found.items())
 
 
-def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> "Converted":
+def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> TensorSlice:
     """Return a tensor whose values a folder's quantiser computes from codes."""
-    from weighin.formats.converted import Converted
-
-    first = conversion.sources[0][1]
-    return Converted(
+    return replace(
+        conversion.sources[0][1],
         name=conversion.name,
         shape=tuple(target.shape),
         stride=target.stride(),
         dtype_name=str(target.dtype).removeprefix("torch."),
-        file=first.file,
-        offset=first.offset,
-        storage_offset=first.storage_offset,
-        storage_bytes=first.storage_bytes,
+        parts=(),
+        encoding="",
         fill=partial(_convert, model, conversion),
     )
 

@@ -12,7 +12,6 @@ import torch
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
-from weighin.formats.converted import Converted
 from weighin.formats.sniff import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
@@ -31,7 +30,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if isinstance(where, Converted):
+    if where.fill:
         with _COMPUTING:
             values = torch.empty(where.shape, dtype=where.dtype)
             where.fill(values)
@@ -48,13 +47,17 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
         yield from _gathered(where)
 
 
-def read_whole(where: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor's values in ``dtype``; raise CheckpointError as ``read_pieces`` does."""
-    values, at = torch.empty(where.shape, dtype=dtype), 0
+def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
+    """Read a tensor into ``target``, which is contiguous, and return ``target``.
+
+    Raises:
+        CheckpointError: as ``read_pieces``.
+    """
+    at = 0
     for piece in read_pieces(where):
-        values.view(-1)[at : at + len(piece)] = piece
+        target.view(-1)[at : at + len(piece)] = piece
         at += len(piece)
-    return values
+    return target
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:

@@ -67,6 +67,9 @@ class TensorSlice:
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
+        fill: computes the values, from the elements at this place and others, and writes them into a
+            tensor of this shape, converted to the tensor's dtype. Several threads may call the functions
+            of several tensors. None for a tensor whose elements are in the file.
     """
 
     name: str
@@ -79,6 +82,7 @@ class TensorSlice:
     storage_bytes: int
     parts: tuple[Part, ...] = ()
     encoding: str = ""
+    fill: "Callable[[torch.Tensor], None] | None" = None
 
     @property
     def nbytes(self) -> int:

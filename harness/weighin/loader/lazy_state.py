@@ -11,7 +11,6 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.converted import Converted
 from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
@@ -114,7 +113,7 @@ def read_at_once(load: DeferredLoad) -> None:
         _fill(source, target)
         return
     promised, view = load.promise, load.source
-    if isinstance(promised, Converted):
+    if promised.fill:
         whole = torch.empty(promised.shape, dtype=promised.dtype)
         promised.fill(whole)
         part = (view.shape, view.stride(), view.storage_offset()) if view is not None else None
@@ -167,7 +166,7 @@ def read_whole(source: TensorSlice) -> torch.Tensor:
 
 def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
     """Read one tensor into ``target``, which has its shape, and return ``target``."""
-    if isinstance(source, Converted):
+    if source.fill:
         source.fill(target)
     else:
         _fill(source, target)
@@ -175,7 +174,7 @@ def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def _check_blocks(source: TensorSlice) -> None:
-    if source.encoding and not isinstance(source, Converted):
+    if source.encoding and not source.fill:
         raise CheckpointError(
             f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
             " does not dequantise",

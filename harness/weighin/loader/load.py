@@ -28,7 +28,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import converted, fill, small
+from weighin.loader import computed, fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
@@ -178,10 +178,10 @@ def _load(
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
-        plain, computed = converted.split(fills)
+        plain, to_compute = computed.split(fills)
         with fill.being_filled(plain, disk):
             pass
-        converted.fill_all(computed, disk.threads)
+        computed.fill_all(to_compute, disk.threads)
     if mapped and mapped.conversions:
         from weighin.loader import (
             converting,  # imports transformers' functions, which few loads need

@@ -19,7 +19,6 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.converted import Converted
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_keys import MappedKeys
 
@@ -93,15 +92,12 @@ class _Reading:
             return replace(first, name=target, shape=shape, stride=stride)
         else:
             fill, dtype_name = partial(_by_rows, sources, moves), first.dtype_name
-        return Converted(
+        return replace(
+            first,
             name=target,
             shape=shape,
             stride=stride,
             dtype_name=dtype_name,
-            file=first.file,
-            offset=first.offset,
-            storage_offset=first.storage_offset,
-            storage_bytes=first.storage_bytes,
             encoding=first.encoding or first.dtype_name,
             fill=fill,
         )

@@ -159,7 +159,7 @@ def _legacy(ledger: Ledger) -> Any:
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
-    from weighin.loader import converted, fill, small
+    from weighin.loader import computed, fill, small
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.reads import Fillable
 
@@ -204,7 +204,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     with (
         patch.object(fill, "being_filled", being_filled),
         patch.object(small, "fill_all", fill_groups),
-        patch.object(converted, "fill_all", fill_all),
+        patch.object(computed, "fill_all", fill_all),
         patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield
