@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf, sniff
+from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import first_names
+from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
@@ -43,7 +44,7 @@ def read_with_model_keys(
         CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
     if is_pipeline(source):
-        raise sniff.no_model(source)
+        raise no_model(source)
     if formats.detect(source) is gguf:
         return _of_gguf(gguf.file_of(source), choice.adapter, dtype)
     if not is_pretrained(folder := folder_of(source)):

@@ -46,11 +46,11 @@ from weighin.formats import (
     pt_legacy,
     safetensors,
     sentence_parts,
-    sniff,
     tensorizer,
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.heads import remembering
+from weighin.formats.no_model import no_model
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selecting import below, stripped
 from weighin.formats.selection import WHOLE, Selection
@@ -142,7 +142,7 @@ def detect(path: Path) -> ReadLayout:
     if (step := newest(path)) != path:
         return _InFolder(detect(step), step)
     if path.is_dir():
-        raise sniff.no_model(path)
+        raise no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     names = ", ".join([*NAMES, *READ_ONLY])

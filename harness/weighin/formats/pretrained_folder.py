@@ -13,6 +13,7 @@ from weighin import foreign
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import auto_classes, gguf, hub_cache, sniff
+from weighin.formats.no_model import no_model
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 from weighin.formats.pretrained_library import (
@@ -235,7 +236,7 @@ def weights_in(path: Path, variant: str = "") -> Path:
             f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
             "leave --variant out",
         )
-    raise sniff.no_model(path)
+    raise no_model(path)
 
 
 def index_in(path: Path) -> Path:
