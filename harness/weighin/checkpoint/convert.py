@@ -12,7 +12,7 @@ conversion.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,10 +108,10 @@ def convert(
             + (", or add --keys model, which dequantises them" if found.dequantises else ""),
         )
     tensors = plans(slices, order.dtype)
-    size = tensor_bytes(tensors)
     layout = formats.named(order.fmt)
     if permit is not None:
-        permit(size + RECORD_BYTES * len(tensors))
+        stored_bytes = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+        permit(stored_bytes + RECORD_BYTES * len(tensors))
     stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
     copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
     read = time.monotonic()
@@ -150,15 +150,6 @@ def _write(
         layout.write(new, tensors, pieces, progress)
 
 
-def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
-    """Return the size of all tensors in bytes, with tied tensors counted once."""
-    return sum(
-        torch.Size(plan.shape).numel() * plan.dtype.itemsize
-        for plan in tensors
-        if plan.shared_with is None
-    )
-
-
 def check_target(source: Path, target: Path) -> None:
     """Raise ConfigError if the target exists, has no parent folder, or is inside the source."""
     for path in (target, sidecar.beside(target)):  # old checksums do not fit the new target
@@ -194,7 +185,7 @@ class _Copier:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         plan, where = self._plans[name], self._slices[name]
-        written = _running(plan)
+        written = RunningChecksum(plan.nbytes)
         read = written if plan.dtype == where.dtype else RunningChecksum(where.nbytes)
         for piece in read_pieces(where):
             converted = piece.to(plan.dtype)
@@ -223,7 +214,7 @@ class _Copier:
         wrong: list[str] = []
 
         def check(where: TensorSlice) -> None:
-            running = _running(self._plans[where.name])
+            running = RunningChecksum(self._plans[where.name].nbytes)
             for piece in read_pieces(where):
                 running.update(piece)
                 if progress is not None:
@@ -236,10 +227,6 @@ class _Copier:
         run_parallel(partial(check, where) for where in untied)
         if wrong:
             raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
-
-
-def _running(plan: TensorPlan) -> RunningChecksum:
-    return RunningChecksum(torch.Size(plan.shape).numel() * plan.dtype.itemsize)
 
 
 def _wrong(new: Path, what: str) -> CheckpointError:

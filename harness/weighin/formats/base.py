@@ -181,6 +181,11 @@ class TensorPlan:
     dtype: "torch.dtype"
     shared_with: str | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor's elements in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class ReadLayout(Protocol):
     """The interface of a checkpoint format that weighin reads."""

@@ -17,6 +17,7 @@ import io
 import os
 import pickle
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -133,16 +134,16 @@ def write(
     Raises:
         ConfigError: torch before 1.6 had no storage type for one of the dtypes.
     """
-    from weighin.formats.raw import plan_bytes, write_raw
+    from weighin.formats.raw import write_raw
 
     _check_dtypes(tensors)
     head, stored = _head(tensors)
     fixed, places, at = {0: head}, [], len(head)
     for plan in stored:
-        numel = plan_bytes(plan) // plan.dtype.itemsize
+        numel = prod(plan.shape)
         fixed[at] = numel.to_bytes(8, "little")
         places.append((plan, at + 8))
-        at += 8 + plan_bytes(plan)
+        at += 8 + plan.nbytes
     write_raw(target, fixed, places, pieces, progress)
 
 

@@ -99,21 +99,19 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
     Raises:
         ConfigError: for the same reasons as ``write``.
     """
-    from weighin.formats.raw import plan_bytes
-
     stored = [plan for plan in tensors if plan.shared_with is None]
     begins: dict[str, int] = {}
     at = 0
     for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
         begins[plan.name] = at
-        at += plan_bytes(plan)
+        at += plan.nbytes
     header: dict[str, Any] = {METADATA: _metadata(tensors)}
     for plan in stored:
         begin = begins[plan.name]
         header[plan.name] = {
             "dtype": _dtype_name(plan),
             "shape": _stored_shape(plan),
-            "data_offsets": [begin, begin + plan_bytes(plan)],
+            "data_offsets": [begin, begin + plan.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)

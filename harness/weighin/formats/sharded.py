@@ -121,8 +121,6 @@ class Sharded:
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         """Write a folder that does not exist yet, with its index last; see ``base.Layout.write``."""
-        from weighin.formats.raw import plan_bytes
-
         shards = split(tensors, max_shard_bytes)
         target.mkdir()
         weight_map: dict[str, str] = {}
@@ -132,7 +130,7 @@ class Sharded:
             weight_map |= {
                 plan.name: name for plan in shard if plan.shared_with is None or self._ties_in_map
             }
-        sizes = [plan_bytes(plan) for plan in tensors if plan.shared_with is None]
+        sizes = [plan.nbytes for plan in tensors if plan.shared_with is None]
         metadata: dict[str, Any] = {"total_size": sum(sizes)}
         names = [plan.name for plan in tensors]
         if list(weight_map) != names:
@@ -184,8 +182,6 @@ def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
 
 def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
     """Divide the tensors into shards, in order; a tied name goes to the shard of its first name."""
-    from weighin.formats.raw import plan_bytes
-
     shards: list[list[TensorPlan]] = [[]]
     homes: dict[str, list[TensorPlan]] = {}
     filled = 0
@@ -193,13 +189,12 @@ def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan
         if plan.shared_with is not None:
             homes[plan.shared_with].append(plan)
             continue
-        size = plan_bytes(plan)
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and filled + plan.nbytes > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(plan)
         homes[plan.name] = shards[-1]
-        filled += size
+        filled += plan.nbytes
     return shards
 
 
