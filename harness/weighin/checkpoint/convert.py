@@ -22,9 +22,10 @@ import torch
 
 from weighin import atomic, formats
 from weighin.checkpoint import sidecar
+from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.model_keys import read_with_model_keys
-from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
+from weighin.checkpoint.piecewise import dtype_name
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError

@@ -111,12 +111,11 @@ class _IndexedChecksums:
         self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's values, and keep their checksums."""
+        """Return a tensor's values, whose checksums are then kept."""
         place = self._places[name]
         numel = torch.Size(place.shape).numel()
         running = Checksums(numel, place.dtype, is_kept=name in self._kept)
-        yield from checksummed(read_pieces(place), running)
-        self.by_name[name] = running.result()
+        return checksummed(read_pieces(place), running, self.by_name, name)
 
     def complete(self, progress: Progress | None) -> None:
         """Read every tensor that has no checksums yet; tensors at the same place are read once."""

@@ -161,8 +161,7 @@ def described_in(model: torch.nn.Module) -> Iterator[Described]:
 def _summed(
     sums: dict[str, dict[str, str]], described: Mapping[str, Described], name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values, and keep their checksums in ``sums``."""
+    """Return a tensor's values, whose checksums are then put into ``sums``."""
     tensor = described[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype)
-    yield from checksummed(pieces_of(tensor), running)
-    sums[name] = running.result()
+    return checksummed(pieces_of(tensor), running, sums, name)

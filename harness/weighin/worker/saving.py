@@ -16,8 +16,8 @@ import torch
 
 from weighin import formats
 from weighin.atomic import sync_folder
+from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.piecewise import RunningChecksum
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
