@@ -11,9 +11,9 @@ import torch
 
 from weighin import formats
 from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import Described
+from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
-from weighin.checkpoint.manifest import Kind, Manifest
+from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import (
     CELL_DTYPES,
     Checksums,
@@ -141,21 +141,6 @@ def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) 
                 if wanted != "float32":
                     checksums.pop(wanted, None)
     return kept
-
-
-def described_in(model: torch.nn.Module) -> Iterator[Described]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    firsts: dict[int, str] = {}
-    tensors = dict(model.state_dict(keep_vars=True))
-    for name, (owner, leaf) in non_persistent_buffers(model):
-        tensors[name] = owner._buffers[leaf]
-    persistent = set(model.state_dict())
-    for name, tensor in tensors.items():
-        kind: Kind = "non_persistent_buffer" if name not in persistent else "persistent_buffer"
-        if name in parameters:
-            kind = "parameter"
-        first = firsts.setdefault(id(tensor), name)
-        yield Described(name, tensor.detach(), kind, None if first == name else first)
 
 
 def _summed(

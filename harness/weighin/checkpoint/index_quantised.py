@@ -10,9 +10,8 @@ import torch
 
 from weighin import formats
 from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import Described
+from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import Made
-from weighin.checkpoint.index_pretrained import described_in
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
 from weighin.errors import CheckpointError
