@@ -130,9 +130,8 @@ def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _mapped(where: TensorSlice) -> torch.Tensor:
     """Map a tensor's part of the file, and return the tensor in this mapping."""
-    reach = sum((size - 1) * step for size, step in zip(where.shape, where.stride, strict=True))
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = where.offset - start + (reach + 1) * where.dtype.itemsize
+    length = where.offset - start + where.span * where.dtype.itemsize
     with where.file.open("rb") as file:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
@@ -141,7 +140,9 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
             )
         # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-    flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
+    flat = torch.frombuffer(
+        mapped, dtype=where.dtype, offset=where.offset - start, count=where.span
+    )
     return flat.as_strided(where.shape, where.stride)
 
 

@@ -90,6 +90,14 @@ class TensorSlice:
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def span(self) -> int:
+        """The number of elements from the tensor's first to its last, gaps included."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * step for size, step in steps)
+
+    @property
     def place(self) -> object:
         """A key that two tensors have in common if they are tied: the same elements of the files."""
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)

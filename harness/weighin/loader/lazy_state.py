@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -88,14 +89,14 @@ class LazyState(Mapping[str, Any]):
         offsets, length = [], 0
         for source in self.sources:
             offsets.append(length)
-            size = _extent(source) * source.dtype.itemsize if source else 0
+            size = source.span * source.dtype.itemsize if source else 0
             length += -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | MAP_NORESERVE), offsets
 
     def _made(self, number: int) -> torch.Tensor:
         source = self.sources[number]
         assert source is not None
-        if count := _extent(source):
+        if count := source.span:
             memory, offsets = self._reserved
             flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offsets[number])
             tensor = flat.as_strided(source.shape, source.stride)
@@ -119,7 +120,7 @@ def read_at_once(load: DeferredLoad) -> None:
         part = (view.shape, view.stride(), view.storage_offset()) if view is not None else None
         target.copy_(whole.as_strided(*part) if part else whole)
         return
-    count = _extent(promised) if not promised.parts else promised.nbytes // promised.dtype.itemsize
+    count = prod(promised.shape) if promised.parts else promised.span
     flat = torch.empty(count, dtype=promised.dtype)
     if promised.parts:
         _fill(promised, flat.view(promised.shape))
@@ -189,11 +190,3 @@ def _check_blocks(source: TensorSlice) -> None:
                 "rewrite the checkpoint with each tensor in one block: "
                 f"weighin convert {where.file.parent} WHOLE --format dcp",
             )
-
-
-def _extent(source: TensorSlice) -> int:
-    """Return the number of elements from a tensor's first to its last, gaps included."""
-    if 0 in source.shape:
-        return 0
-    steps = zip(source.shape, source.stride, strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)

@@ -10,14 +10,13 @@ and transformers converts them.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import Part, Slices, TensorSlice
+from weighin.formats.base import Part, Slices, TensorSlice, row_major
 from weighin.formats.misfit import first_names, misfit
 from weighin.models import pretrained
 from weighin.models.dequantising import set_dtypes
@@ -250,9 +249,10 @@ class _Blocks:
         first = self.blocks[0][1]
         if len(self.blocks) == 1:
             return replace(first, name=name)
-        stride = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         parts = tuple(Part(start, where) for start, where in self.blocks)
-        return replace(first, name=name, shape=self.shape, stride=stride, parts=parts)
+        return replace(
+            first, name=name, shape=self.shape, stride=row_major(self.shape), parts=parts
+        )
 
 
 def _stacked(tensors: list[_Blocks], dim: int) -> _Blocks:
