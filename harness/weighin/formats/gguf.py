@@ -27,7 +27,7 @@ from typing import IO, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
-from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown, unreadable
 from weighin.text import few
 
 NAME: Final = "gguf"
@@ -175,9 +175,7 @@ def read_header(file: Path) -> Header:
         with file.open("rb") as stream:
             return _Tables(file, stream).read()
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(file, error) from error
 
 
 class _Tables:

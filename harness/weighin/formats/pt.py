@@ -123,7 +123,7 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict
         if order != b"little":
             raise CheckpointError(
                 f"{path}: written on a big-endian machine",
-                resaving("torch.load(p, weights_only=True)", path),
+                resaving(path),
             )
     text = archive.read(pickles[0], pickle_machine.MOST_BYTES)
     pickled = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)

@@ -80,12 +80,12 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
     if version != _VERSION:
         raise CheckpointError(
             f"{path}: format version {shown(version)}, but this weighin reads {_VERSION}",
-            resaving("torch.load(p, weights_only=True)", path),
+            resaving(path),
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(
             f"{path}: written on a big-endian machine",
-            resaving("torch.load(p, weights_only=True)", path),
+            resaving(path),
         )
     pickled = state_pickle.load(path, file)
     keys = state_pickle.load(path, file).value

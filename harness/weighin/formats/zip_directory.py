@@ -91,7 +91,7 @@ class Archive:
             if entry.method or entry.packed != entry.size:
                 raise CheckpointError(
                     f"{path}: record {shown(name)} is compressed",
-                    resaving("torch.load(p, weights_only=True)", path),
+                    resaving(path),
                 )
             if name in self.records:
                 raise self._damaged(f"record {shown(name)} occurs twice")
@@ -239,6 +239,6 @@ def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
     if is_legacy(head):
         return CheckpointError(
             f"{path}: written in the format of torch before 1.6, which cannot be mapped",
-            resaving("torch.load(p, weights_only=True)", path),
+            resaving(path),
         )
     return unknown(path, head)
