@@ -38,9 +38,9 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     elif where.encoding:
         from weighin.formats.gguf_values import decoded  # imports numpy
 
-        yield from decoded(where, PIECE_ELEMENTS)
+        yield from _cut(decoded(where, PIECE_ELEMENTS))
     elif where.parts:
-        yield from _joined(where)
+        yield from _cut(_rows(where))
     elif where.contiguous:
         yield from _contiguous(where)
     else:
@@ -91,12 +91,8 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     )
 
 
-def _joined(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
-    yield from _cut(_rows(where))
-
-
 def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
     row_elements = prod(where.shape[1:])
     rows = max(1, _ROWS_BYTES // max(1, row_elements))
     for first in range(0, where.shape[0], rows):

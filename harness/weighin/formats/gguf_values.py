@@ -48,7 +48,7 @@ def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[by
 
 
 def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
-    """Yield the elements in order as float32, as flat tensors of ``piece_elements``; the last is shorter.
+    """Yield the elements in order as float32, as flat tensors of whole blocks: at most ``piece_elements``.
 
     Raises:
         CheckpointError: the package has no code for this type, or the file was cut off.
