@@ -47,9 +47,7 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
         CheckpointError: the file is not a zip that ``torch.save`` wrote or not a flat dict of
             tensors, a record is compressed, or a tensor extends beyond its record.
     """
-    check_file(path)
-    with _opened(path) as file:
-        pickled, records = _read_value(path, file)
+    pickled, records = _read_file(path)
     state = state_dict(path, pickled.value, key)
     return state.located(lambda name, one: _slice(path, name, one, records), pickled.refused)
 
@@ -62,12 +60,7 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
     Raises:
         CheckpointError: for the same reasons as ``read``, or the file does not contain one tensor.
     """
-    if archive is None:
-        check_file(path)
-        with _opened(path) as file:
-            pickled, records = _read_value(path, file)
-    else:
-        pickled, records = _read_value(path, archive)
+    pickled, records = _read_file(path) if archive is None else _read_value(path, archive)
     value = pickled.value
     if not isinstance(value, TensorRef):
         if isinstance(value, OtherTensor):
@@ -86,9 +79,7 @@ def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]
     Raises:
         CheckpointError: for the same reasons as ``read``, except that the value may be any.
     """
-    check_file(path)
-    with _opened(path) as file:
-        pickled, records = _read_value(path, file)
+    pickled, records = _read_file(path)
     return pickled.value, lambda name, tensor: _slice(path, name, tensor, records)
 
 
@@ -104,9 +95,11 @@ def write(
     write_pt(target, placeholders(tensors), pieces, progress)
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _read_file(path: Path) -> tuple[Pickled, dict[str, ZipRecord]]:
+    check_file(path)
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            return _read_value(path, file)
     except OSError as error:
         raise unreadable(path, error) from error
 
