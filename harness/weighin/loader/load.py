@@ -43,10 +43,12 @@ from weighin.loader.lazy_state import (
 from weighin.loader.reads import Fillable
 from weighin.loader.state_walk import load_state
 from weighin.models import skeleton
-from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
+from weighin.models.deferred import WriteLog
+from weighin.models.deferred_loads import DeferredLoad
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.models.meta import real_memory
 from weighin.models.module_tree import modules_of, tensors_of
+from weighin.models.tensor_memory import is_dense, storage_key, use_count
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys

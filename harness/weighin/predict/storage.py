@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import torch
 
-from weighin.models import deferred
+from weighin.models import tensor_memory
 from weighin.predict.allocator import CudaBlock
 from weighin.predict.extents import Extents
 from weighin.predict.heap import Chunk
@@ -60,5 +60,5 @@ class MappedFile:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte and the number of bytes that its elements span."""
-    start, end = deferred.extent(tensor)
+    start, end = tensor_memory.extent(tensor)
     return tensor.data_ptr(), end - start

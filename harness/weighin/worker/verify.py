@@ -1,11 +1,12 @@
 """Verify a loaded model: every parameter and buffer, tied weights, and one forward pass."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.formats.misfit import first_names
+from weighin.models.operations import tensors_in
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import identity
 
@@ -83,15 +84,6 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
         output = model(*inputs.positional, **inputs.keywords)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(output)):
         raise WrongWeights("the forward pass gives values that are not finite")
-
-
-def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output: one tensor, or nested tuples, lists and mappings."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping | tuple | list):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(item)
 
 
 def complain(what: str, names: Iterable[str]) -> None:
