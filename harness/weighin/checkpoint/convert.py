@@ -25,12 +25,12 @@ from weighin.checkpoint import sidecar
 from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.model_keys import read_with_model_keys
-from weighin.checkpoint.piecewise import dtype_name
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection

@@ -8,8 +8,9 @@ import torch
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Kind, TensorEntry
-from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
+from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import ConfigError
+from weighin.formats.dtypes import dtype_name
 from weighin.models.skeleton import (
     RealBuffers,
     build_skeleton,

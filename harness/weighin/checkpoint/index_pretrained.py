@@ -18,13 +18,13 @@ from weighin.checkpoint.piecewise import (
     CELL_DTYPES,
     Checksums,
     checksummed,
-    dtype_name,
     pieces_of,
     tensor_checksums,
 )
 from weighin.checkpoint.reader import widest_dtype
 from weighin.formats import gguf
 from weighin.formats.base import Progress
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load

@@ -13,9 +13,10 @@ from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import Made
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
+from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import CheckpointError
 from weighin.formats.adapters import ARGUMENT
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised

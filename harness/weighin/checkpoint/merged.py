@@ -10,6 +10,7 @@ import torch
 
 from weighin.checkpoint.reader import read_into
 from weighin.formats.base import TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.lora import Addition
 from weighin.loader import merge
 
@@ -39,7 +40,7 @@ def merged(
                 base,
                 name=name,
                 stride=module.weight.stride(),
-                dtype_name=str(kind).removeprefix("torch."),
+                dtype_name=dtype_name(kind),
                 parts=(),
                 encoding="",
                 fill=fill,

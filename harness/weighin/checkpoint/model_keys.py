@@ -10,6 +10,7 @@ from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
 from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
@@ -123,7 +124,7 @@ def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> T
         name=conversion.name,
         shape=tuple(target.shape),
         stride=target.stride(),
-        dtype_name=str(target.dtype).removeprefix("torch."),
+        dtype_name=dtype_name(target.dtype),
         parts=(),
         encoding="",
         fill=partial(_convert, model, conversion),

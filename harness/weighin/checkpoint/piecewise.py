@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from weighin.checkpoint.checksum import CHUNK_BYTES, RunningChecksum, checksum
+from weighin.formats.dtypes import dtype_name
 
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 """The dtypes in which a cell may load floating-point weights."""
@@ -70,8 +71,3 @@ def checksummed(
         running.update(piece)
         yield piece
     sums[name] = running.result()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")

@@ -4,12 +4,16 @@ This module uses only the standard library.
 """
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weighin.formats.item_bytes import ITEM_BYTES
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = (
-    "ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "NOT_CONVERTED", "QUANTISED_BYTES", "is_dtype", "is_sizes",
+    "ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "NOT_CONVERTED", "QUANTISED_BYTES", "dtype_name", "is_dtype",
+    "is_sizes",
 )  # fmt: skip
 
 LARGEST: Final = 2**63 - 1
@@ -24,6 +28,11 @@ QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "
 """The size of one stored element of torch's quantised dtypes, which weighin names but does not read."""
 
 _DTYPE: Final = re.compile(r"(q?u?int|bits|b?float|complex)\d\w{,30}|bool")
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_dtype(name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice, row_major
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import (
     DTYPES,
@@ -127,12 +128,12 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
 
 def _stored_shape(plan: TensorPlan) -> list[int]:
     """Return a tensor's shape as the format counts it: in numbers, not in elements of torch."""
-    numbers = PACKED.get(str(plan.dtype).removeprefix("torch."), 1)
+    numbers = PACKED.get(dtype_name(plan.dtype), 1)
     return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
 
 
 def _dtype_name(plan: TensorPlan) -> str:
-    name = _NAMES.get(str(plan.dtype).removeprefix("torch."))
+    name = _NAMES.get(dtype_name(plan.dtype))
     if name is None or (not plan.shape and name in _OF_VECTORS):
         scalars = "" if name is None else " for a single element"
         raise ConfigError(

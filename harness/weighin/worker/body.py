@@ -48,7 +48,7 @@ class BodyMeasurement:
             from weighin.worker.cuda import CudaMemory
 
             self.marks.cuda = CudaMemory(torch.device(device))
-        self.marks.close_rest("prepare")
+        self.marks.close("prepare")
         self._lifeline.send_and_wait(
             "baseline",
             t_ns=time.monotonic_ns(),
@@ -63,7 +63,7 @@ class BodyMeasurement:
             yield
         finally:
             load_ns = time.monotonic_ns() - start_ns - (self.marks.spent_ns - marked_ns)
-            self.marks.close_rest(BODY)
+            self.marks.close(BODY)
             self._lifeline.send("loaded", load_ns=load_ns)
             self._lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
 
