@@ -207,11 +207,7 @@ class ReadLayout(Protocol):
         ...
 
     def files(self, path: Path) -> list[Path]:
-        """Return every file that a load may read, in a stable order.
-
-        Raises:
-            CheckpointError: for the same reasons as ``read``.
-        """
+        """Return every file that a load may read, in a stable order; raise as ``read`` does."""
         ...
 
     def read(self, path: Path) -> list[TensorSlice]:

@@ -112,10 +112,8 @@ def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | No
     """Return the format in which strategies that read it load the user's checkpoint.
 
     The result is None if there is no such file. It is also None if a file with a part of it must be
-    written, the selected part or its tensors alone, and weighin does not write this format.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
+    written, the selected part or its tensors alone, and weighin does not write this format. The
+    function raises CheckpointError as ``read`` does.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -220,8 +218,7 @@ def _is_empty(slices: Sequence[TensorSlice]) -> bool:
 def has_only_tensors(path: Path) -> bool:
     """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
 
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
+    The function raises CheckpointError as ``read`` does.
     """
     slices = read(path)[1]
     return not isinstance(slices, Slices) or slices.only_tensors
@@ -229,9 +226,5 @@ def has_only_tensors(path: Path) -> bool:
 
 @remembering()
 def files(path: Path) -> list[Path]:
-    """Return every file that a load of this checkpoint may read, in a stable order.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return every file that a load may read, in a stable order; raise as ``read`` does."""
     return detect(path).files(path)

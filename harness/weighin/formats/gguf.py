@@ -115,21 +115,13 @@ def file_of(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the file, or all parts of a model that is split.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return the file, or all parts of a model that is split; raise CheckpointError as ``read`` does."""
     read(path)
     return _parts(file_of(path))
 
 
 def architecture(path: Path) -> str:
-    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read_header``.
-    """
+    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none."""
     return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
 
 

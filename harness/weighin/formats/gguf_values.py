@@ -18,11 +18,7 @@ _FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor in order as float32, a few at a time; a tensor is a list of rows.
-
-    Raises:
-        CheckpointError: for the same reasons as ``decoded``.
-    """
+    """Yield the rows of a tensor in order as float32, a few at a time; raise as ``decoded`` does."""
     columns = where.shape[-1]
     count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
     pieces = decoded(where, count) if where.encoding else _read(where, count)

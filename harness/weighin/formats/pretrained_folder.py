@@ -315,10 +315,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return a path that exists, or the snapshot of the model whose id the path is.
 
-    The usual index of a folder's shards stands for the folder. Return any other path unchanged.
-
-    Raises:
-        CheckpointError, ConfigError: for the same reasons as ``hub_cache.path_of``.
+    The usual index of a folder's shards stands for the folder. Return any other path unchanged, and
+    raise the errors of ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

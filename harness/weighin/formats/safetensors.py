@@ -48,11 +48,7 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return the one file of the checkpoint; raise CheckpointError as ``read`` does."""
     read_header(path)
     return [path]
 
@@ -95,10 +91,7 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
     """Return the file's bytes before the data, and the offset of each tensor's data.
 
     Tensors with wide elements come first, so that each tensor is aligned to its elements. The header
-    keeps the order of ``tensors``.
-
-    Raises:
-        ConfigError: for the same reasons as ``write``.
+    keeps the order of ``tensors``. The function raises ConfigError as ``write`` does.
     """
     stored = [plan for plan in tensors if plan.shared_with is None]
     begins: dict[str, int] = {}

@@ -63,11 +63,7 @@ class Sharded:
         return self._any_index.fullmatch(path.name) is not None and path.is_file()
 
     def files(self, path: Path) -> list[Path]:
-        """Return the index and all shards.
-
-        Raises:
-            CheckpointError: for the same reasons as ``read``.
-        """
+        """Return the index and all shards; raise CheckpointError as ``read`` does."""
         index = self._index(path)
         shards = dict.fromkeys(self._weight_map(index)[0].values())
         return [index, *(index.parent / name for name in shards)]
