@@ -50,26 +50,22 @@ def index(
     """
     formats.known(fmt)
     map_large_tensors()
+    spec = ModelSpec(model, builder, dict(kwargs))
     if library_of(builder) and is_pretrained_checkpoint(checkpoint):
         refuse_part(checkpoint, selection)
         from weighin.checkpoint.index_pretrained import index_pretrained
         from weighin.checkpoint.index_quantised import index_quantised
 
-        if found := of_model(ModelSpec(model, builder, dict(kwargs))):
-            return index_quantised(
-                model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
-            )
-        return index_pretrained(
-            model, builder, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit,
-            progress=progress,
-        )  # fmt: skip
+        if found := of_model(spec):
+            return index_quantised(spec, found, checkpoint, fmt, folder)
+        return index_pretrained(spec, checkpoint, fmt, folder, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
     check_converts(checkpoint, slices, NOT_MEASURED)
     converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
     places = {where.name: where for where in slices}
-    dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
+    dtype = getattr(torch, own_dtype(spec))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
     refuse_codes(checkpoint, slices, [one.name for one in described])
     check_fits(checkpoint, model, places, described)
