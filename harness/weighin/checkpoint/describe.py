@@ -11,6 +11,7 @@ from weighin.checkpoint.manifest import Kind, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import ConfigError
 from weighin.formats.dtypes import dtype_name
+from weighin.models.module_tree import named_tensors
 from weighin.models.skeleton import (
     RealBuffers,
     build_skeleton,
@@ -64,8 +65,7 @@ def describe(
     """
     model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype)
     _refuse_lazy(builder, model)
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
+    own = named_tensors(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if name not in own or value is not own[name]:
             raise ConfigError(
@@ -101,10 +101,7 @@ def described_in(model: torch.nn.Module) -> Iterator[Described]:
 
 def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
     names = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-        if torch.nn.parameter.is_lazy(tensor)
+        name for name, tensor in named_tensors(model).items() if torch.nn.parameter.is_lazy(tensor)
     ]
     if names:
         raise ConfigError(

@@ -34,7 +34,7 @@ from weighin.formats.bounded_json import read_object
 from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.sniff import broken_link, shown
+from weighin.formats.sniff import broken_link, is_file, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
@@ -153,7 +153,7 @@ class Sharded:
                 raise self._damaged(
                     index, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
                 )
-            if name not in checked and not _is_file(shard := index.parent / name):
+            if name not in checked and not is_file(shard := index.parent / name):
                 raise broken_link(shard) or CheckpointError(
                     f"{index}: shard {shown(name)} of {shown(key)} is missing",
                     f"add the missing file to {index.parent}",
@@ -196,13 +196,6 @@ def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan
 
 def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # not a valid file name
-        return False
 
 
 SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)

@@ -69,6 +69,14 @@ def broken_link(path: Path) -> CheckpointError | None:
     return CheckpointError(what, "restore the file, or correct the link")
 
 
+def is_file(path: Path) -> bool:
+    """Tell whether a path is a file; False for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def hub_id(snapshot: Path) -> str:
     """Return the id of the model whose snapshot in the Hub's cache a folder is; else ""."""
     snapshots, entry = snapshot.parent, snapshot.parent.parent.name
@@ -150,10 +158,8 @@ def unknown(path: Path, head: bytes) -> CheckpointError:
 
 def first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file; the result is empty if the file cannot be read."""
-    if not path.is_file():  # opening a pipe would block
-        return b""
     try:
-        return read_head(path)
+        return read_head(path) if path.is_file() else b""  # opening a pipe would block
     except OSError:
         return b""
 

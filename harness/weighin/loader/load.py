@@ -47,7 +47,7 @@ from weighin.models.deferred import WriteLog
 from weighin.models.deferred_loads import DeferredLoad
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.models.meta import real_memory
-from weighin.models.module_tree import modules_of, tensors_of
+from weighin.models.module_tree import modules_of, named_tensors, tensors_of
 from weighin.models.tensor_memory import is_dense, storage_key, use_count
 
 if TYPE_CHECKING:
@@ -365,12 +365,7 @@ def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[D
 
 
 def _on_meta(model: torch.nn.Module, checkpoint: Path) -> CheckpointError:
-    left = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-        if tensor.is_meta
-    ]
+    left = [name for name, tensor in named_tensors(model).items() if tensor.is_meta]
     return CheckpointError(
         f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
         "pass load_streaming the function that builds the model, not a model on the meta device",

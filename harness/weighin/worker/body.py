@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
@@ -22,7 +21,7 @@ from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import describe, fail
 from weighin.worker.phases import Marks
-from weighin.worker.warmup import environment
+from weighin.worker.warmup import report_baseline
 
 BODY = "body"
 """The name of the phase that covers the parts of a body outside its own phases."""
@@ -49,13 +48,7 @@ class BodyMeasurement:
 
             self.marks.cuda = CudaMemory(torch.device(device))
         self.marks.close("prepare")
-        self._lifeline.send_and_wait(
-            "baseline",
-            t_ns=time.monotonic_ns(),
-            memory=asdict(self.marks.memory()),
-            import_ns=self._import_ns,
-            environment=environment(self.marks),
-        )
+        report_baseline(self._lifeline, self.marks, self._import_ns)
         self.marks.restart()
         self._lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
         start_ns, marked_ns = time.monotonic_ns(), self.marks.spent_ns
