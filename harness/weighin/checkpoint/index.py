@@ -1,7 +1,7 @@
 """Compare a user's own checkpoint with a model, and write its manifest."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,7 @@ def index(
             f"load it in its own format: --format {own}",
         )
     if permit is not None:
-        permit(_needed_bytes(slices) if converts else 0)
+        permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
     kept = {one.name for one in described if one.is_kept}
     sums = _IndexedChecksums(places, kept)
     read = time.monotonic()
@@ -162,7 +162,3 @@ def _check_ties(
                 "but have different values in the file",
                 "choose the model that this checkpoint was saved from",
             )
-
-
-def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
-    return sum(RECORD_BYTES + where.nbytes for where in slices)

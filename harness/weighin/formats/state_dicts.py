@@ -158,7 +158,7 @@ def _sizes(value: Any) -> dict[str, int]:
                 isinstance(one, str) and (isinstance(item[one], TensorRef) or is_extra_state(one))
                 for one in item
             ):
-                places[place] = sum(map(_nbytes, tensors))
+                places[place] = sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors)
             elif depth < _DEEPEST:
                 look(item, place, depth + 1)
 
@@ -318,7 +318,3 @@ def _join(place: str, name: object) -> str:
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))
-
-
-def _nbytes(tensor: TensorRef) -> int:
-    return prod(tensor.shape) * ITEM_BYTES[tensor.dtype]

@@ -168,7 +168,7 @@ def _load(
         loads = log.finish()
         if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
-    loads.sort(key=lambda load: _position(load.promise))
+    loads.sort(key=lambda load: (str(load.promise.file), load.promise.offset))
     batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
     if any(others for _, others in batches):
@@ -348,10 +348,6 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
         and is_dense(tensor)
         and use_count(tensor) == 2  # the model's tensor and the load's target
     )
-
-
-def _position(source: TensorSlice) -> tuple[str, int]:
-    return str(source.file), source.offset
 
 
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:

@@ -7,7 +7,7 @@ blocks, which the loader reads straight into place. For any other conversion, th
 and transformers converts them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,7 +204,8 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
         if not source.contiguous or source.parts:
             return None
         tensors.setdefault(pattern, []).append(source)
-    if len(conversion.converter.target_patterns) != 1 or len(set(_dtypes(conversion))) != 1:
+    dtypes = {source.dtype_name for _, source in conversion.sources}
+    if len(conversion.converter.target_patterns) != 1 or len(dtypes) != 1:
         return None
     blocks = {
         pattern: [_Blocks(one.shape, ((tuple(0 for _ in one.shape), one),)) for one in group]
@@ -232,10 +233,6 @@ def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
     empty = torch.empty(0, dtype=conversion.sources[0][1].dtype)
     (made,) = conversion.apply(model, [empty]).values()
     return made.dtype
-
-
-def _dtypes(conversion: Conversion) -> Iterator[str]:
-    return (source.dtype_name for _, source in conversion.sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,11 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
     original = Path.read_bytes
     fakes = {module.load: load, module.load_file: load_file}
-    found = {name: fakes[value] for name, value in names.items() if _is_among(value, fakes)}
+    found = {
+        name: fakes[value]
+        for name, value in names.items()
+        if any(value is function for function in fakes)  # a value need not be hashable
+    }
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield
 
@@ -87,10 +91,6 @@ class _FileBytes:
 
     path: Path
     memory: torch.Tensor
-
-
-def _is_among(value: Any, functions: dict[Any, Any]) -> bool:
-    return any(value is function for function in functions)
 
 
 def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
