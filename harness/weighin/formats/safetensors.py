@@ -9,11 +9,12 @@ names.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice, row_major
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import (
@@ -21,7 +22,6 @@ from weighin.formats.safetensors_header import (
     METADATA,
     PACKED,
     Header,
-    HeaderEntry,
     read_header,
 )
 from weighin.formats.sniff import RESAVE, first_bytes, shown
@@ -61,10 +61,9 @@ def read(path: Path) -> list[TensorSlice]:
             damage.
     """
     header = read_header(path)
-    slices = {entry.name: _slice(path, entry.name, entry) for entry in header.entries}
-    entries = {entry.name: entry for entry in header.entries}
+    slices = dict(header.tensors)
     for name, first in _ties(header).items():
-        slices[name] = _slice(path, name, entries[first])
+        slices[name] = replace(header.tensors[first], name=name)
     if _ORDER not in header.metadata:
         return list(slices.values())
     return [slices[name] for name in _order(path, header.metadata[_ORDER], slices)]
@@ -157,7 +156,7 @@ def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
 
 
 def _ties(header: Header) -> dict[str, str]:
-    names = {entry.name for entry in header.entries}
+    names = header.tensors
     return {
         name: first
         for name, first in header.metadata.items()
@@ -176,16 +175,3 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
             f"{path}: {METADATA}: {_ORDER} is not a list of the file's tensor names", RESAVE
         )
     return list(names)
-
-
-def _slice(path: Path, name: str, entry: HeaderEntry) -> TensorSlice:
-    return TensorSlice(
-        name=name,
-        shape=entry.shape,
-        stride=row_major(entry.shape),
-        dtype_name=entry.dtype,
-        file=path,
-        offset=entry.begin,
-        storage_offset=entry.begin,
-        storage_bytes=entry.end - entry.begin,
-    )
