@@ -63,7 +63,7 @@ def index(
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
     check_converts(checkpoint, slices, NOT_MEASURED)
-    converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
+    converts = own != fmt or bool(selection) or not slices.only_tensors
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(spec))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)

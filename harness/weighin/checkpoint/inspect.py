@@ -150,8 +150,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
-    sized, values = footprint(slices), getattr(slices, "values", {})
-    in_place = not selection and getattr(slices, "only_tensors", True)
+    sized, values = footprint(slices), slices.values
+    in_place = not selection and slices.only_tensors
     needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
     kinds = {name: type_name(value) for name, value in values.items()}
     return Inspected(

@@ -210,7 +210,7 @@ class ReadLayout(Protocol):
         """Return every file that a load may read, in a stable order; raise as ``read`` does."""
         ...
 
-    def read(self, path: Path) -> list[TensorSlice]:
+    def read(self, path: Path) -> Slices:
         """Return the places of all tensors, each within its file, in the state dict's order.
 
         The function executes no code in the files, and reads no file outside ``path``.

@@ -161,7 +161,7 @@ class _InFolder:
         layout, file = self.inside
         return layout.files(file)
 
-    def read(self, _path: Path) -> list[TensorSlice]:
+    def read(self, _path: Path) -> Slices:
         layout, file = self.inside
         return layout.read(file)
 
@@ -173,7 +173,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 @remembering()
-def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlice]]:
+def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
     """Return the name of the checkpoint's format, and the places of the selected tensors.
 
     Raises:
@@ -184,7 +184,6 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
     if isinstance(layout, _InFolder):
         layout, path = layout.inside
     key = selection.key
-    slices: list[TensorSlice]
     if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
         slices = below(path, dcp.read(path, key), key)
     elif key and layout is pt:
@@ -220,8 +219,7 @@ def has_only_tensors(path: Path) -> bool:
 
     The function raises CheckpointError as ``read`` does.
     """
-    slices = read(path)[1]
-    return not isinstance(slices, Slices) or slices.only_tensors
+    return read(path)[1].only_tensors
 
 
 @remembering()

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import deepspeed_states, pt
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.deepspeed_states import COPY, ModelStates, experts_divided, missing, of_rank
 from weighin.formats.flat_pieces import Flat, joined
 from weighin.formats.tensor_refs import TensorRef
@@ -61,7 +61,7 @@ def files(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the model's tensors: trained weights in float32, others as stored.
 
     Raises:

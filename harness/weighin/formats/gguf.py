@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice, row_major
+from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
 from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown, unreadable
 from weighin.text import few
@@ -125,7 +125,7 @@ def architecture(path: Path) -> str:
     return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of all tensors under the file's own names, in its order.
 
     Raises:
@@ -148,7 +148,7 @@ def read(path: Path) -> list[TensorSlice]:
                     AGAIN,
                 )
             places[place.name] = place
-    return list(places.values())
+    return Slices(places.values())
 
 
 def read_header(file: Path) -> Header:

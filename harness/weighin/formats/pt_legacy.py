@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Progress, Slices, TensorPlan
 from weighin.formats.recognise import is_legacy, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
@@ -51,7 +51,7 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path, key: str = "") -> list[TensorSlice]:
+def read(path: Path, key: str = "") -> Slices:
     """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
 
     ``key`` is the state dict's place in nested dicts: see ``Selection``.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import (
@@ -53,7 +53,7 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of all tensors, in the stored order of names, else in header order.
 
     Raises:
@@ -65,8 +65,8 @@ def read(path: Path) -> list[TensorSlice]:
     for name, first in _ties(header).items():
         slices[name] = replace(header.tensors[first], name=name)
     if _ORDER not in header.metadata:
-        return list(slices.values())
-    return [slices[name] for name in _order(path, header.metadata[_ORDER], slices)]
+        return Slices(slices.values())
+    return Slices(slices[name] for name in _order(path, header.metadata[_ORDER], slices))
 
 
 def write(

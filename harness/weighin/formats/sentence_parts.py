@@ -19,7 +19,7 @@ from typing import Final
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.foreign import MIB, json_in
-from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.base import Slices
 from weighin.formats.no_model import models_below
 from weighin.formats.pretrained_folder import CONFIG, find_weights
 from weighin.formats.pretrained_library import WEIGHTS
@@ -67,7 +67,7 @@ def files(path: Path) -> list[Path]:
     return [file for part in parts(path) for file in formats.files(part.weights)]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the tensors of all parts.
 
     Raises:
@@ -78,10 +78,9 @@ def read(path: Path) -> list[TensorSlice]:
     for part in parts(path):
         slices = formats.read(part.weights)[1]
         whole += [replace(one, name=f"{part.prefix}{one.name}") for one in slices]
-        if isinstance(slices, Slices):
-            values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
-            whole.refused = whole.refused or slices.refused
-            whole.notes += slices.notes
+        values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
+        whole.refused = whole.refused or slices.refused
+        whole.notes += slices.notes
     whole.values = values
     return whole
 

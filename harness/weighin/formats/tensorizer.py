@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Progress, Slices, TensorPlan
 from weighin.formats.sniff import check_present, first_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Raise CheckpointError: weighin does not read this format."""
     raise CheckpointError(
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads",

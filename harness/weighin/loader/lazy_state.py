@@ -2,7 +2,7 @@
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
@@ -43,14 +43,12 @@ class LazyState(Mapping[str, Any]):
             which ``torch.distributed.checkpoint`` never writes.
     """
 
-    def __init__(
-        self, log: WriteLog, slices: Sequence[TensorSlice], values: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, log: WriteLog, slices: Slices, values: Mapping[str, Any]) -> None:
         self._log = log
         self._numbers: dict[str, int] = {}
         self._values: dict[str, Any] = {}
         self.sources: list[TensorSlice | None] = []
-        self.metadata: dict[str, dict[str, Any]] | None = getattr(slices, "metadata", None)
+        self.metadata = slices.metadata
         for number, source in enumerate(slices):
             if source.parts or source.encoding:
                 _check_blocks(source)

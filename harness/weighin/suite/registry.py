@@ -351,7 +351,7 @@ def notes_on(
         CheckpointError: the checkpoint cannot be read.
     """
     _, slices = formats.read(checkpoint, selection)
-    notes = list(getattr(slices, "notes", ()))
+    notes = list(slices.notes)
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
