@@ -126,12 +126,7 @@ def architecture(path: Path) -> str:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors under the file's own names, in its order.
-
-    Raises:
-        CheckpointError: a file is damaged, or a part is missing; the message names the file and the
-            place of the damage.
-    """
+    """Return the places of all tensors under the file's own names, in its order."""
     places: dict[str, TensorSlice] = {}
     for file in (parts := _parts(file_of(path))):
         header = read_header(file)

@@ -55,10 +55,6 @@ def read(path: Path, key: str = "") -> Slices:
     """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
 
     ``key`` is the state dict's place in nested dicts: see ``Selection``.
-
-    Raises:
-        CheckpointError: the file is damaged; the message names the file and the place of the
-            damage.
     """
     check_present(path)
     try:

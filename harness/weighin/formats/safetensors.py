@@ -54,12 +54,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors, in the stored order of names, else in header order.
-
-    Raises:
-        CheckpointError: the file is damaged; the message names the file and the place of the
-            damage.
-    """
+    """Return the places of all tensors, in the stored order of names, else in header order."""
     header = read_header(path)
     slices = dict(header.tensors)
     for name, first in _ties(header).items():

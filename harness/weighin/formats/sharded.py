@@ -69,12 +69,7 @@ class Sharded:
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the stored order of names, else in index order.
-
-        Raises:
-            CheckpointError: the index or a shard is damaged; the message names the file and the
-                place of the damage.
-        """
+        """Return the places of all tensors, in the stored order of names, else in index order."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}

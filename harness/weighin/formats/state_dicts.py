@@ -14,7 +14,7 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.misfit import first_names, plain
+from weighin.formats.misfit import first_names, plain, select_key
 from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 
@@ -178,11 +178,7 @@ def with_key(places: Mapping[str, int]) -> str:
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
-    first = next(iter(places))
-    return (
-        f"select the weights: {ways}; in load_streaming: key={shown(first)}"
-        f"; in a suite: key: {first}"
-    )
+    return select_key(ways, next(iter(places)))
 
 
 def is_beside_weights(path: Path) -> bool:

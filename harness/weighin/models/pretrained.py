@@ -232,11 +232,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import.
-
-    Raises:
-        ConfigError: transformers is not installed, or has no such class.
-    """
+    """Import the class of the builder's arguments, so that no later phase contains this import."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 

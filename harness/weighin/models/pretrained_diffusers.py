@@ -80,11 +80,7 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import.
-
-    Raises:
-        ConfigError: diffusers is not installed, or has no such class.
-    """
+    """Import the class of the builder's arguments, so that no later phase contains this import."""
     diffusers_class(kwargs["architecture"])
 
 
