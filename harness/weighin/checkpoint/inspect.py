@@ -252,14 +252,13 @@ def _lines(inspected: Inspected) -> list[str]:
     notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
     notes += [f"{strided} not contiguous"] if strided else []
     count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
-    lines = [
+    return [
         f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
         f" (parameters and buffers), {format_bytes(inspected.bytes)}",
         *_lines_of_encoding(inspected),
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
-    return [*lines, *_notes(inspected)]
 
 
 def _notes(inspected: Inspected) -> list[str]:
