@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Final
 from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt, sniff
-from weighin.formats.base import (
-    Part,
-    Pieces,
-    Progress,
-    Slices,
-    TensorPlan,
-    TensorSlice,
-    row_major,
-)
+from weighin.formats.base import Part, Pieces, Progress, Slices, TensorPlan, TensorSlice, row_major
 from weighin.formats.misfit import plain
 from weighin.formats.sniff import shown, unreadable
 from weighin.formats.tensor_refs import Opaque

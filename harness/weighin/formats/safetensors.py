@@ -17,13 +17,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
-from weighin.formats.safetensors_header import (
-    DTYPES,
-    METADATA,
-    PACKED,
-    Header,
-    read_header,
-)
+from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header, read_header
 from weighin.formats.sniff import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:

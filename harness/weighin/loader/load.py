@@ -34,12 +34,7 @@ from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
-from weighin.loader.lazy_state import (
-    FILLED_DEVICES,
-    LazyState,
-    read_at_once,
-    source_of,
-)
+from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
 from weighin.loader.reads import Fillable
 from weighin.loader.state_walk import load_state
 from weighin.models import skeleton
