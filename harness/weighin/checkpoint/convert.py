@@ -29,7 +29,7 @@ from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
-from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Layout, Pieces, Plans, Progress, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
@@ -139,7 +139,7 @@ def convert(
 def _write(
     layout: Layout,
     new: Path,
-    tensors: Sequence[TensorPlan],
+    tensors: Plans,
     pieces: Pieces,
     progress: Progress | None,
     order: Conversion,
@@ -170,7 +170,7 @@ class _Copier:
     def __init__(
         self,
         slices: Sequence[TensorSlice],
-        tensors: Sequence[TensorPlan],
+        tensors: Plans,
         stored: sidecar.KnownChecksums | None,
         *,
         summing: bool,

@@ -195,6 +195,10 @@ class TensorPlan:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Plans = Sequence[TensorPlan]
+"""The tensors to write, in the state dict's order."""
+
+
 class ReadLayout(Protocol):
     """The interface of a checkpoint format that weighin reads."""
 
@@ -226,11 +230,7 @@ class Layout(ReadLayout, Protocol):
     """The interface of a checkpoint format that weighin also writes."""
 
     def write(
-        self,
-        target: Path,
-        tensors: Sequence[TensorPlan],
-        pieces: Pieces,
-        progress: Progress | None = None,
+        self, target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 

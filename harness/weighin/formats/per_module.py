@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import folder_index, pt
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
 from weighin.formats.late_disk import map_files
 from weighin.formats.sniff import shown
@@ -67,12 +67,7 @@ def read(path: Path) -> Slices:
     return Slices(slices[key] for key in index["order"])
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write one file for each module, then the index."""
     from weighin.formats.zip_writer import placeholders, write_pt
 

@@ -5,13 +5,13 @@ Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the reco
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import pickle_machine, state_pickle
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorSlice
 from weighin.formats.recognise import is_zip, resaving
 from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import holds_more, state_dict, unread
@@ -83,12 +83,7 @@ def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]
     return pickled.value, lambda name, tensor: _slice(path, name, tensor, records)
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write the same file as ``torch.save``; tied tensors share a storage in it."""
     from weighin.formats.zip_writer import placeholders, write_pt
 

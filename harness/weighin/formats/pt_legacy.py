@@ -16,14 +16,13 @@ _use_new_zipfile_serialization=False)`` still writes it.
 import io
 import os
 import pickle
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.recognise import is_legacy, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
@@ -119,12 +118,7 @@ def _storage_starts(
     return starts
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write a file that does not exist yet; tied tensors share a storage in it.
 
     Raises:
@@ -143,7 +137,7 @@ def write(
     write_raw(target, fixed, places, pieces, progress)
 
 
-def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
+def _head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
     """Return all pickles, and the tensors in the order of their storages."""
     from weighin.formats.zip_writer import placeholder
 
@@ -174,7 +168,7 @@ def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
     return head.getvalue(), stored
 
 
-def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
+def _check_dtypes(tensors: Plans) -> None:
     from torch.storage import _dtype_to_storage_type_map
 
     for plan in tensors:

@@ -8,13 +8,12 @@ names.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header, read_header
@@ -58,12 +57,7 @@ def read(path: Path) -> Slices:
     return Slices(slices[name] for name in _order(path, header.metadata[_ORDER], slices))
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write a file that does not exist yet; see ``base.Layout.write``.
 
     Raises:
@@ -75,7 +69,7 @@ def write(
     write_raw(target, {0: head}, places, pieces, progress)
 
 
-def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
+def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
     """Return the file's bytes before the data, and the offset of each tensor's data.
 
     Tensors with wide elements come first, so that each tensor is aligned to its elements. The header
@@ -129,7 +123,7 @@ def _dtype_name(plan: TensorPlan) -> str:
     return name
 
 
-def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
+def _metadata(tensors: Plans) -> dict[str, str]:
     ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     reserved = [name for name in ties if name in {_FORMAT, _ORDER}]
     if reserved:

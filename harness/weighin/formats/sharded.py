@@ -22,14 +22,13 @@ different values, of which ``from_pretrained`` takes the later.
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.atomic import sync_folder, write_text
 from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
-from weighin.formats.base import Layout, Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
@@ -105,7 +104,7 @@ class Sharded:
     def write(
         self,
         target: Path,
-        tensors: Sequence[TensorPlan],
+        tensors: Plans,
         pieces: Pieces,
         progress: Progress | None = None,
         *,
@@ -171,7 +170,7 @@ def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
         )
 
 
-def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
+def split(tensors: Plans, max_bytes: int) -> list[list[TensorPlan]]:
     """Divide the tensors into shards, in order; a tied name goes to the shard of its first name."""
     shards: list[list[TensorPlan]] = [[]]
     homes: dict[str, list[TensorPlan]] = {}
