@@ -40,9 +40,7 @@ class _Writes(TorchDispatchMode):
         self.written: set[Any] = set()
         self._storages = storages
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             key = storage_key(args[0])
             if key in self._storages:

@@ -380,13 +380,7 @@ class _Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that skips dynamo would import dynamo: 820 modules, 68 MiB
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
             return NotImplemented  # a tensor subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
@@ -399,13 +393,7 @@ class _DirectReads(TorchFunctionMode):
         super().__init__()
         self._log = log
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIRECT_READS:
             self._log.look(args[:1])
         elif func is torch.empty:
