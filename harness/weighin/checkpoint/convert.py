@@ -25,7 +25,7 @@ from weighin.checkpoint import sidecar
 from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.model_keys import read_with_model_keys
-from weighin.checkpoint.reader import plans, read_pieces
+from weighin.checkpoint.reader import checksum_of, plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
@@ -215,12 +215,7 @@ class _Copier:
         wrong: list[str] = []
 
         def check(where: TensorSlice) -> None:
-            running = RunningChecksum(self._plans[where.name].nbytes)
-            for piece in read_pieces(where):
-                running.update(piece)
-                if progress is not None:
-                    progress(piece.nbytes)
-            if running.hexdigest() != self._sums[where.name]:
+            if checksum_of(where, progress) != self._sums[where.name]:
                 with lock:
                     wrong.append(where.name)
 

@@ -9,9 +9,10 @@ from typing import Final
 
 import torch
 
+from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorPlan, TensorSlice
+from weighin.formats.base import Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
@@ -58,6 +59,16 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
         target.view(-1)[at : at + len(piece)] = piece
         at += len(piece)
     return target
+
+
+def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
+    """Read a tensor, and return its checksum; ``progress`` is called with the size of each piece."""
+    running = RunningChecksum(where.nbytes)
+    for piece in read_pieces(where):
+        running.update(piece)
+        if progress is not None:
+            progress(piece.nbytes)
+    return running.hexdigest()
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
