@@ -119,26 +119,19 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
     next piece is generated.
     """
     numel, dtype = tensor.numel(), tensor.dtype
-    if dtype == torch.uint8:
-        yield from _random_bytes(seed, name, numel)
-        return
-    if not dtype.is_floating_point:
+    are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
+    if not (are_bytes or dtype.is_floating_point):
         yield from pieces_of(torch.zeros(tensor.shape, dtype=dtype))
         return
-    scale = tensor.ndim < 2 and name.rpartition(".")[2] in _SCALES
-    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.float32)
+    mean = 1.0 if tensor.ndim < 2 and name.rpartition(".")[2] in _SCALES else 0.0
+    kind = torch.uint8 if are_bytes else torch.float32
+    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=kind)
     for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
-        piece = buffer[: numel - start]
-        generator = _generator(seed, number, name)
-        piece.normal_(1.0 if scale else 0.0, _STANDARD_DEVIATION, generator=generator)
-        yield piece.to(dtype)
-
-
-def _random_bytes(seed: int, name: str, numel: int) -> Iterator[torch.Tensor]:
-    """Yield the values of a parameter of bytes, such as the blocks of a quantised matrix."""
-    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.uint8)
-    for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
-        yield buffer[: numel - start].random_(generator=_generator(seed, number, name))
+        piece, generator = buffer[: numel - start], _generator(seed, number, name)
+        if are_bytes:
+            yield piece.random_(generator=generator)
+        else:
+            yield piece.normal_(mean, _STANDARD_DEVIATION, generator=generator).to(dtype)
 
 
 def _generator(seed: int, number: int, name: str) -> torch.Generator:

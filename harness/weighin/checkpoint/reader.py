@@ -14,6 +14,7 @@ from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import AGAIN
+from weighin.formats.storages import ties
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
@@ -159,11 +160,8 @@ def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> li
     ``dtype`` is the new dtype of floating-point tensors. Different views of one storage are written
     as separate tensors.
     """
-    firsts: dict[object, str] = {}
-    tensors = []
+    tied, tensors = ties(slices), []
     for source in slices:
-        first = firsts.setdefault(source.place, source.name)
-        tied = first != source.name and source.nbytes > 0
         kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
-        tensors.append(TensorPlan(source.name, source.shape, kind, first if tied else None))
+        tensors.append(TensorPlan(source.name, source.shape, kind, tied.get(source.name)))
     return tensors
