@@ -78,10 +78,7 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
             resaving(path),
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise CheckpointError(
-            f"{path}: written on a big-endian machine",
-            resaving(path),
-        )
+        raise CheckpointError(f"{path}: written on a big-endian machine", resaving(path))
     pickled = state_pickle.load(path, file)
     keys = state_pickle.load(path, file).value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):

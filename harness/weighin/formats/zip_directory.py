@@ -89,10 +89,7 @@ class Archive:
                     "decrypt it: unpack the archive with its password, and pack it again with zip -0 -r",
                 )
             if entry.method or entry.packed != entry.size:
-                raise CheckpointError(
-                    f"{path}: record {shown(name)} is compressed",
-                    resaving(path),
-                )
+                raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))
             if name in self.records:
                 raise self._damaged(f"record {shown(name)} occurs twice")
             if len(self.records) == MOST_RECORDS:

@@ -177,8 +177,5 @@ def finish(model: Any, folder: Path | str) -> None:
     del model.keeps_dtypes
 
 
-def example_inputs(
-    architecture: str,
-    config: Mapping[str, Any],
-) -> None:
+def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
     """Return no inputs: each class of diffusers has its own."""
