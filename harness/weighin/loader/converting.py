@@ -7,7 +7,7 @@ model. Every other conversion runs on whole tensors.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -73,11 +73,16 @@ def fill_in_steps(
     targets: dict[str, torch.Tensor],
 ) -> None:
     """Fill the targets of conversions step by step, on several threads."""
-    work = _Queue((one, step) for one, steps in sliced for step in steps)
+    work = ((one, step) for one, steps in sliced for step in steps)
+    lock = threading.Lock()
+
+    def take() -> tuple[Conversion, Step] | None:
+        with lock:
+            return next(work, None)
 
     def run() -> None:
         with torch.no_grad(), closing(PieceReader()) as reader:
-            for one, step in iter(work.take, None):
+            for one, step in iter(take, None):
                 target = _oriented(model, one, targets[one.name])
                 _convert_step(model, one, step, target, reader)
 
@@ -140,17 +145,6 @@ def _cannot_divide(one: Conversion) -> CheckpointError:
         " transformers takes the smaller block for an equal one, and gives wrong values",
         "save the codes as contiguous tensors",
     )
-
-
-class _Queue:
-    """Hands out items to several threads; None when all are taken."""
-
-    def __init__(self, items: Iterator[tuple[Conversion, Step]]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def take(self) -> tuple[Conversion, Step] | None:
-        with self._lock:
-            return next(self._items, None)
 
 
 def _read(reader: PieceReader, source: TensorSlice) -> torch.Tensor:
