@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,26 @@ def test_a_read_that_waits_is_found_from_outside(source: Path, disk: Path) -> No
         os.close(descriptor)
     assert [error.errno for error in failed] == [errno.ECONNABORTED]
     assert stalled_reads.waiting([os.getpid()]) == []
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_another_user_cannot_read_through_a_mount(disk: Path) -> None:
+    closed = disk / "closed"
+    closed.mkdir(mode=0o700)
+    source = closed / "models"  # everybody may read it, but for the folder above
+    source.mkdir(mode=0o755)
+    (source / "weights.bin").write_bytes(b"w")
+    disk.chmod(0o755)
+    with mounted(source, Pace(latency_ns=1_000_000), disk / "open mounts") as folder:
+        path = folder / "weights.bin"
+        assert path.read_bytes() == b"w"
+        command = ["cat", str(path)]
+        ended = subprocess.run(
+            command, user=65534, group=65534, extra_groups=[], capture_output=True, check=False
+        )
+    assert ended.stdout == b""
+    assert b"Permission denied" in ended.stderr
 
 
 @pytest.mark.fuse
