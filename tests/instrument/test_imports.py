@@ -109,4 +109,4 @@ def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_
     ours = {
         name for name in modules if name.startswith(("weighin.checkpoint.", "weighin.formats."))
     }
-    assert ours == {"weighin.checkpoint.manifest", "weighin.formats.item_bytes"}
+    assert ours == {"weighin.checkpoint.manifest", "weighin.formats.dtypes"}

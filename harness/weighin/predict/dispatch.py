@@ -122,13 +122,7 @@ class Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would make torch import dynamo: 820 modules, 68 MiB
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Call(func, args, kwargs or {})
         if call.has_no_memory:
             return call.run()

@@ -221,7 +221,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
     if checkpoint is None or not any(reads):
         return planned
     selection = next(each.selection for each in planned if each.selection)
-    refused = getattr(formats.read(checkpoint, selection)[1], "refused", "")
+    refused = formats.read(checkpoint, selection)[1].refused
     skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
     planned = [
         replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
