@@ -20,7 +20,7 @@ WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL)
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
-TARGETS := help setup bench recommend floor peers report check man pages docs publish doctor test \
+TARGETS := help setup bench recommend floor peers report check man pages docs publish self-bench doctor test \
            test-all test-fresh test-nightly conformance test-vm test-versions model-types checkpoints faults mutation zoo lint dist fuzz clean
 LOADING := bench recommend floor peers
 UNKNOWN := $(filter-out $(TARGETS) .venv/% .venv-zoo/%,$(MAKECMDGOALS))
@@ -66,6 +66,9 @@ docs: .venv/ready-dev  ## Write the documentation site to site/
 
 publish: .venv/ready-dev  ## Measure all published runs again; ARGS=--status lists those that are older than their code
 	$(BIN)/python -m pages.publish $(ARGS)
+
+self-bench: .venv/ready-dev  ## Measure weighin itself, its cost and its errors, and write docs/instrument.md: a quarter of an hour
+	$(BIN)/python benchmarks/self_bench.py --out docs/instrument.md $(ARGS)
 
 recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, with the code to paste
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)

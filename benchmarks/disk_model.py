@@ -20,7 +20,7 @@ from weighin.disk.pace import Pace
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend import calibration
-from weighin.recommend.ranking import predicted_ready_s
+from weighin.recommend.candidates import predicted_ready_s
 from weighin.recommend.slow_disk import behind
 from weighin.record import Outcome
 from weighin.records import run_folder

@@ -112,7 +112,7 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
     reasons: dict[str, list[str]] = {}
     for one in tried:
         if one.reason:
-            reasons.setdefault(_cell(one.reason), []).append(one.name)
+            reasons.setdefault(_shared(_cell(one.reason)), []).append(one.name)
     return "\n".join(
         [
             HEADING,
@@ -131,7 +131,12 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             f" {len(unequal)} are not. Outputs were compared, and are equal, for {told[True]}."
             f" {len(tried) - len(compared)} types were not compared, for the reasons below.",
             "",
-            *table_lines(_HEADINGS, (one.row() for one in compared), names=2),
+            *_equal(compared),
+            *(
+                ["", *table_lines(_HEADINGS, (one.row() for one in unequal), names=2)]
+                if unequal
+                else []
+            ),
             "",
             "### Strides and shared storage",
             "",
@@ -143,6 +148,26 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
         ]
     )
+
+
+def _equal(compared: Sequence[Tried]) -> list[str]:
+    """Return the equal types in two lists: with an equal forward pass, and without any."""
+    equal = [one for one in compared if not one.unequal]
+    with_outputs = [one.name for one in equal if one.outputs == "equal"]
+    without = [one.name for one in equal if one.outputs != "equal"]
+    return [
+        f"* equal, and so are the outputs: {', '.join(with_outputs) or 'none'}",
+        f"* equal; outputs were not compared: {', '.join(without) or 'none'}",
+    ]
+
+
+def _shared(reason: str) -> str:
+    """Return a reason without what differs between types: their classes, sizes and exceptions."""
+    if re.fullmatch(r"\w+ has [\d,]+ parameters", reason):
+        return f"more than {_MOST_PARAMETERS:,} parameters"
+    if package := re.search(r"requires the (\w+) library", reason):
+        return f"needs the package {package[1]}"
+    return re.sub(r"^\w+: (\w+): .*", r"its class fails with the small configuration: \1", reason)
 
 
 def _storage(compared: Sequence[Tried]) -> list[str]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import Cluster, Relay
 from weighin.engines.ray.engine import placed
 from weighin.engines.ray.fleet import RayTransport
+from weighin.engines.scheduler import Node
 from weighin.engines.transport import NodeFacts
 from weighin.isolation import select
 from weighin.records import run_folder

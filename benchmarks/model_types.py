@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,7 +31,6 @@ import torch
 from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_folder import read_folder
-from weighin.formats.pretrained_spec import auto_dtype
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.predict import check, tables
 from weighin.record import Outcome, Result
@@ -86,19 +85,15 @@ _SAYS_PREDICTED: Final = (
     " follow, and compared the peaks of anonymous memory, most of which the imports need in models as small"
     " as these. "
 )
-HEADINGS: Final = ("type", "kind", "class", "dtype", "parameters", "load_pretrained", "strategies ok",
-                   "skipped", "not ok")  # fmt: skip
+HEADINGS: Final = ("types", "kind", "load_pretrained", "strategies ok", "skipped", "not ok")
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One type: its folder's class and size, and what came of its loads."""
+    """One type, and what came of its loads."""
 
     name: str
     kind: str
-    architecture: str
-    dtype: str
-    parameters: int
     compared: str
     results: tuple[Result, ...]
 
@@ -109,7 +104,7 @@ class Tried:
         return ended and self.compared == "equal"
 
     def row(self) -> list[str]:
-        """Return the cells of the page's table."""
+        """Return the name, the kind, and what came of the loads; types with the same cells share a row."""
         count = Counter(one.outcome for one in self.results)
         wrong = [
             f"{one.cell.strategy}: {one.outcome}"
@@ -117,8 +112,7 @@ class Tried:
             if one.outcome not in (Outcome.OK, Outcome.SKIPPED)
         ]
         return [
-            self.name, self.kind, self.architecture, self.dtype, f"{self.parameters:,}", self.compared,
-            str(count[Outcome.OK]), str(count[Outcome.SKIPPED]), ", ".join(wrong) or "0",
+            self.name, self.kind, self.compared, str(count[Outcome.OK]), str(count[Outcome.SKIPPED]), ", ".join(wrong) or "0",
         ]  # fmt: skip
 
 
@@ -187,6 +181,15 @@ def _parts(page: Path) -> tuple[str, str]:
     return known, heading + drawn
 
 
+def rows(types: Iterable[Sequence[str]], kinds: Sequence[str]) -> list[list[str]]:
+    """Return one row for all types whose other cells are equal, in the order of ``kinds``."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in types:
+        alike.setdefault(tuple(cells), []).append(name)
+    ordered = sorted(alike.items(), key=lambda one: kinds.index(one[0][0]) if one[0][0] else -1)
+    return [[", ".join(names), *cells] for cells, names in ordered]
+
+
 def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
     """Return the page: a table of the types, the predictions, and the reasons of the skipped loads."""
     import transformers
@@ -203,7 +206,8 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
         f" {transformers.__version__}. The command saves a small model of each type with `save_pretrained`, and runs"
-        f" `weighin bench FOLDER` with {strategies}. Every load is verified against `from_pretrained`."
+        f" `weighin bench FOLDER` with {strategies}. Each model has a few layers and random weights. Decoders and mixtures of"
+        " experts are saved in bfloat16, and the others in float32. Every load is verified against `from_pretrained`."
         " `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
         " `from_pretrained`, bit by bit.",
         "",
@@ -211,7 +215,7 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
         + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)}.",
         "",
-        *table_lines(HEADINGS, (one.row() for one in tried), names=4),
+        *table_lines(HEADINGS, rows((one.row() for one in tried), list(KINDS)), names=3),
         "",
         *(
             ["## Predictions", "", _SAYS_PREDICTED + tables.summary_line(predicted), ""]
@@ -265,9 +269,6 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
     return Tried(
         name=name,
         kind=kind,
-        architecture=found.architecture,
-        dtype=auto_dtype(found),
-        parameters=sum(one.numel() for one in reference.parameters()),
         compared=_compared(model, reference),
         results=tuple(run_folder.read(run).results),
     )

@@ -20,8 +20,8 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.isolation import select
 from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
+from weighin.recommend.candidates import FitVerdict, Limits, doubt_bytes
 from weighin.recommend.prior_runs import find
-from weighin.recommend.ranking import FitVerdict, Limits, doubt_bytes
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.run.runner import run

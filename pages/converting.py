@@ -6,8 +6,8 @@ from typing import Final
 from weighin.record import Outcome, Result
 from weighin.records.repeats import middle, outcome_of
 from weighin.report import captions
-from weighin.report.dataframe import series
 from weighin.report.markdown import table_lines
+from weighin.report.rows import series
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 

@@ -1,8 +1,8 @@
 """Print a page that helps to choose a loader: ``python -m pages.loaders RUN...``.
 
-Each run becomes a table with one row for each strategy, the fastest first. The floor is predicted;
-every other figure is the median of the ok repeats in the run's own records. The page is printed to
-standard output.
+The runs of a model become a table with one row for each strategy, the fastest of the first run first, and
+one time for each run. The floor is predicted; every other figure is the median of the ok repeats in the
+runs' own records. The page is printed to standard output.
 """
 
 import sys
@@ -18,14 +18,13 @@ from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
-from weighin.report.dataframe import series
 from weighin.report.markdown import by_reason, table_lines
+from weighin.report.rows import series
 from weighin.text import markdown as escaped
-from weighin.units import GIB, format_bytes, format_seconds
+from weighin.units import format_bytes, format_seconds
 
-HEADINGS: Final = (
-    "strategy", "format", "peak RSS", "predicted floor", "load", "ready", "GiB/s", "first use", "private memory left",
-)  # fmt: skip
+HEADINGS: Final = ("strategy", "format", "peak RSS", "predicted floor", "private memory left")
+"""Before the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
 INTRODUCTION: Final = """\
@@ -39,28 +38,23 @@ format if it can.
 * **peak RSS**: the kernel's high-water mark of the process, including torch.
 * **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. `weighin floor`
   measures it. "-": this strategy is not predicted.
-* **load**: the time until the strategy returned the model.
-* **ready**: the time until every byte of the model was read once. A strategy that maps the file returns before it reads the
-  weights. Therefore compare "ready".
-* **GiB/s**: the model's size divided by the time until ready.
-* **first use**: the time of one forward pass after that.
 * **private memory left**: the anonymous memory of the ready model, without the anonymous memory after `import torch`. Without
   swap, the kernel cannot reclaim anonymous memory. A mapped file leaves none: the kernel can drop its pages and read them again.
+* **ready**: the time until every byte of the model was read once, with a cold and with a warm page cache. The time until the
+  strategy returns the model is no comparison, because a strategy that maps the file returns before it reads the weights.
 
 How to choose: if the model and everything else fit into RAM, a strategy that maps the file needs the least private memory. If the
 kernel may have to drop the file's pages, take the strategy that is ready first among those that hold one copy. A strategy that holds
 two copies of the weights fails where RAM is short.
 
-`tensors-20000` and `tensors-200` are models of one size, in 20,000 and in 200 layers side by side. For each layer,
-`load_state_dict` looks through the names of all tensors, so that its time grows with the square of their number. Strategies
-that set each tensor by its name do not need this time; `streaming` indexes the names once.
+The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     ready_ns: int
-    words: tuple[str, ...]
+    memory: tuple[str, ...]
 
 
 def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
@@ -68,49 +62,62 @@ def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> 
 
     ``floors`` are the predicted floors, in bytes, of the cells' series.
     """
-    lines = (line for results in runs for line in _section(results, floors))
+    models: dict[str, list[list[Result]]] = {}
+    for results in runs:
+        measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
+        if measured:
+            models.setdefault(measured[0].cell.model.title, []).append(list(results))
+    lines = (line for title, some in models.items() for line in _section(title, some, floors))
     return "\n".join([INTRODUCTION, *lines])
 
 
-def _section(results: Sequence[Result], floors: Mapping[str, int | None]) -> Iterator[str]:
+def _section(
+    title: str, runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]
+) -> Iterator[str]:
+    yield f"## {escaped(title)}\n"
+    results = [result for run in runs for result in run]
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
-    if not measured:
-        return
-    cell = measured[0].cell
-    yield f"## {escaped(cell.model.title)}, {captions.dimension('cache', measured[0].cache)}\n"
-    rows = sorted(_rows(measured, floors), key=lambda row: row.ready_ns)
-    yield from table_lines(HEADINGS, [row.words for row in rows], names=_NAMES)
+    tables = [dict(_rows(run, floors)) for run in runs]
+    found: dict[tuple[str, str], _Row] = {}
+    for table in tables:
+        found = table | found
+    times = [f"ready, {_cache(run)}" for run in runs]
+    rows = [
+        (*name, *row.memory, *(_time(table[name].ready_ns) if name in table else "-" for table in tables))
+        for name, row in sorted(found.items(), key=lambda one: one[1].ready_ns)
+    ]  # fmt: skip
+    yield from table_lines((*HEADINGS, *times), rows, names=_NAMES)
     yield ""
     yield from _left_out(results)
     yield f"{escaped(captions.shared(series(measured), measured))} · {_repeats(measured)}\n"
 
 
-def _rows(measured: Sequence[Result], floors: Mapping[str, int | None]) -> Iterator[_Row]:
-    for name in dict.fromkeys(result.cell.series for result in measured):
+def _cache(run: Sequence[Result]) -> str:
+    """Return the state of the page cache in a run: "cold"."""
+    return next(str(result.cache) for result in run if result.outcome is not Outcome.SKIPPED)
+
+
+def _rows(
+    results: Sequence[Result], floors: Mapping[str, int | None]
+) -> Iterator[tuple[tuple[str, str], _Row]]:
+    """Yield the row of each strategy that was ok, with its name and its format."""
+    for name in dict.fromkeys(result.cell.series for result in results):
         good = [
             result
-            for result in measured
+            for result in results
             if result.cell.series == name and result.outcome is Outcome.OK
         ]
         ready_ns = middle(map(METRICS["ready"].read, good))
         if ready_ns is None:
             continue
-        cell, model_bytes = good[0].cell, good[0].model_bytes
-        rate = model_bytes / GIB / (ready_ns / 1e9) if model_bytes else None
-        yield _Row(
-            ready_ns,
-            (
-                " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))]),
-                cell.format,
-                _size(middle(map(METRICS["peak_rss"].read, good))),
-                _size(floors.get(name)),
-                _time(middle(map(METRICS["load"].read, good))),
-                _time(ready_ns),
-                "-" if rate is None else f"{rate:.2f}",
-                _time(middle(map(_first_use_ns, good))),
-                _size(middle(map(_private_bytes, good))),
-            ),
+        cell = good[0].cell
+        label = " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))])
+        memory = (
+            _size(middle(map(METRICS["peak_rss"].read, good))),
+            _size(floors.get(name)),
+            _size(middle(map(_private_bytes, good))),
         )
+        yield (label, cell.format), _Row(ready_ns, memory)
 
 
 def _repeats(measured: Sequence[Result]) -> str:
@@ -129,10 +136,6 @@ def _left_out(results: Sequence[Result]) -> Iterator[str]:
     ]
     if reasons:
         yield "\n".join(["Not in the table:", "", *by_reason(reasons), ""])
-
-
-def _first_use_ns(result: Result) -> int | None:
-    return result.cost.first_use_ns if result.cost else None
 
 
 def _private_bytes(result: Result) -> int | None:

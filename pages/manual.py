@@ -92,7 +92,8 @@ def _sections() -> Iterator[str]:
     yield '.SH "SETTINGS"'
     yield _text(
         "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above it,"
-        " holds defaults of options. Keys are the options' long names. [tool.weighin] applies to"
+        " holds defaults of options. The file must belong to this user, root or the folder's owner."
+        " Keys are the options' long names. [tool.weighin] applies to"
         " bench, floor, predict and recommend; [tool.weighin.VERB] applies to one verb and overrides"
         " [tool.weighin]. The command line overrides both tables. Paths are relative to the file's"
         " folder. Options that allow or confirm something (--trust, --update, --expect-failures,"

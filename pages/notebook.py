@@ -18,8 +18,8 @@ from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report import captions
-from weighin.report.dataframe import series
 from weighin.report.markdown import table_lines
+from weighin.report.rows import series
 from weighin.suite.registry import model
 from weighin.text import markdown as escaped
 from weighin.units import GIB

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import pandas as pd
-
 from weighin.record import Result
 from weighin.report import captions
 from weighin.report.columns import figures_of, number_text
-from weighin.report.dataframe import series, varying
 from weighin.report.operations import BEFORE_LOAD
+from weighin.report.rows import Row, series, varying
 from weighin.report.tables import markdown_lines, text_table
 from weighin.text import markdown as escaped
 
@@ -24,13 +22,13 @@ _SAME: Final = ("operation", "model", "device")  # times are compared where thes
 
 def markdown_relative(results: Sequence[Result]) -> str:
     """Return the table, and below the table the first line's times in seconds."""
-    frame = series(results)
-    if frame.empty:
-        return captions.shared(frame, results)
-    figures = [one for one in figures_of(frame) if one.key not in BEFORE_LOAD]
+    rows = series(results)
+    if not rows:
+        return captions.shared(rows, results)
+    figures = [one for one in figures_of(rows) if one.key not in BEFORE_LOAD]
     shown = [replace(one, unit="x") if one.key in _TIMES else one for one in figures]
-    table = text_table("", _divided(frame), ["strategy", *varying(frame)], shown)
-    first = frame.iloc[0]
+    table = text_table("", _divided(rows), ["strategy", *varying(rows)], shown)
+    first = rows[0]
     seconds = (
         f"{figure.heading} {number_text(first[figure.key], replace(figure, digits=1))} s"
         for figure in figures
@@ -38,13 +36,24 @@ def markdown_relative(results: Sequence[Result]) -> str:
     )
     note = f"Times are multiples of the first line's: {', '.join(seconds)}."
     return "\n".join(
-        [*markdown_lines(table), "", escaped(note), "", escaped(captions.shared(frame, results))]
+        [*markdown_lines(table), "", escaped(note), "", escaped(captions.shared(rows, results))]
     )
 
 
-def _divided(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with each time divided by the time of the first comparable series."""
-    comparable = frame.groupby(list(_SAME), sort=False)
-    firsts = {key: comparable[key].transform("first") for key in _TIMES}
-    columns = ((key, f"{key}{end}") for key in _TIMES for end in ("", "_min", "_max"))
-    return frame.assign(**{column: frame[column] / firsts[key] for key, column in columns})
+def _divided(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with each time divided by the time of the first comparable series."""
+    firsts: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        for name in _TIMES:
+            if row[name] is not None:
+                firsts.setdefault((name, *(row[key] for key in _SAME)), row[name])
+    return [
+        row
+        | {
+            f"{name}{end}": row[f"{name}{end}"] / firsts[name, *(row[key] for key in _SAME)]
+            for name in _TIMES
+            for end in ("", "_min", "_max")
+            if row[name] is not None
+        }
+        for row in rows
+    ]

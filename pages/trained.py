@@ -7,7 +7,7 @@ from weighin.records import after_load
 from weighin.records.repeats import grouped
 from weighin.report import captions
 from weighin.report.after_load import multiple
-from weighin.report.dataframe import series
+from weighin.report.rows import series
 from weighin.text import markdown as escaped
 
 

@@ -70,7 +70,7 @@ KNOWN = (
     Known("shares", ("48", "2000"), 2000, 0, 96 * MIB, process_bytes=(96 * MIB,) * 2),
     Known("reads", (FILE,), 800, MIB, 0, FILE_BYTES, (MIB,)),
     Known("child", ("256", "2000"), 2000, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
-    Known("daemon", ("64",), 800, 64 * MIB, process_bytes=(64 * MIB,)),
+    Known("daemon", ("64",), 2000, 64 * MIB, process_bytes=(64 * MIB,)),
 )
 """All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""
 

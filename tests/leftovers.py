@@ -12,7 +12,7 @@ from pathlib import Path
 from weighin.disk import throttle
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 
 
 def processes(mark: str) -> list[str]:

@@ -50,7 +50,11 @@ class HarnessError(Exception):
 
 
 class ConfigError(HarnessError):
-    """A configuration file, an option or an argument is invalid."""
+    """A configuration file, an option or an argument is invalid; ``option`` is the option, if any."""
+
+    def __init__(self, message: str, repair: str = "", *, option: str = "") -> None:
+        super().__init__(message, repair)
+        self.option = option
 
 
 class FormatLimit(ConfigError):

@@ -14,6 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 from dying_commands import DYING, Cause, Dying, empty, inputs
+from nightly import by_day
 
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes.cgroup import MemoryCgroup, parse_field
@@ -74,7 +75,7 @@ def wait_at_limit(process: subprocess.Popen[bytes], group: MemoryCgroup, near_by
         sleep(0.002)
 
 
-@pytest.mark.parametrize("case", DYING, ids=lambda case: case.script)
+@pytest.mark.parametrize("case", by_day(DYING, *DYING[::4]), ids=lambda case: case.script)
 def test_a_script_dies_under_its_limit_and_only_there(
     case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup
 ) -> None:
@@ -92,7 +93,7 @@ WAITING = [case for case in DYING if case.dies and case.cause is not Cause.SHARE
 """Scripts that wait at their limit: a write to a tmpfs gets an error there, and ends the script."""
 
 
-@pytest.mark.parametrize("case", WAITING, ids=lambda case: case.script)
+@pytest.mark.parametrize("case", by_day(WAITING, *WAITING[1::4]), ids=lambda case: case.script)
 def test_a_script_meets_its_limit_at_its_line(
     case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
 with atheris.instrument_imports(include=["weighin.formats"]):
-    from weighin import formats
     from weighin.formats import (
         bounded_json,
         dcp,
@@ -35,7 +34,7 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         tensor_refs,
         zip_directory,
     )
-    from weighin.formats.base import TensorSlice
+    from weighin.formats.base import Layout, TensorSlice
 
 from weighin.errors import CheckpointError
 
@@ -55,7 +54,7 @@ LONGEST = 16 * 1024
 MEMORY_BYTES = 200 * 1024**2
 
 # The first byte of an input says which file it is, of a folder whose other files are sound.
-TARGETS = (
+TARGETS: tuple[tuple[Layout, str], ...] = (
     (pt, ""),
     (pt_legacy, ""),
     (safetensors, ""),
@@ -122,7 +121,7 @@ def check(place: TensorSlice, root: Path) -> None:
         assert end <= place.storage_offset + place.storage_bytes, place
 
 
-def make(path: Path, layout: formats.Layout) -> Path:
+def make(path: Path, layout: Layout) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 

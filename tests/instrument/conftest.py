@@ -19,7 +19,7 @@ from cells import FILE_BYTES, Bench, Watched, known_file, prepared_isolation
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_tests(disk: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHIN_CACHE", str(disk / "cache"))
+        patch.setenv("WEIGHIN_CACHE", os.environ.get("WEIGHIN_TEST_CACHE") or str(disk / "cache"))
         yield
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched, phases_of
-from nightly import isolations, nightly
+from nightly import by_day, isolations, nightly
 
 from weighin.record import Outcome, Result
 from weighin.run import supervisor
@@ -86,7 +86,7 @@ def place_of(way: str) -> str:
     return f"bad_ends.py:{number}"
 
 
-@pytest.mark.parametrize("how", RAISED)
+@pytest.mark.parametrize("how", by_day(RAISED, "raises_a_novel", "nests_phases", "exits"))
 def test_an_error_is_one_line_with_its_place(bench: Bench, process: Watched, how: str) -> None:
     result = bench("bad_ends", process, how=how)
     assert (result.outcome, result.last_phase) == (Outcome.STRATEGY_FAILED, "bad")
@@ -102,7 +102,16 @@ def test_an_error_is_the_same_under_every_isolation(bench: Bench, isolation: Wat
     assert bench.samples(result)
 
 
-@pytest.mark.parametrize("how", ENDED)
+@pytest.mark.parametrize(
+    "how",
+    by_day(
+        ENDED,
+        "exits_at_once_as_if_all_were_well",
+        "exits_after_a_word",
+        "segfaults",
+        "returns_none",
+    ),
+)
 def test_an_end_says_how_and_where(bench: Bench, process: Watched, how: str) -> None:
     result = bench("bad_ends", process, how=how)
     assert result.outcome is Outcome.STRATEGY_FAILED
@@ -121,7 +130,8 @@ def test_a_sudden_end_is_not_taken_for_lack_of_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sleeps", "hangs_with_the_gil_held"])
+@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
+@pytest.mark.parametrize("how", ["hangs_with_the_gil_held", *nightly("sleeps")])
 def test_a_hang_is_ended_in_time_and_keeps_its_timeline(
     bench: Bench, isolation: Watched, how: str, seconds_to_load: Callable[[Watched], float]
 ) -> None:
@@ -146,7 +156,9 @@ def test_an_end_that_leaves_a_child_is_seen_at_once(bench: Bench, isolation: Wat
     assert result.message == "the worker was ended by SIGKILL in phase 'bad'"
 
 
-@pytest.mark.parametrize("how", SPOILED)
+@pytest.mark.parametrize(
+    "how", by_day(SPOILED, "one_value_of_a_buffer_in_no_checkpoint", "left_on_meta", "untied")
+)
 def test_a_spoiled_model_is_caught(bench: Bench, process: Watched, how: str) -> None:
     model_name = "gpt2-tiny" if "persistent" in how else "tied-tiny"
     result = bench("wrong_weights", process, model_name=model_name, how=how)
@@ -161,7 +173,7 @@ def test_one_wrong_value_is_caught_under_every_isolation(bench: Bench, isolation
     assert result.ready_ns  # it was read through before it was judged
 
 
-@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
+@pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)
 @pytest.mark.parametrize(
     "how",
     [
@@ -179,9 +191,9 @@ def test_noise_changes_nothing(bench: Bench, isolation: Watched, how: str) -> No
 @pytest.mark.parametrize(
     "how",
     [
-        "leaves_a_child",
         "leaves_a_child_in_another_session",
         "leaves_a_child_with_its_streams",
+        *nightly("leaves_a_child"),
     ],
 )
 def test_children_that_outlive_the_worker_are_ended(
@@ -192,6 +204,7 @@ def test_children_that_outlive_the_worker_are_ended(
     assert time.monotonic() - start < 60  # it was not waited for
 
 
+@pytest.mark.parametrize("isolation", isolations("cgroup", "docker"), indirect=True)
 def test_dev_shm_is_charged_to_the_cell(bench: Bench, isolation: Watched) -> None:
     result = bench("fills_shm", isolation)
     assert_ok(result)

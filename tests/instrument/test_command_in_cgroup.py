@@ -137,14 +137,14 @@ def test_short_children_and_groups_below_are_seen(group: Path) -> None:
     below = group / "below"
     code = f"""
 step("started")
-for _ in range(3):
+for _ in range(2):
     if (pid := os.fork()) == 0:
-        os.execv("/bin/sleep", ["sleep", "0.2"])
+        os.execv("/bin/sleep", ["sleep", "1"])
     os.waitpid(pid, 0)
 os.mkdir({str(below)!r})
 if (pid := os.fork()) == 0:
     open({str(below / "cgroup.procs")!r}, "w").write(str(os.getpid()))
-    os.execv("/bin/sleep", ["sleep", "0.3"])
+    os.execv("/bin/sleep", ["sleep", "1.5"])
 os.waitpid(pid, 0)
 step("done")
 """
@@ -154,11 +154,11 @@ step("done")
         one.go("done")
         sampler.stop()
         children = sampler.processes()[1:]
-        assert [child.command for child in children] == ["sleep 0.2"] * 3 + ["sleep 0.3"]
+        assert [child.command for child in children] == ["sleep 1"] * 2 + ["sleep 1.5"]
         assert {child.parent_pid for child in children} == {one.pid}
-        assert sampler.number_of_processes == 5
-        for child, lived_s in zip(children, (0.2, 0.2, 0.2, 0.3), strict=True):
-            assert (child.end_ns - child.start_ns) / 1e9 == pytest.approx(lived_s, abs=0.15)
+        assert sampler.number_of_processes == 4
+        for child, lived_s in zip(children, (1, 1, 1.5), strict=True):
+            assert (child.end_ns - child.start_ns) / 1e9 == pytest.approx(lived_s, abs=0.4)
 
 
 def test_a_kill_of_a_child_is_counted_although_the_command_lives(group: Path) -> None:
@@ -166,6 +166,8 @@ def test_a_kill_of_a_child_is_counted_although_the_command_lives(group: Path) ->
     code = """
 step("started")
 if (pid := os.fork()) == 0:
+    held = hold(40)
+    step("held")
     hold(200)
 os.waitpid(pid, 0)
 step("survived")
@@ -173,11 +175,13 @@ step("survived")
     with command(code, group) as one:
         one.reach("started")
         sampler = sampled(one, group)
+        one.go("held")
+        settle(sampler)
         one.go("survived")
         sampler.stop()
     assert sampler.oom_kills == 1
     assert sampler.largest_anon_and_shmem_bytes
-    assert sampler.largest_anon_and_shmem_bytes > 0.5 * 64 * MIB
+    assert 40 * MIB < sampler.largest_anon_and_shmem_bytes <= 64 * MIB
 
 
 def test_a_kill_in_a_group_below_is_counted_also_after_its_removal(group: Path) -> None:
@@ -190,7 +194,7 @@ def test_a_kill_in_a_group_below_is_counted_also_after_its_removal(group: Path) 
         one.reach("started")
         sampler = sampled(one, group)
         one.go()
-        assert one.process.wait(20) == -9
+        assert one.process.wait(60) == -9
         wait_until(lambda: sampler.oom_kills == 1, "the kill is not counted")
         below.rmdir()
         sampler.stop()
@@ -221,7 +225,7 @@ def test_the_kernel_log_tells_who_was_killed_for_whose_limit(group: Path, is_own
     with command('step("started"); hold(200)', cell) as one:
         one.reach("started")
         one.go()
-        assert one.process.wait(20) == -9
+        assert one.process.wait(60) == -9
     kills = kernel_log.kills_since(start, cell, one.pid)
     assert kills
     (kill,) = kills

@@ -83,7 +83,7 @@ def test_the_record_explains_why_a_script_died_and_where(
         folder, result = run(case, inputs, attempt)
         text = "\n".join(answer(folder, result))
         print(result.message, text, sep="\n")
-        cause = cause_of(result, read_samples(folder, result))
+        cause = cause_of(result, read_samples(folder, result.samples_path))
         assert result.outcome == (Outcome.OOM_KILLED if case.dies else Outcome.OK)
         assert cause is None or cause.name == case.cause  # never a wrong one
         if cause:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from statistics import median
 
 import pytest
 from cells import Bench, Watched
+from nightly import isolations
 
 from weighin.record import Outcome
 from weighin.units import KIB, MIB
@@ -58,6 +60,7 @@ def bare_peak() -> int:
     return int(line.split()[1]) * KIB
 
 
+@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
 def test_a_whole_worker_imports_nothing_of_the_parent(bench: Bench, isolation: Watched) -> None:
     ours = HEAVY - {"importlib.metadata"}  # that one torch imports itself
     result = bench("modules", isolation, unwanted=sorted(ours))
@@ -86,9 +89,24 @@ sys.stdout.write(chr(0))
     assert set(modules) & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
 
 
+def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests/integration/fixtures/gpt2-xl-8GiB", run)
+    statement = f"""
+from pathlib import Path
+from weighin.report import terminal_table, write_report
+from weighin.records.run_folder import read_whole
+records = read_whole(Path({str(run)!r}))
+terminal_table(records.results)
+write_report(Path({str(run)!r}), ("md", "html", "csv", "bmf", "gha"), records)
+"""
+    _, modules = imported_by(statement)
+    assert modules & OF_REPORTS == set()
+
+
 def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_pays_for() -> None:
     _, modules = imported_by("import weighin.checkpoint.manifest")
     ours = {
         name for name in modules if name.startswith(("weighin.checkpoint.", "weighin.formats."))
     }
-    assert ours == {"weighin.checkpoint.manifest", "weighin.formats.item_bytes"}
+    assert ours == {"weighin.checkpoint.manifest", "weighin.formats.dtypes"}

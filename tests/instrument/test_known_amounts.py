@@ -145,7 +145,7 @@ def test_what_lasts_is_in_the_samples(
         for sample in bench.samples(result)
         if held.start_ns <= (sample["t_ns"] or 0) <= held.end_ns
     ]
-    assert len(inside) >= 3  # 100 ms at 5 ms a look, on a busy machine
+    assert len(inside) >= 3  # 1 s at 5 ms a look, on a busy machine
     assert {sample["swap_bytes"] for sample in inside} == {0}
     for sample in inside:
         assert sample["anon_bytes"] == pytest.approx(held.end.anon_bytes, abs=RSS_TOLERANCE)
@@ -169,5 +169,5 @@ def test_the_phases_follow_each_other_without_a_gap(result: Result) -> None:
     )
     assert result.cost and result.load_ns and result.ready_ns and result.cost.touch_ns
     assert result.ready_ns == result.load_ns + result.cost.touch_ns
-    assert result.load_ns >= 300_000_000  # what its phases sleep
+    assert result.load_ns >= 300_000_000  # what its phases sleep at least
     assert result.cost.wall_ns > result.ready_ns

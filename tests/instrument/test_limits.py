@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched, names_of, phases_of
+from nightly import isolations
 
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.record import Outcome, Result
@@ -52,6 +53,7 @@ def test_what_fits_lives(bench: Bench, limiting: Watched) -> None:
     assert taken == pytest.approx(60 * MIB, abs=MIB)
 
 
+@pytest.mark.parametrize("isolation", isolations("cgroup"), indirect=True)
 def test_the_same_allocation_lives_without_a_limit(bench: Bench, isolation: Watched) -> None:
     result = bench("overrun", isolation, mib=400)
     assert (result.outcome, result.message) == (Outcome.OK, "")

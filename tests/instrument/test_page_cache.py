@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cells import LARGE, Bench, Watched, phases_of
+from nightly import limits
 
 from weighin.cell import CacheState
 from weighin.checkpoint import cache
@@ -95,6 +96,7 @@ def test_the_pages_of_a_cold_map_are_charged_to_the_cell(bench: Bench, limiting:
     assert result.peaks.file_sampled_bytes - result.baseline.file_bytes >= 0.95 * result.model_bytes
 
 
+@pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
 def test_a_file_that_was_warm_outside_is_made_cold_and_charged(
     bench: Bench, limiting: Watched
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_file_that_was_warm_outside_is_made_cold_and_charged(
     assert above >= result.model_bytes
 
 
+@pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 def test_a_map_lives_under_a_limit_that_its_file_overruns(bench: Bench, limiting: Watched) -> None:
     cold = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=320 * MIB)
     assert (cold.outcome, cold.message, cold.oom_kills) == (Outcome.OK, "", 0)
@@ -123,6 +126,7 @@ def charged_by_the_load(result: Result) -> int:
     return result.peaks.cgroup_bytes - (result.baseline.cgroup_bytes or 0)
 
 
+@pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Watched) -> None:
     bench("mmap_assign", limiting)  # torch's own files are charged to whoever is first to use them
     cold = bench("mmap_assign", limiting, spec=LARGE)

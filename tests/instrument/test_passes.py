@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 from cells import LARGE, Bench, Watched, names_of
-from nightly import isolations
+from nightly import isolations, limits
 
 from weighin.record import Outcome, Phase, Result
 from weighin.units import MIB
@@ -29,6 +29,7 @@ def test_each_pass_is_a_phase_and_no_pass_is_none(bench: Bench, isolation: Watch
     assert unused.cost and unused.cost.first_use_ns is None
 
 
+@pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 def test_below_the_models_size_a_mapped_model_is_read_again_in_every_pass(
     bench: Bench, limiting: Watched
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched, prepared_isolation
-from nightly import nightly
+from nightly import limits, nightly
 
 from weighin.record import Outcome, Result
 from weighin.suite.registry import strategies as all_strategies
@@ -18,6 +18,9 @@ SHARING = sorted(
 )
 
 
+BY_DAY = pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
+
+
 @pytest.fixture(scope="module")
 def amounts(bench: Bench, limiting: Watched) -> Result:
     result = bench("rank_amounts", limiting, ranks=4)
@@ -25,6 +28,7 @@ def amounts(bench: Bench, limiting: Watched) -> Result:
     return result
 
 
+@BY_DAY
 def test_memory_that_ranks_share_counts_once(amounts: Result) -> None:
     """4 x 64 MiB of their own and 256 MiB together are 512 MiB, whatever the sum of RSS says."""
     charged = {phase.name: phase.end.cgroup_bytes for phase in amounts.phases}
@@ -39,6 +43,7 @@ def test_memory_that_ranks_share_counts_once(amounts: Result) -> None:
     assert sum_of_peaks - 4 * amounts.baseline.rss_bytes > 1200 * MIB
 
 
+@BY_DAY
 def test_the_pss_of_all_ranks_counts_each_page_once(amounts: Result) -> None:
     assert amounts.baseline
     assert amounts.peaks.pss_bytes == sum(rank.pss_bytes or 0 for rank in amounts.ranks)
@@ -49,6 +54,7 @@ def test_the_pss_of_all_ranks_counts_each_page_once(amounts: Result) -> None:
     assert own + 256 * MIB < amounts.peaks.pss_bytes < own + (256 + 150) * MIB
 
 
+@BY_DAY
 def test_samples_are_those_of_all_ranks_together_and_of_each_rank(
     amounts: Result, bench: Bench
 ) -> None:
@@ -88,7 +94,11 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("how", "outcome", "message"),
     [
-        ("raises", "strategy_failed", "rank 1: ValueError: the shard is broken (rank_ends.py:19)"),
+        pytest.param(
+            *("raises", "strategy_failed"),
+            "rank 1: ValueError: the shard is broken (rank_ends.py:19)",
+            marks=pytest.mark.nightly,
+        ),
         (
             "exits as if all were well",
             "strategy_failed",
@@ -110,10 +120,10 @@ def test_the_rank_that_failed_is_named(
 
 
 def test_the_rank_that_hangs_is_named(bench: Bench, process: Watched) -> None:
-    result = bench("rank_ends", process, ranks=3, how="hangs", timeout_s=20)
+    result = bench("rank_ends", process, ranks=3, how="hangs", timeout_s=30)
     assert result.outcome == Outcome.TIMEOUT
     assert result.message == (
-        "still running after 20 s, rank 1 in phase 'bad', ranks 0 and 2 in phase 'meet'"
+        "still running after 30 s, rank 1 in phase 'bad', ranks 0 and 2 in phase 'meet'"
     )
     assert result.last_phase == "bad"
 
@@ -136,12 +146,13 @@ def test_strategies_that_divide_a_load_leave_the_right_model_in_each_rank(
     assert (result.outcome, result.message) == ("ok", "")
 
 
-@pytest.mark.parametrize("fmt", ["safetensors", "sharded"])
+@pytest.mark.parametrize("fmt", ["sharded", *nightly("safetensors")])
 def test_dcp_reads_hugging_face_files_into_shards(bench: Bench, process: Watched, fmt: str) -> None:
     result = bench("dcp_fsdp", process, ranks=2, fmt=fmt)
     assert (result.outcome, result.message) == ("ok", "")
 
 
+@pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
 @pytest.mark.parametrize("name", ["streaming", *nightly("baseline", "mmap_assign")])
 def test_a_strategy_of_one_process_runs_in_each_rank(
     bench: Bench, limiting: Watched, name: str

@@ -47,6 +47,7 @@ def test_a_wrong_save_is_told(
     assert result.message.startswith(message)
 
 
+@pytest.mark.parametrize("isolation", isolations("cgroup"), indirect=True)
 def test_a_copy_of_the_model_is_seen_above_the_model(bench: Bench, isolation: Watched) -> None:
     plain = bench("torch_save", isolation, spec=LARGE, operation="save")
     copied = bench("saving_badly", isolation, spec=LARGE, operation="save", how="copy")

@@ -2,7 +2,7 @@
 
 import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
-from nightly import isolations
+from nightly import isolations, nightly
 
 from weighin.record import Outcome
 from weighin.suite.config import DEFAULT_STRATEGIES
@@ -11,7 +11,7 @@ from weighin.units import MIB
 
 @pytest.mark.parametrize("isolation", isolations("process"), indirect=True)
 @pytest.mark.parametrize("strategy", DEFAULT_STRATEGIES)
-@pytest.mark.parametrize("model_name", ["tied-tiny", "gpt2-tiny"])
+@pytest.mark.parametrize("model_name", ["tied-tiny", *nightly("gpt2-tiny")])
 def test_a_strategy_leaves_a_right_model(
     bench: Bench, isolation: Watched, model_name: str, strategy: str
 ) -> None:

@@ -20,7 +20,7 @@ REFERENCE = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)  # too long 
 @pytest.fixture(
     params=[
         pytest.param("cgroup", marks=pytest.mark.cgroup),
-        pytest.param("docker", marks=pytest.mark.docker),
+        pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.nightly]),
         pytest.param("watched inside", marks=pytest.mark.docker),
     ]
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from cells import Bench, Watched
+from nightly import isolations
 
 from weighin.record import Outcome
 
@@ -16,6 +17,7 @@ def test_the_worker_starts_with_the_variables_of_its_cell(bench: Bench, isolatio
     assert result.cell.environment == variables
 
 
+@pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)
 def test_a_library_that_the_linker_does_not_load_is_no_measurement(
     bench: Bench, isolation: Watched, tmp_path: Path
 ) -> None:
@@ -25,6 +27,7 @@ def test_a_library_that_the_linker_does_not_load_is_no_measurement(
     assert "the dynamic linker did not load" in result.message
 
 
+@pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)
 def test_a_library_that_the_linker_loads_is_measured(bench: Bench, isolation: Watched) -> None:
     libraries = sorted(Path("/usr/lib").glob("*-linux-gnu/libSegFault.so")) or sorted(
         Path("/usr/lib").glob("*-linux-gnu/libpthread.so.0")

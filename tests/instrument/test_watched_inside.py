@@ -41,7 +41,7 @@ def result(bench: Bench, elsewhere: Watched) -> Result:
 
 def test_the_timeline_is_that_of_the_worker(bench: Bench, result: Result) -> None:
     samples = bench.samples(result)
-    assert len(samples) > 100
+    assert len(samples) > 20
     assert [one["t_ns"] or 0 for one in samples] == sorted(one["t_ns"] or 0 for one in samples)
     assert result.baseline
     assert (samples[0]["t_ns"] or 0) < phases_of(result)["import"].end_ns
@@ -92,11 +92,11 @@ def test_a_worker_that_is_killed_was_watched_to_its_end(bench: Bench, elsewhere:
 def test_a_worker_that_hangs_is_killed_and_its_figures_are_kept(
     bench: Bench, elsewhere: Watched
 ) -> None:
-    result = bench("bad_ends", elsewhere, how="hangs_with_the_gil_held", timeout_s=12)
+    result = bench("bad_ends", elsewhere, how="hangs_with_the_gil_held", timeout_s=20)
     assert (result.outcome, result.last_phase) == (Outcome.TIMEOUT, "bad")
     assert result.oom_kills == 0
     assert result.watcher
-    assert len(bench.samples(result)) > 200
+    assert len(bench.samples(result)) > 50
 
 
 def test_where_no_watcher_can_be_started_the_record_says_why(

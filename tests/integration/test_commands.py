@@ -20,6 +20,7 @@ import leftovers
 import on_terminals
 import pytest
 from commands import ROOT, CommandLine
+from nightly import nightly
 
 from weighin.program_phases import VARIABLE
 
@@ -156,14 +157,17 @@ def test_a_script_that_uses_transformers_is_as_without_weighin(command: CommandL
 def test_a_native_program_is_as_without_weighin(
     command: CommandLine, isolation: str, programs: Path
 ) -> None:
-    arguments = (str(programs / "child"), "64")
+    arguments = (str(programs / "child"), "64", "2000")
     assert (
         weighed(command, isolation, *arguments) == plainly(command, *arguments) == Seen("", "", 0)
     )
     commands = [each["command"] for each in record(command)["ran"]["processes"]]
-    assert "child of 64 200" in commands
+    assert "child of 64 2000" in commands
 
 
+@pytest.mark.parametrize(
+    "isolation", [pytest.param("cgroup", marks=pytest.mark.cgroup), *nightly("process")]
+)
 def test_four_ranks_of_torchrun_are_as_without_weighin(
     command: CommandLine, isolation: str
 ) -> None:

@@ -150,7 +150,7 @@ def test_a_child_that_is_killed_makes_the_command_oom_killed(command: CommandLin
 
 def test_the_peak_of_a_known_amount(command: CommandLine) -> None:
     def peak(amount_bytes: int, out: str) -> int:
-        code = f"import time; x = bytearray({amount_bytes}); time.sleep(0.1)"
+        code = f"import time; x = bytearray({amount_bytes}); time.sleep(1)"
         words = ("--image", IMAGE, "--out", out, "--no-stacks", "--", "python3", "-c", code)
         assert command.run("run", *words).code == 0
         (found,) = command.records(out)
@@ -256,13 +256,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return known_commands.build(tmp_path_factory.mktemp("programs"))
 
 
-# Docker's own limit of /dev/shm is 64 MiB, and the program takes half of its amount there.
-SHARED: Final = Known("shares", ("48",), 200, shmem_bytes=96 * MIB)
-KNOWN: Final = [*(one for one in known_commands.KNOWN if one.name != "shares"), SHARED]
-
-
 @pytest.mark.compiler
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
+@pytest.mark.parametrize("known", known_commands.KNOWN, ids=lambda known: known.id)
 def test_known_amounts(known: Known, programs: Path, command: CommandLine) -> None:
     """The peak has page cache too: that of a file that was read nowhere before."""
     (file := command.folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
@@ -351,9 +346,9 @@ def test_an_interactive_program_on_a_terminal(command: CommandLine) -> None:
     terminal.type(b"import os, time; tuple(os.get_terminal_size())\n")
     terminal.wait_for(b"(101, 33)")
     terminal.resize(20, 77)
-    time.sleep(1)
-    terminal.type(b"tuple(os.get_terminal_size())\n")
-    terminal.wait_for(b"(77, 20)")
+    wait = b"while os.get_terminal_size() != (77, 20): time.sleep(0.1)\n\n"
+    terminal.type(wait + b"'it ' + 'has the size'\n")
+    terminal.wait_for(b"'it has the size'")
     terminal.type(b"time.sleep(1000)\n")
     terminal.wait_for(b"sleep(1000)")
     time.sleep(0.5)

@@ -56,20 +56,32 @@ test_library_folders.py, test_training_runs.py; and commands of a user's own, wh
 test_commands.py runs; and programs of the folder benchmarks."""
 
 
+AT_NIGHT = (
+    "gpt2-small", "--suite ci", "results/shard", "weighin floor", "weighin doctor", "weighin recommend",
+)  # fmt: skip
+"""What takes more than some seconds, and has tests of its own by day."""
+
+
 def quick() -> list[str]:
     """The commands to run, without those that differ from another one only in the RAM limit."""
     found = {re.sub(r"--ram \S+", "", command): command for _, command in commands()}
     return [one for one in found.values() if not any(word in one for word in (*LONG, *OTHERS))]
 
 
-def one_of_each(lines: list[str]) -> list[str]:
-    """Return one command of those with the same verb and the same options; each shard is needed."""
-    found = {}
-    for line in lines:
-        verb, *rest = words(line)
-        options = {word for word in rest if word.startswith("-")}
-        found[verb, frozenset(options), line if "--shard" in options else ""] = line
-    return list(found.values())
+def few(lines: list[str]) -> list[str]:
+    """Return commands with which every verb and each of its options is seen once."""
+    parts = {
+        line: {(words(line)[0], word) for word in ["", *words(line)] if word[:1] in ("", "-")}
+        for line in lines
+        if not any(word in line for word in AT_NIGHT)
+    }
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for line in sorted(parts, key=lambda line: -len(parts[line])):
+        if parts[line] - seen:
+            found.append(line)
+            seen |= parts[line]
+    return [line for line in lines if line in found]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +128,7 @@ def lora(folder: Path, hidden_size: int) -> None:
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", [one_of_each, *nightly(list)])
+@pytest.mark.parametrize("choose", [few, *nightly(list)])
 def test_the_commands_that_need_no_hour_run_as_they_stand(
     command: CommandLine, prepared: Path, choose: Callable[[list[str]], list[str]]
 ) -> None:

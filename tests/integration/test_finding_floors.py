@@ -10,6 +10,7 @@ from typing import Any
 import leftovers
 import pytest
 from commands import CommandLine
+from nightly import nightly
 
 from weighin.units import MIB
 
@@ -40,20 +41,21 @@ def records(command: CommandLine) -> list[dict[str, Any]]:
     return command.records("found")
 
 
-def strategies(command: CommandLine) -> str:
+def strategies(command: CommandLine, held: dict[str, int]) -> str:
     folder: Path = command.folder / "mine"
     folder.mkdir()
-    for name, mib in (("few", FEW), ("more", MORE)):
+    for name, mib in held.items():
         (folder / f"{name}.py").write_text(HOLDING.format(mib=mib))
-    return "mine/few.py,mine/more.py"
+    return ",".join(f"mine/{name}.py" for name in held)
 
 
 @pytest.mark.slow
 @pytest.mark.cgroup
+@pytest.mark.parametrize("held", [{"few": FEW}, *nightly({"few": FEW, "more": MORE})])
 def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_on(
-    command: CommandLine,
+    command: CommandLine, held: dict[str, int]
 ) -> None:
-    names = strategies(command)
+    names = strategies(command, held)
     started = command.start(
         *(
             "floor",
@@ -76,7 +78,7 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running; 0 of 2 searches for a floor finished",
+        f"error: stopped; nothing is left running; 0 of {len(held)} searches for a floor finished",
         "resume it: weighin floor --resume found --trust",
     ]
     refused = command.run("bench", "--resume", "found", "--trust")
@@ -86,18 +88,19 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     )
     ended = command.run("floor", "--resume", "found", "--trust", "--json", "-", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
-    few, more = json.loads(ended.out)["floors"]
-    assert [few["strategy"], more["strategy"]] == ["few", "more"]
-    for floor in (few, more):
+    floors = {floor["strategy"]: floor for floor in json.loads(ended.out)["floors"]}
+    assert list(floors) == list(held)
+    for floor in floors.values():
         assert (floor["message"], floor["step_bytes"], floor["passed"]) == ("", 8 * MIB, 3)
         assert floor["failed"] >= 1
         assert floor["with_room"]["verdict"] in ("survives", "thrashes")
+    few, last = floors["few"], floors[[*held][-1]]
     assert few["floor_bytes"] >= FEW * MIB + 100 * MIB  # torch's own anonymous memory is more
-    apart = more["floor_bytes"] - few["floor_bytes"]
-    assert apart == pytest.approx((MORE - FEW) * MIB, abs=8 * MIB)
+    apart = last["floor_bytes"] - few["floor_bytes"]
+    assert apart == pytest.approx((held[last["strategy"]] - FEW) * MIB, abs=8 * MIB)
     cells = [json.dumps(one["cell"], sort_keys=True) for one in records(command)]
-    assert len(cells) == len(set(cells)) == few["cells"] + more["cells"]
-    assert "floor of more: above " in ended.err
+    assert len(cells) == len(set(cells)) == sum(floor["cells"] for floor in floors.values())
+    assert f"floor of {last['strategy']}: above " in ended.err
 
 
 SPOILING = '''"""Load rightly the first time, then with one value changed."""

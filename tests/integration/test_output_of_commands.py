@@ -97,8 +97,8 @@ def test_a_mark_has_the_time_of_its_line_on_the_clock_of_the_samples(
 ) -> None:
     (weighin.folder / "program.py").write_text(
         "import time\n"
-        "time.sleep(0.3); print('small', flush=True)\n"
-        "held = bytearray(200 << 20); time.sleep(0.3); print('large', flush=True); time.sleep(0.3)"
+        "time.sleep(1); print('small', flush=True)\n"
+        "held = bytearray(200 << 20); time.sleep(1); print('large', flush=True); time.sleep(1)"
     )
     subprocess.run(
         run(["--mark", "small|large"]),
@@ -116,7 +116,7 @@ def test_a_mark_has_the_time_of_its_line_on_the_clock_of_the_samples(
     rows = [dict(zip(place, line.split(","), strict=True)) for line in lines]
     held = [(int(row["t_ns"]), int(row["anon_bytes"])) for row in rows]
     before = [size for t_ns, size in held if t_ns <= small["t_ns"]]
-    at_large = [size for t_ns, size in held if abs(t_ns - large["t_ns"]) <= 200_000_000]
+    at_large = [size for t_ns, size in held if abs(t_ns - large["t_ns"]) <= 900_000_000]
     assert max(before) < 100 << 20
     assert max(at_large) >= 200 << 20
 

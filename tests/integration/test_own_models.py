@@ -72,7 +72,7 @@ def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: C
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", isolations("process", "docker"))
+@pytest.mark.parametrize("isolation", isolations("docker"))
 @pytest.mark.parametrize("place", ["file", "pythonpath"])
 def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, place: str) -> None:
     folder = command.folder / "lib" / "parts"
@@ -241,7 +241,7 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", isolations("process", "docker"))
+@pytest.mark.parametrize("isolation", isolations("docker"))
 def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
     training_checkpoint(command.folder)
     options = ["--model", "from:train.pt", "--key", "model", "-s", "mmap_assign,streaming"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly import by_day
 
 from weighin.cell import Cell
 from weighin.predict.client import predict
@@ -15,7 +16,7 @@ from weighin.units import MIB
 
 MEASURED = json.loads((Path(__file__).parent / "fixtures" / "anonymous_peaks.json").read_text())
 SERIES = sorted({(cell["model"], cell["dtype"]) for cell in MEASURED["cells"]})
-LIKE_BFLOAT16 = ("gpt2-small", "float16")
+BY_DAY = [("gpt2-small", "float32"), ("gpt2-large", "bfloat16")]
 
 # A block of 4 KiB that outlives its layer stands above it in the heap, and keeps 48 MiB from the
 # kernel while the last layer is read. Where small blocks lie is not in the model.
@@ -42,16 +43,11 @@ def test_every_strategy_was_measured_that_a_prediction_follows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [
-        pytest.param(*each, marks=[pytest.mark.nightly] if each == LIKE_BFLOAT16 else [])
-        for each in SERIES
-    ],
-)
+@pytest.mark.parametrize("series", by_day(SERIES, *BY_DAY), ids=" ".join)
 def test_the_anonymous_peak_is_predicted_within_1_percent_and_16_mib(
-    model: str, dtype: str
+    series: tuple[str, str],
 ) -> None:
+    model, dtype = series
     cells = [one for one in MEASURED["cells"] if (one["model"], one["dtype"]) == (model, dtype)]
     wrong = {}
     for cell, found in zip(cells, predict([planned(cell) for cell in cells]), strict=True):

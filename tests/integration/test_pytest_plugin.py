@@ -233,7 +233,10 @@ def child(mib):
 """
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+@pytest.mark.parametrize(
+    "isolation",
+    ["process", pytest.param("cgroup", marks=[pytest.mark.cgroup, pytest.mark.nightly])],
+)
 def test_memory_that_a_tests_children_hold_is_the_tests(
     user: pytest.Pytester, isolation: str
 ) -> None:

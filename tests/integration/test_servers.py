@@ -74,13 +74,15 @@ def test_a_server_is_over_when_a_line_says_that_it_is_ready(
     assert 64 * MIB <= found["ran"]["needed_bytes"] < 150 * MIB
 
 
-@pytest.mark.parametrize(("path", "code"), [("/health?all=1", 137), ("/health", 0)])
+@pytest.mark.parametrize(
+    ("path", "timeout", "code"), [("/health?all=1", "2", 137), ("/health", "60", 0)]
+)
 def test_a_server_is_over_when_its_address_answers(
-    weighin: CommandLine, port: int, path: str, code: int
+    weighin: CommandLine, port: int, path: str, timeout: str, code: int
 ) -> None:
     """It answers 404 at /health, and 503 elsewhere: a server that is not ready."""
     ended = weighin.run(
-        "run", "--no-stacks", "--isolation", "process", "--out", "r", "--timeout", "2",
+        "run", "--no-stacks", "--isolation", "process", "--out", "r", "--timeout", timeout,
         "--ready-url", f"http://127.0.0.1:{port}{path}", "--", *server(port),
     )  # fmt: skip
     assert (ended.code, ended.left) == (code, [])
@@ -100,19 +102,19 @@ def test_a_server_that_does_not_end_is_killed_after_the_grace(
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "message"),
+    ("command", "timeout", "code", "message"),
     [
-        (["sh", "-c", "echo almost; exit 3"], 3, "exit code 3 before it was ready"),
-        (["true"], 1, "exit code 0 before it was ready"),
-        (["sleep", "60"], 137, "not ready after 1 s"),
+        (["sh", "-c", "echo almost; exit 3"], "60", 3, "exit code 3 before it was ready"),
+        (["true"], "60", 1, "exit code 0 before it was ready"),
+        (["sleep", "60"], "1", 137, "not ready after 1 s"),
     ],
 )
 def test_a_server_that_is_never_ready_has_failed(
-    weighin: CommandLine, command: list[str], code: int, message: str
+    weighin: CommandLine, command: list[str], timeout: str, code: int, message: str
 ) -> None:
     ended = weighin.run(
         "run", "--no-stacks", "--isolation", "process", "--out", "r", "--ready", "^ready",
-        "--timeout", "1", "--", *command,
+        "--timeout", timeout, "--", *command,
     )  # fmt: skip
     assert (ended.code, ended.left) == (code, [])
     assert record(weighin.folder / "r")["message"] == message
@@ -123,13 +125,13 @@ def test_a_server_whose_worker_is_killed_again_and_again_is_given_up(weighin: Co
     (weighin.folder / "worker.py").write_text("held = bytearray(100 << 20)")
     restarting = f"while true; do {sys.executable} worker.py && echo ready; done"
     ended = weighin.run(
-        "run", "--no-stacks", "--ram", "40m", "--out", "r", "--ready", "^ready", "--timeout", "60",
+        "run", "--no-stacks", "--ram", "40m", "--out", "r", "--ready", "^ready", "--timeout", "100",
         "--", "sh", "-c", restarting,
     )  # fmt: skip
     assert (ended.code, ended.left) == (137, [])
     found = record(weighin.folder / "r")
     assert found["outcome"] == "oom_killed"
-    assert found["cost"]["wall_ns"] < 20_000_000_000
+    assert found["cost"]["wall_ns"] < 60_000_000_000
 
 
 def test_another_server_at_the_address_is_an_error(weighin: CommandLine, port: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import leftovers
 import pytest
 from commands import NOT_LIMITED, CommandLine, Started
+from nightly import isolations
 
 from weighin.units import MIB
 
@@ -38,11 +39,6 @@ def load(job):
     return load_rightly(job)
 '''
 CELLS = ["baseline", "pausing", "sequential"]
-ISOLATIONS = [
-    "process",
-    pytest.param("cgroup", marks=pytest.mark.cgroup),
-    pytest.param("docker", marks=pytest.mark.docker),
-]
 
 
 @pytest.fixture
@@ -110,7 +106,7 @@ def test_a_run_that_is_stopped_before_its_first_record_leaves_no_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", isolations("cgroup", "docker"))
 def test_a_run_that_was_killed_is_resumed_where_it_was(
     command: CommandLine, hold: Path, isolation: str
 ) -> None:
@@ -127,7 +123,7 @@ def test_a_run_that_was_killed_is_resumed_where_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", isolations("docker"))
 def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     command: CommandLine, hold: Path, isolation: str
 ) -> None:

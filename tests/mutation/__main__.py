@@ -44,8 +44,9 @@ _NOBODY: Final = (
     f"--ambient-caps={_SEARCH}",
 )  # fmt: skip
 _APART: Final = (
-    "unshare", "--pid", "--mount-proc", "--fork", "setpriv", "--pdeathsig=KILL", *_NOBODY,
+    "unshare", "--pid", "--mount-proc", "--fork", "--kill-child",
     "sh", "-c", '"$@"; exit "$?"', "sh",  # the first process of a namespace reaps orphans
+    "setpriv", *_NOBODY,
 )  # fmt: skip
 
 

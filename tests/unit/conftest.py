@@ -1,17 +1,32 @@
 """Fixtures of the unit tests."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-import torch
+from warm_children import Forks
 
+from weighin import child_process
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_children() -> Iterator[None]:
+    """Let the children that a unit test starts begin with torch imported; elsewhere they are cold."""
+    with (
+        closing(Forks("weighin.checkpoint", "weighin.models.gguf_spec")) as forks,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(child_process, "module", forks.command)
+        yield
 
 
 @pytest.fixture
 def torch_threads_restored() -> Iterator[None]:
     """Give torch the number of threads back that it had: our loader and converter set another."""
+    import torch  # some tests of this folder run where an import of torch takes half a minute
+
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

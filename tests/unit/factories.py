@@ -7,7 +7,7 @@ Memory grows linearly within a phase; a cell whose cgroup charge would pass its 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from weighin.record import (
     Sample,
     Written,
 )
+from weighin.suite.config import check_suite
+from weighin.suite.matrix import Planned, plan
+from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
 Script = Sequence[tuple[str, float, float, float]]
@@ -62,6 +65,21 @@ SCRIPTS: dict[str, Script] = {
         ("touch", 0.7, 6.5, 0.13), ("forward", 0.8, 6.6, 0.13),
     ),
 }  # fmt: skip
+
+
+def planned(
+    models: Sequence[ModelSpec],
+    strategies: Sequence[tuple[StrategyInfo, dict[str, Any]]],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    own_formats: Mapping[str, str] | None = None,
+    **options: Any,
+) -> list[Planned]:
+    """Return the cells of these models and strategies under the options of a suite."""
+    suite = check_suite({"models": "any", **options})
+    return plan(
+        suite, models, strategies, "process", dtypes=dtypes or {}, own_formats=own_formats or {}
+    )
 
 
 def make_cell(strategy: str = "mmap_assign", **changes: Any) -> Cell:

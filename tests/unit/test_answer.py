@@ -21,8 +21,8 @@ from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
 from weighin.recommend.calibration import Calibration
+from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.ranking import FitVerdict, Limits
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB

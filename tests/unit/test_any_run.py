@@ -14,11 +14,11 @@ from test_run_folder import results as any_result
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import exports, terminal_table
-from weighin.report.dataframe import series
-from weighin.report.document import write_markdown
 from weighin.report.html_page import render
+from weighin.report.rows import series
 from weighin.report.summary import paragraphs
 from weighin.report.tables import write_summary
+from weighin.report.writing import write_markdown
 
 
 @given(st.lists(any_result, max_size=4))

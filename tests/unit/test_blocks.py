@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats import dcp
-from weighin.formats.base import Part, TensorSlice
+from weighin.formats.base import Part, Slices, TensorSlice
 from weighin.loader import fill
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import allocate
@@ -186,7 +186,7 @@ def test_a_block_with_gaps_is_refused_with_its_place(
     where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
     parts = (Part((0, 0), where), Part((0, 2), where))
     whole = replace(where, shape=(4, 4), stride=(4, 1), parts=parts)
-    monkeypatch.setattr(formats, "read", lambda *_: ("dcp", [whole]))
+    monkeypatch.setattr(formats, "read", lambda *_: ("dcp", Slices([whole])))
     with pytest.raises(CheckpointError) as caught:
         load_streaming(torch.nn.Linear(4, 4), tmp_path)
     assert str(caught.value) == (

@@ -72,7 +72,7 @@ def slow_folder(tmp_path: Path) -> Path:
 
 
 def wait_for(path: Path, failed: Sequence[BaseException] = ()) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (path.exists() and path.read_text()):
         assert not failed, failed[0]
         assert time.monotonic() < deadline, f"{path} did not appear"
@@ -223,7 +223,7 @@ def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
         (entry,) = (root / "models").iterdir()
         assert names(entry)[0].startswith(entries.TEMPORARY)
         parent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{maker}/cmdline").exists() and Path(f"/proc/{maker}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "the maker outlived its parent"
         time.sleep(0.02)

@@ -49,7 +49,7 @@ def test_groups_that_a_worker_made_below_its_own_go_with_it(
                 below.mkdir(parents=True)
                 (below / "cgroup.procs").write_text(str(sleeper.pid))
             assert not group.exists()
-            assert sleeper.wait(1) == -signal.SIGKILL
+            assert sleeper.wait(60) == -signal.SIGKILL
         finally:
             sleeper.kill()
 
@@ -61,7 +61,7 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
     file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
     monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
     running = CgroupRunning(("true",), [file.parent])
-    running.wait(10)
+    running.wait(60)
     with pytest.raises(IsolationUnavailable) as caught:
         running.close()
     assert caught.value.message == f"cannot remove the cgroup {file.parent}: Directory not empty"
@@ -88,11 +88,11 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     running = CgroupRunning(("/bin/sh", "-c", script), groups)
     try:
         assert running.pid
-        assert running.channel.receive(10) == b"in"
+        assert running.channel.receive(60) == b"in"
         observer = LocalObserver(running.pid, groups[0], 0.01)
         assert observer.look().escape == ""
         running.channel.send(b"go\n")
-        assert running.channel.receive(10) == b"done"
+        assert running.channel.receive(60) == b"done"
         assert observer.look().escape == escape
         observer.raise_limit()
         observer.stop()
@@ -105,7 +105,7 @@ def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
     groups = cgroup._make_groups()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
     running = CgroupRunning(("/bin/sh", "-c", script), groups)
-    child = int(running.channel.receive(10) or 0)
+    child = int(running.channel.receive(60) or 0)
     running.close()
     leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
 
@@ -145,7 +145,7 @@ def owner(*before: str) -> Iterator[Path]:
         assert process.stdin and process.stdout
         yield Path(process.stdout.readline().strip())
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.cgroup
@@ -156,7 +156,7 @@ def test_runs_in_two_pid_namespaces_leave_each_other_alone(
     with owner() as here, owner(*IN_A_NAMESPACE) as inside:
         assert here.is_dir() and inside.is_dir()
         with python(REMOVES_LEFTOVERS, *IN_A_NAMESPACE) as removing:
-            assert removing.wait(30) == 0
+            assert removing.wait(60) == 0
         assert CgroupIsolation().remove_stale() == []
         assert process_tree.end_orphans() == []
         assert (here / "cgroup.procs").read_text() and (inside / "cgroup.procs").read_text()

@@ -1,5 +1,6 @@
 """Defaults from [tool.weighin] of pyproject.toml, and that what is typed wins over them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,21 @@ def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
     bench = asked("bench")
     assert [one.name for one in bench.suite.strategies] == ["../../mine.py", "dcp"]
     assert bench.settings.checkpoint == Path("../../w.pt")
+
+
+@pytest.mark.root
+def test_a_file_of_a_stranger_sets_nothing(
+    asked: Measured, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /tmp/pyproject.toml, which any user can write, for a run in /tmp or in /tmp/mine."""
+    write('[tool.weighin]\nstrategies = ["./evil.py"]\n')
+    os.chown("pyproject.toml", 65534, 65534)
+    assert "./evil.py" not in [one.name for one in asked("bench").suite.strategies]
+    (here / "mine").mkdir()
+    monkeypatch.chdir(here / "mine")
+    assert "../evil.py" not in [one.name for one in asked("bench").suite.strategies]
+    os.chown(".", 65534, 65534)  # the folder of the same user: a project of theirs
+    assert [one.name for one in asked("bench").suite.strategies] == ["../evil.py"]
 
 
 def test_a_model_with_its_arguments(asked: Measured) -> None:

@@ -177,11 +177,11 @@ def test_a_stream_that_is_closed_stays_closed(tmp_path: Path) -> None:
 
 
 def test_output_that_another_process_keeps_open_does_not_delay_the_end(tmp_path: Path) -> None:
-    program = "import subprocess; print('first'); subprocess.Popen(['sleep', '3'])"
+    program = "import subprocess; print('first'); subprocess.Popen(['sleep', '30'])"
     start_s = time.monotonic()
     out, _, _ = to_files(tmp_path, program)
     assert out == b"first\n"
-    assert time.monotonic() - start_s < 2.5
+    assert time.monotonic() - start_s < 25
 
 
 class Terminal:

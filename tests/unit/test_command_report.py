@@ -31,11 +31,11 @@ from weighin.report import (
     timeline,
 )
 from weighin.report import floors as floors_report
-from weighin.report.dataframe import series
-from weighin.report.document import write_markdown
 from weighin.report.exports import bencher, openmetrics, parquet
+from weighin.report.rows import series
 from weighin.report.run_json import of_run
 from weighin.report.tables import write_summary
+from weighin.report.writing import write_markdown
 from weighin.units import MIB
 
 OF_LOADS = ("model", "dtype", "format", "device", "import", "x model", "peak RSS", "load")

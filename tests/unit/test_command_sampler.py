@@ -143,7 +143,7 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
     with command('step("a")') as one:
         one.reach("a")
         one.go()
-        one.process.wait(10)
+        one.process.wait(60)
         sampler = CommandSampler(one.pid, None)
         sampler.start()
         assert sampler.stop() == []

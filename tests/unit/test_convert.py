@@ -285,7 +285,6 @@ def test_the_command_says_what_it_made(source: Path) -> None:
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
     assert done.as_json() == {
-        "schema": 1,
         "source": str(source),
         "source_format": "pt",
         "target": str(target),
@@ -401,7 +400,7 @@ def test_a_command_that_is_told_to_end_exits_as_after_ctrl_c_and_leaves_nothing(
         assert child.wait(60) == 130
     assert names(source.parent) == ["model.pt"]
     maker = Path(f"/proc/{makers[0]}/cmdline")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while maker.exists() and maker.read_bytes():  # it is empty for a zombie
         assert time.monotonic() < deadline, "the process that converts goes on"
         time.sleep(0.01)

@@ -86,12 +86,12 @@ def test_other_threads_build_as_ever() -> None:
         def __init__(self) -> None:
             super().__init__(3, 3)
             building.set()
-            assert others.wait(10)
+            assert others.wait(60)
 
     found: list[nn.Module] = []
 
     def build_beside() -> None:
-        assert building.wait(10)
+        assert building.wait(60)
         torch.manual_seed(3)
         found.append(nn.Linear(3, 3))
         others.set()

@@ -11,7 +11,7 @@ import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 from hypothesis import given
 from hypothesis import strategies as st
-from test_matrix import matrix
+from test_matrix import cells_of
 
 from weighin.cell import Job
 from weighin.disk.pace import Pace, Schedule
@@ -22,10 +22,9 @@ from weighin.record import Result
 from weighin.records.series import name_of
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import slow_disks, writing
-from weighin.report.dataframe import series
 from weighin.report.findings import markdown
+from weighin.report.rows import series, values
 from weighin.suite.config import check_suite
-from weighin.suite.matrix import plan
 from weighin.units import (
     MIB,
     format_latency,
@@ -91,7 +90,7 @@ def test_a_disk_makes_another_series_and_no_disk_keeps_its_name() -> None:
 
 
 def test_a_matrix_has_each_rate_with_each_latency() -> None:
-    planned = plan(matrix(disks=(50_000_000, None), disk_latencies=(MS, None)))
+    planned = cells_of(disk=["50MB/s", "none"], disk_latency=["1ms", "none"])
     cells = [each.cell for each in planned if each.cell.strategy == "a"]
     assert [cell.disk for cell in cells] == [
         ("disk=50MB/s", "disk_latency=1ms"),
@@ -207,11 +206,11 @@ def test_a_table_has_a_column_for_each_disk(results: list[Result]) -> None:
 
 
 def test_the_long_table_names_the_disk_and_has_the_figure(results: list[Result]) -> None:
-    frame = series(results)
-    assert list(frame["disk"].unique()) == ["50MB/s", "200MB/s"]
-    assert list(frame["disk_latency"].unique()) == ["1ms", "20ms"]
-    assert frame["ready_and_pass_s"].gt(frame["ready_s"]).all()
-    assert series([make_result()])["ready_and_pass_s"].isna().all()
+    rows = series(results)
+    assert values(rows, "disk") == ["50MB/s", "200MB/s"]
+    assert values(rows, "disk_latency") == ["1ms", "20ms"]
+    assert all(row["ready_and_pass_s"] > row["ready_s"] for row in rows)
+    assert values(series([make_result()]), "ready_and_pass_s") == [None]
 
 
 def test_there_is_a_picture_over_each_of_both(results: list[Result], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_frame_longer_than_one_read() -> None:
 
 def test_events_and_stderr_are_kept_apart(engine: socket.socket, channel: StreamChannel) -> None:
     engine.sendall(STREAM + frame(STDOUT, b"\x180\n") + frame(STDERR, b"\x18"))
-    assert [channel.receive(1), channel.receive(1), channel.receive(1)] == [b"one", b"two", None]
+    assert [channel.receive(60), channel.receive(60), channel.receive(60)] == [b"one", b"two", None]
     assert (channel.worker_code, channel.stderr_tail) == (0, b"noise!")
 
 
@@ -69,15 +69,15 @@ def test_a_line_torn_by_a_kill_is_void(engine: socket.socket, channel: StreamCha
     engine.sendall(frame(STDOUT, b'{"whole":1}\n{"tor') + frame(STDOUT, b"\x18137\n"))
     engine.sendall(frame(STDERR, b"\x18"))
     assert channel.wait(1) == 137
-    assert channel.receive(1) == b'{"whole":1}'
-    assert channel.receive(1) is None
+    assert channel.receive(60) == b'{"whole":1}'
+    assert channel.receive(60) is None
 
 
 def test_a_worker_that_prints_the_keepers_byte_does_not_end(
     engine: socket.socket, channel: StreamChannel
 ) -> None:
     engine.sendall(frame(STDOUT, b"odd\x18bytes\nnext\n"))
-    assert channel.receive(1) == b"next"
+    assert channel.receive(60) == b"next"
     assert channel.worker_code is None
 
 
@@ -86,7 +86,7 @@ def test_late_stderr_is_waited_for(engine: socket.socket, channel: StreamChannel
     late = frame(STDERR, b"Traceback") + frame(STDERR, b"\x18")
     timer = threading.Timer(0.05, engine.sendall, [late])
     timer.start()
-    assert channel.receive(1) is None
+    assert channel.receive(60) is None
     timer.join()
     assert channel.stderr_tail == b"Traceback"
 
@@ -95,8 +95,8 @@ def test_a_stream_that_just_ends(engine: socket.socket, channel: StreamChannel) 
     engine.sendall(frame(STDOUT, b"last\ntorn"))
     engine.close()
     assert channel.wait(1) is None
-    assert channel.receive(1) == b"last"
-    assert channel.receive(1) is None
+    assert channel.receive(60) == b"last"
+    assert channel.receive(60) is None
     channel.send(b"to nobody\n")
 
 
@@ -105,7 +105,7 @@ def test_silence_is_a_timeout(engine: socket.socket, channel: StreamChannel) -> 
         with pytest.raises(TimeoutError):
             call(0)
     engine.sendall(frame(STDOUT, b"still here\n"))
-    assert channel.receive(1) == b"still here"
+    assert channel.receive(60) == b"still here"
 
 
 def test_what_is_sent_arrives(engine: socket.socket, channel: StreamChannel) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,65 @@ def test_a_folder_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert environment.code() == nothing
 
 
+def fsmonitor(tree: Path, program: str) -> None:
+    git(tree, "config", "core.fsmonitor", program)
+
+
+def clean_filter(tree: Path, program: str) -> None:
+    git(tree, "config", "filter.a=b.clean", program)
+    (tree / ".gitattributes").write_text("* filter=a=b")
+
+
+def filter_of_an_included_file(tree: Path, program: str) -> None:
+    git(tree, "config", "--file", ".git/more", "filter.mine.clean", program)
+    git(tree, "config", "include.path", "more")
+    (tree / ".gitattributes").write_text("* filter=mine")
+
+
+def monitor_of_a_submodule(tree: Path, program: str) -> None:
+    git(tree, "clone", "--quiet", ".", "inner")
+    git(tree, "add", "inner")
+    git(tree / "inner", "config", "core.fsmonitor", program)
+    clean_filter(tree / "inner", program)
+    (tree / "inner" / "loader.py").write_text("other")
+
+
+def server_of_missing_objects(tree: Path, program: str) -> None:
+    git(tree, "config", "remote.far.url", str(tree))
+    git(tree, "config", "remote.far.uploadpack", program)
+    git(tree, "config", "remote.far.promisor", "true")
+    git(tree, "config", "extensions.partialClone", "far")
+    git(tree, "config", "core.repositoryFormatVersion", "1")
+    kept = git(tree, "rev-parse", "HEAD")
+    for path in (tree / ".git/objects").glob("??/*"):
+        if path.parent.name + path.name != kept:
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        fsmonitor,
+        clean_filter,
+        filter_of_an_included_file,
+        monitor_of_a_submodule,
+        server_of_missing_objects,
+    ],
+)
+def test_no_program_that_a_work_tree_names_is_run(
+    tree: Path, names: Callable[[Path, str], None]
+) -> None:
+    program = tree / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tree / 'EXECUTED'}\nexit 1\n")
+    program.chmod(0o755)
+    commit = git(tree, "rev-parse", "HEAD")
+    names(tree, str(program))
+    (tree / "loader.py").write_text("other")
+    assert not (tree / "EXECUTED").exists()
+    assert environment.code()["git_commit"] == commit
+    assert not (tree / "EXECUTED").exists()
+
+
 def test_a_machine_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tree))
     assert environment.code()["git_commit"] is None
@@ -80,6 +140,15 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("8192\n")
     assert environment.read_ahead_bytes(tmp_path / "not/made yet", sysfs) == expected
+
+
+def test_a_record_holds_no_variable_but_those_that_change_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    assert environment.machine()["settings"]["MALLOC_ARENA_MAX"] == "3"
+    assert "secret" not in str(environment.machine() | environment.code())
 
 
 def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, planned
 
 from weighin.cell import Cell, ModelSpec
 from weighin.cli import _arguments
@@ -15,10 +15,10 @@ from weighin.isolation.docker.mounts import environment_inside
 from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
-from weighin.report.dataframe import cells
+from weighin.report.rows import cells
 from weighin.suite import registry
 from weighin.suite.config import check_suite
-from weighin.suite.matrix import CellMatrix, Planned, plan
+from weighin.suite.matrix import Planned
 
 ARENAS = {"MALLOC_ARENA_MAX": "2"}
 PLAIN = make_cell("streaming")
@@ -36,8 +36,8 @@ def test_a_series_is_named_with_its_environment() -> None:
 
 
 def test_the_table_of_cells_shows_the_environment_among_the_options() -> None:
-    shown = cells([make_result(replace(CELL, options={"threads": 2}))])
-    assert list(shown["options"]) == ["threads=2, MALLOC_ARENA_MAX=2"]
+    (shown,) = cells([make_result(replace(CELL, options={"threads": 2}))])
+    assert shown["options"] == "threads=2, MALLOC_ARENA_MAX=2"
 
 
 def test_a_worker_is_told_of_the_environment() -> None:
@@ -90,8 +90,8 @@ def test_each_environment_is_measured_with_each_strategy() -> None:
     infos: tuple[tuple[registry.StrategyInfo, dict[str, Any]], ...] = tuple(
         (registry.strategy(name), {}) for name in ("baseline", "streaming")
     )
-    matrix = CellMatrix((ModelSpec("m", "a.b:c"),), infos, (None,), "process", environments=({}, ARENAS))  # fmt: skip
-    order = [(one.cell.strategy, one.cell.environment) for one in plan(matrix)]
+    cells = planned((ModelSpec("m", "a.b:c"),), infos, environment=[{}, ARENAS])
+    order = [(one.cell.strategy, one.cell.environment) for one in cells]
     assert order == [
         ("baseline", {}),
         ("streaming", {}),

@@ -76,6 +76,10 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> str:
     return file.getvalue()
 
 
+def as_json(judgement: GateResult) -> str:
+    return json.dumps(outputs.as_json(judgement), indent=1) + "\n"
+
+
 def annotations(judgement: GateResult) -> str:
     return "".join(f"{line}\n" for line in outputs.annotations(judgement, "ci/base line,1.yaml"))
 
@@ -87,11 +91,11 @@ def annotations(judgement: GateResult) -> str:
         ("mixed-all.txt", lambda: terminal(mixed(), whole=True)),
         ("mixed.md", lambda: tables.write_markdown(mixed())),
         ("mixed.xml", lambda: outputs.junit(mixed())),
-        ("mixed.json", lambda: outputs.as_json(mixed())),
+        ("mixed.json", lambda: as_json(mixed())),
         ("mixed-annotations.txt", lambda: annotations(mixed())),
         ("kept.txt", lambda: terminal(kept(), whole=True)),
         ("kept.md", lambda: tables.write_markdown(kept())),
-        ("kept.json", lambda: outputs.as_json(kept())),
+        ("kept.json", lambda: as_json(kept())),
         ("unchanged.txt", lambda: terminal(unchanged())),
         ("unchanged.md", lambda: tables.write_markdown(unchanged())),
     ],
@@ -113,7 +117,7 @@ def test_the_counts_of_junit_are_those_of_the_judgement() -> None:
 
 
 def test_json_holds_every_line() -> None:
-    content = json.loads(outputs.as_json(mixed()))
+    content = outputs.as_json(mixed())
     assert content["passed"] is False
     [worst] = [line for line in content["lines"] if line["what"] == "ready_anon"][:1]
     assert (worst["verdict"], worst["grew_in"]) == ("regressed", "stream")

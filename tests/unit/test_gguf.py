@@ -79,9 +79,13 @@ def test_every_type_is_dequantised_as_the_package_does(tmp_path: Path, kind: Any
     assert torch.equal(found.view(torch.int32), right.contiguous().view(torch.int32))
 
 
-def test_a_tensor_of_several_pieces_is_dequantised_as_a_whole(tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType.Q4_0
-    blocks = codes(kind, 700, 300)  # 6,720,000 elements: two pieces, the second with a shorter row
+@pytest.mark.parametrize(("name", "count"), [("Q4_0", 300), ("Q4_K", 36)])
+def test_a_tensor_of_several_pieces_is_dequantised_as_a_whole(
+    tmp_path: Path, name: str, count: int
+) -> None:
+    """6 million elements are two pieces, the second with a shorter row; a piece holds no whole Q4_K."""
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = codes(kind, 700, count)
     path = write(tmp_path / "m.gguf", {"weight": (blocks, kind)})
     with np.errstate(all="ignore"):
         right = torch.from_numpy(gguf.quants.dequantize(blocks, kind))

@@ -68,6 +68,11 @@ def test_the_table(tmp_path: Path) -> None:
     assert "scalar" in text
 
 
+def test_a_note_is_printed_once(tmp_path: Path) -> None:
+    torch.save({"slice": torch.zeros(100)[:10]}, path := tmp_path / "m.pt")
+    assert " ".join(run(str(path)).split()).count("of the files belong to no tensor") == 1
+
+
 def test_a_long_table_shows_its_ends(tmp_path: Path) -> None:
     plans = [TensorPlan(f"t{number:03}", (number,), torch.uint8) for number in range(821)]
     path = str(make(tmp_path / "m.safetensors", "safetensors", plans))

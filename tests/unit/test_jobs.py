@@ -11,7 +11,6 @@ from test_check import run_of
 
 from weighin.engines import base, jobs
 from weighin.engines.jobs import JobsEngine, LocalJobs
-from weighin.engines.local import LocalEngine
 from weighin.errors import ConfigError, UnknownName
 from weighin.gate import check as checks
 from weighin.isolation import delegation
@@ -125,7 +124,7 @@ def test_the_settings_of_an_engine() -> None:
         "labels": {"a": "b"},
     }
     with base.opened({}) as engine:
-        assert isinstance(engine, LocalEngine)
+        assert isinstance(engine, base.LocalEngine)
     with base.opened({"name": "local", "jobs": 2}) as engine:
         assert isinstance(engine, JobsEngine)
 

@@ -164,7 +164,7 @@ class Flights:
             self._changed.notify_all()
             first = threading.current_thread() is threading.main_thread()
             if not first:
-                self._changed.wait_for(lambda: self.most >= self._awaited, timeout=20)
+                self._changed.wait_for(lambda: self.most >= self._awaited, timeout=60)
         if first:
             time.sleep(self._latency_s)
         try:
@@ -243,7 +243,7 @@ def test_headers_that_cannot_be_read_at_once_are_left_to_a_later_read(tmp_path: 
 
 
 def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(5, timeout=20)
+    together = threading.Barrier(5, timeout=60)
     times = itertools.count(0.0, late_disk.LATE_S)
     monkeypatch.setattr("weighin.formats.late_disk.time.monotonic", lambda: next(times))
 

@@ -5,16 +5,15 @@ from dataclasses import replace
 from factories import SCRIPTS, make_cell, make_result
 
 from pages.loaders import HEADINGS, page
-from weighin.record import SCHEMA, Cost, Outcome, Result
+from weighin.record import SCHEMA, Outcome, Result
 from weighin.units import MIB
 
 
-def measured(strategy: str, ready_s: float, repeat: int = 0) -> Result:
-    cell = make_cell(strategy, ram_limit_bytes=None, repeat=repeat)
+def measured(strategy: str, ready_s: float, repeat: int = 0, cache: str = "cold") -> Result:
+    cell = make_cell(strategy, ram_limit_bytes=None, repeat=repeat, cache=cache)
     result = make_result(cell, SCRIPTS[strategy])
     ready_ns = round(ready_s * 1e9)
-    cost = Cost(wall_ns=1, first_use_ns=800_000_000)
-    return replace(result, load_ns=ready_ns // 2, ready_ns=ready_ns, cost=cost)
+    return replace(result, load_ns=ready_ns // 2, ready_ns=ready_ns)
 
 
 def skipped(strategy: str, why: str) -> Result:
@@ -33,17 +32,25 @@ def test_the_fastest_comes_first_with_the_median_of_its_repeats() -> None:
     ]  # fmt: skip
     floors = {results[0].cell.series: 400 * MIB}
     heads, _, first, second = rows(page([results], floors))
-    assert tuple(heads) == HEADINGS
-    assert (first[0], first[4], first[5], first[7]) == ("streaming", "2.00 s", "4.00 s", "800 ms")
-    assert first[6] == "1.57"  # 6.29 GiB in 4 s
+    assert tuple(heads) == (*HEADINGS, "ready, cold")
+    assert (first[0], first[5]) == ("streaming", "4.00 s")
     assert (second[0], second[3], first[3]) == ("mmap_assign", "400.000 MiB", "-")
+
+
+def test_each_run_of_a_model_adds_its_times() -> None:
+    cold = [measured("mmap_assign", 5.0), measured("streaming", 3.0)]
+    warm = [measured("mmap_assign", 1.0, cache="warm")]
+    heads, _, first, second = rows(page([cold, warm], {}))
+    assert heads[5:] == ["ready, cold", "ready, warm"]
+    assert (first[0], *first[5:]) == ("streaming", "3.00 s", "-")
+    assert (second[0], *second[5:]) == ("mmap_assign", "5.00 s", "1.00 s")
 
 
 def test_private_memory_is_what_is_left_above_the_import() -> None:
     _, _, streamed, mapped = rows(
         page([[measured("streaming", 3), measured("mmap_assign", 5)]], {})
     )
-    assert (streamed[8], mapped[8]) == ("6.310 GiB", "215.040 MiB")
+    assert (streamed[4], mapped[4]) == ("6.310 GiB", "215.040 MiB")
 
 
 def test_what_is_not_in_the_table_has_its_reason() -> None:

@@ -17,7 +17,7 @@ from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
 from weighin.run.command_settings import CommandSettings
-from weighin.run.merge import merge, resume_command
+from weighin.run.merge import merge
 from weighin.run.settings import RunSettings
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
@@ -151,7 +151,7 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
         run_folder.write_plan(folder, cells, how.as_json())
     run_folder.append(first, make_ran(cells[0]))
     merged = merge([first], Path("part"))
-    assert resume_command(merged.folder) == "weighin run --resume part"
+    assert merged.again == "weighin run --resume part"
     run_folder.append(second, make_ran(cells[1]))
     whole = merge([first, second], Path("whole"))
     assert [result.cell for result in whole.results] == cells

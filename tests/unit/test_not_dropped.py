@@ -11,7 +11,7 @@ from factories import make_cell, make_result
 
 from weighin.probes import page_cache
 from weighin.report import captions
-from weighin.report.dataframe import series
+from weighin.report.rows import series
 from weighin.report.tables import markdown_table
 
 
@@ -42,8 +42,8 @@ def test_files_that_keep_their_pages_are_tried_again_together(
 def test_a_checkpoint_that_stays_in_the_page_cache_is_not_called_cold() -> None:
     cold = make_result(make_cell(repeat=0))
     kept = make_result(make_cell(repeat=1), cached_bytes_at_start=4096)
-    assert list(series([cold])["cache"]) == ["cold"]
-    assert list(series([cold, kept])["cache"]) == ["not dropped"]
+    assert [row["cache"] for row in series([cold])] == ["cold"]
+    assert [row["cache"] for row in series([cold, kept])] == ["not dropped"]
     assert "cold page cache" in captions.shared(series([cold]), [cold])
     text = markdown_table([cold, kept])
     assert "checkpoint in the page cache" in text

@@ -41,7 +41,7 @@ def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
     try:
         assert running.pid
         others = OtherProcesses(running.pid, MemoryCgroup(groups[0]) if groups else None)
-        assert [running.channel.receive(20), running.channel.receive(20)] == [b"held"] * 2
+        assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
 
         def sees_both() -> bool:
             others.sample()
@@ -66,9 +66,9 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
 ):
     running = LocalRunning((sys.executable, "-c", BARE))
     hosts = subprocess.Popen(["sleep", "99"], env={}, start_new_session=True)
-    daemon = int(running.channel.receive(20) or 0)
+    daemon = int(running.channel.receive(60) or 0)
     try:
-        running.wait(20)
+        running.wait(60)
         assert start_time(daemon) is not None
     finally:
         running.close()

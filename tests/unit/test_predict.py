@@ -8,6 +8,7 @@ import leftovers
 import pytest
 import torch
 from click.testing import CliRunner
+from factories import planned
 
 from weighin import install
 from weighin.cell import ModelSpec
@@ -16,7 +17,6 @@ from weighin.predict import client
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
-from weighin.suite.matrix import CellMatrix, plan
 from weighin.suite.registry import StrategyInfo
 from weighin.units import KIB, MIB
 
@@ -43,8 +43,8 @@ def predicted(
     strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = tuple(
         (registry.strategy(name), {}) for name in names
     )
-    matrix = CellMatrix((spec,), strategies, (None,), "process", device, {spec.title: dtype})
-    return predict(plan(matrix), **settings)
+    cells = planned((spec,), strategies, device=device, dtypes={spec.title: dtype})
+    return predict(cells, **settings)
 
 
 def above(one: Prediction) -> float:
@@ -63,10 +63,7 @@ def test_copies_on_the_cpu_are_counted() -> None:
 def test_buffers_are_no_larger_than_what_is_read() -> None:
     """Each of the threads has a buffer: together four times this model, if all were used."""
     small = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
-    cells = plan(
-        CellMatrix((small,), ((registry.strategy("streaming"), {}),), (None,), "process", "cpu")
-    )
-    (one,) = predict(cells)
+    (one,) = predict(planned((small,), ((registry.strategy("streaming"), {}),)))
     weight, bias = 768 * 768 * 4, 768 * 4
     assert one.tensor_peak_bytes == pytest.approx(weight + 2 * bias + MIB + 8 * KIB, abs=4 * KIB)
 
@@ -95,13 +92,7 @@ def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
 
 def with_options(name: str, fmt: str, dtype: str = "float32", **options: Any) -> Prediction:
     pair = (registry.strategy(name), options)
-    (one,) = predict(
-        plan(
-            CellMatrix(
-                (SPEC,), (pair,), (None,), "process", "cpu", {SPEC.title: dtype}, formats=(fmt,)
-            )
-        )
-    )
+    (one,) = predict(planned((SPEC,), (pair,), dtypes={SPEC.title: dtype}, format=[fmt]))
     return one
 
 
@@ -261,8 +252,7 @@ def test_a_strategy_that_fails_says_how() -> None:
     strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = (
         (registry.strategy("per_param"), {}),
     )
-    matrix = CellMatrix((ModelSpec("no", "torch.nn:Nothing", {}),), strategies, (None,), "process")
-    (found,) = predict(plan(matrix))
+    (found,) = predict(planned((ModelSpec("no", "torch.nn:Nothing", {}),), strategies))
     assert found.cannot.startswith(
         "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from test_predict import BIAS_BYTES, SPEC, WEIGHT_BYTES
 
-from weighin.cell import Cell
+from weighin.cell import Cell, ModelSpec
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedUse, Prediction
 from weighin.suite import registry
@@ -77,6 +77,15 @@ def test_a_conversion_to_float32_keeps_one_weight_of_the_old_dtype() -> None:
         checkpoint_dtype="bfloat16",
     )
     assert (round(copies(mapped), 1), round(2 * copies(copied))) == (1.0, 3)
+
+
+def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once() -> None:
+    """The backward pass reaches the embedding last, through the transposed heads of attention."""
+    heads = {"vocab_size": WEIGHT_BYTES // 4 // 256, "emb_dim": 256, "n_layers": 1, "n_heads": 2}
+    tied = ModelSpec("tied", "weighin.models.tied:tied", heads)
+    info = registry.strategy("load_assign")
+    (one,) = predict([Planned.of(Cell(tied, "load_assign", "process", use="sgd", passes=0), info)])
+    assert round(copies(one)) == 4
 
 
 def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import planned
 
 from weighin import formats, load_pretrained, load_streaming
 from weighin.checkpoint import cache
@@ -25,7 +26,6 @@ from weighin.models.pretrained import example_inputs, from_config, pretrained_cl
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
-from weighin.suite.matrix import CellMatrix, plan
 from weighin.units import GIB
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -229,16 +229,9 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
     folder = make("experts")
     found = read_folder(folder)
     spec = registry.model(str(folder))
-    planned = plan(
-        CellMatrix(
-            models=(spec,),
-            strategies=tuple((registry.strategy(name), {}) for name in ("baseline", "dcp")),
-            ram_limits=(None,),
-            isolation="process",
-            own_formats={spec.title: "safetensors"},
-        )
-    )
-    for one in client.predict(planned, checkpoint=found.checkpoint):
+    pairs = [(registry.strategy(name), dict[str, Any]()) for name in ("baseline", "dcp")]
+    cells = planned((spec,), pairs, own_formats={spec.title: "safetensors"})
+    for one in client.predict(cells, checkpoint=found.checkpoint):
         assert not one.cannot
         assert one.host_anon_peak_bytes
 

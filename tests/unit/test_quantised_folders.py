@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from factories import planned
+from nightly import nightly
 from quantised_folders import LAYOUTS, fp8_blocks, plain_model, quantised_state, write_folder
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +29,7 @@ from weighin.models.skeleton import construct, resolve_builder
 from weighin.predict.client import predict
 from weighin.recommend.calibration import Calibration
 from weighin.suite import registry
-from weighin.suite.matrix import CellMatrix, Planned, plan
+from weighin.suite.matrix import Planned
 from weighin.units import GIB
 from weighin.worker import touch, verify
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -84,16 +86,12 @@ def run(*arguments: object) -> tuple[int, str]:
     return code, " ".join(text.split())
 
 
-def planned(folder: Path, *strategies: str, operation: Any = "load") -> list[Planned]:
+def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Planned]:
     pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
         (registry.strategy(name, operation), {}) for name in strategies
     ]
     spec = registry.model(str(folder))
-    matrix = CellMatrix(
-        (spec,), tuple(pairs), (None,), "process", operation=operation,
-        own_formats={spec.title: "safetensors"},
-    )  # fmt: skip
-    return plan(matrix)
+    return planned((spec,), pairs, operation=operation, own_formats={spec.title: "safetensors"})
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in OURS])
@@ -265,7 +263,7 @@ def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path)
 def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
     make: Make, name: str
 ) -> None:
-    ours, theirs, another = planned(make(name), "streaming", "transformers", "baseline")
+    ours, theirs, another = cells_of(make(name), "streaming", "transformers", "baseline")
     assert f"quantised with {LAYOUTS[name].method}" in another.skip
     if name in ALONE:
         assert not ours.skip
@@ -279,7 +277,7 @@ def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
         assert another.skip.endswith("; only --strategies streaming and transformers load them")
         assert not ours.skip
         assert not theirs.skip
-    (save,) = planned(make(name), "torch_save", operation="save")
+    (save,) = cells_of(make(name), "torch_save", operation="save")
     assert save.skip.endswith("; a save needs the weights themselves")
 
 
@@ -376,7 +374,7 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     make: Make, name: str
 ) -> None:
     streaming, other = predict(
-        planned(make(name), "streaming", "transformers"),
+        cells_of(make(name), "streaming", "transformers"),
         checkpoint=read_folder(make(name)).checkpoint,
     )
     assert not streaming.cannot
@@ -387,7 +385,7 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.parametrize("name", ["bitsandbytes nf4", "gptq"])
+@pytest.mark.parametrize("name", ["gptq", *nightly("bitsandbytes nf4")])
 def test_a_load_is_verified_where_only_weighin_makes_weights(
     make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +464,7 @@ def test_an_adapter_that_nobody_adds_is_named(
 
 
 def test_no_prediction_is_told_for_files_that_are_read_instead_of_mapped(make: Make) -> None:
-    (one,) = planned(make("fp8"), "transformers")
+    (one,) = cells_of(make("fp8"), "transformers")
     spec = replace(one.cell.model, kwargs={"architecture": "", "config": {"architectures": None}})
     cell = replace(one.cell, model=spec, options={"disable_mmap": True})
     (told,) = predict([replace(one, cell=cell, skip="")])

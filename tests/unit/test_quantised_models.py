@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import planned
 
 from weighin import formats
 from weighin.cell import ModelSpec
@@ -17,7 +18,6 @@ from weighin.errors import ConfigError
 from weighin.models.skeleton import resolve_builder
 from weighin.predict.client import predict
 from weighin.suite import registry
-from weighin.suite.matrix import CellMatrix, plan
 from weighin.worker import touch, verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
@@ -139,15 +139,8 @@ def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec)
     pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
         (registry.strategy(name), {}) for name in ("streaming", "safetensors_copy")
     ]
-    matrix = CellMatrix(
-        (spec,),
-        tuple(pairs),
-        (None,),
-        "process",
-        dtypes={spec.title: "bfloat16"},
-        formats=("safetensors",),
-    )
-    for one in predict(plan(matrix)):
+    cells = planned((spec,), pairs, dtypes={spec.title: "bfloat16"}, format=["safetensors"])
+    for one in predict(cells):
         assert one.cannot == ""
         assert one.model_bytes == manifest.checkpoint_bytes
         assert one.disk_read_bytes == pytest.approx(

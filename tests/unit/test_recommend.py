@@ -9,9 +9,7 @@ import pytest
 from weighin.cell import Cell, ModelSpec
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend.calibration import Calibration
-from weighin.recommend.ordering import ranked
-from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.ranking import (
+from weighin.recommend.candidates import (
     Candidate,
     FitVerdict,
     Limits,
@@ -19,6 +17,8 @@ from weighin.recommend.ranking import (
     predicted_ready_s,
     slowness,
 )
+from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.ranking import ranked
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 

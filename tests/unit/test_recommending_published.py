@@ -11,8 +11,8 @@ from weighin.probes import environment
 from weighin.recommend import answer
 from weighin.recommend.answer import PriorKnowledge, Question, advise
 from weighin.recommend.calibration import Calibration
+from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import find
-from weighin.recommend.ranking import FitVerdict, Limits
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.suite import registry

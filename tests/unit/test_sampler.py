@@ -93,7 +93,7 @@ def test_it_ends_when_the_process_ends(child: Child) -> None:
     child.end()
     sampler._thread.join(10)  # a zombie by now: nobody has waited for it
     assert not sampler._thread.is_alive()
-    assert child.process.poll() == 0 or child.process.wait(10) == 0
+    assert child.process.poll() == 0 or child.process.wait(60) == 0
     assert sampler.stop() == sampler.samples
 
 
@@ -117,7 +117,7 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
 
 def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
     child.end()
-    child.process.wait(10)
+    child.process.wait(60)
     sampler = Sampler(child.process.pid, None, 0.001)
     sampler.start()
     assert sampler.stop() == []
@@ -129,7 +129,7 @@ def test_a_process_that_ends_while_its_files_are_opened(
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: True)  # it was there a moment ago
     child.end()
-    child.process.wait(10)
+    child.process.wait(60)
     sampler = Sampler(child.process.pid, None, 0.001)
     sampler.start()
     assert sampler.stop() == []

@@ -17,9 +17,9 @@ from test_notebook import gpu_cell
 from weighin import report
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.report.document import write_markdown
 from weighin.report.html_page import render
 from weighin.report.sections import of
+from weighin.report.writing import write_markdown
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 DRAWN = {"Summary", "Peak memory", "Time over peak", "Memory over time", "Machine and software"}

@@ -15,7 +15,7 @@ from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.series import SeriesRun, name_of, summarise
 from weighin.report import history
-from weighin.report.dataframe import cells
+from weighin.report.rows import cells, values
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,10 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
 ) -> None:
     ours = of_builder("mynets:build")
     assert len(summarise([SeriesRun([ours, other])])) == 2
-    assert set(cells([ours, other])["model"]) == {ours.cell.model.title, other.cell.model.title}
+    assert set(values(cells([ours, other]), "model")) == {
+        ours.cell.model.title,
+        other.cell.model.title,
+    }
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)
     found = history.read(tmp_path, "peak_rss").lines
@@ -87,7 +90,7 @@ def test_a_model_known_by_its_name_keeps_it_in_every_record_that_we_have(
     assert named <= set(registry.models())
     for cell in (one.cell for one in results if one.cell.model.name in named):
         assert name_of(cell).split(" ")[:2] == [cell.model.name, cell.strategy]
-    assert set(cells(results)["model"]) == {one.cell.model.name for one in results}
+    assert set(values(cells(results), "model")) == {one.cell.model.name for one in results}
 
 
 def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> None:

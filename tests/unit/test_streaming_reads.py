@@ -14,6 +14,7 @@ import torch
 
 from weighin import formats
 from weighin.errors import CheckpointError
+from weighin.formats.base import Slices
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
@@ -117,7 +118,7 @@ def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
     short = tmp_path / "short.pt"
     short.write_bytes(path.read_bytes()[: 20 * 1024**2])
     assert page_cache.drop([short]) == 0
-    elsewhere = [replace(one, file=short) for one in slices]
+    elsewhere = Slices(replace(one, file=short) for one in slices)
     monkeypatch.setattr(formats, "read", lambda *_: (None, elsewhere))
     with pytest.raises(CheckpointError, match=r"short\.pt: truncated: it ends before byte"):
         load_streaming(Two, short)

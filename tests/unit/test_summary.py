@@ -7,7 +7,7 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 
 from weighin.record import Faults, Outcome
-from weighin.report.dataframe import series
+from weighin.report.rows import series
 from weighin.report.summary import paragraphs
 
 GIB = 1024**3

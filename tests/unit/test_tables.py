@@ -9,8 +9,8 @@ from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
 from weighin.record import IMPORT_TRANSFORMERS, Outcome, Peaks, Result
 from weighin.report.captions import size
-from weighin.report.document import write_markdown
 from weighin.report.tables import write_summary
+from weighin.report.writing import write_markdown
 
 GIB = 1024**3
 

@@ -26,10 +26,10 @@ from weighin.cli._fitting import FittingConsole
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import html_page, terminal_table
-from weighin.report.dataframe import series
-from weighin.report.document import write_markdown
+from weighin.report.rows import series
 from weighin.report.summary import paragraphs
 from weighin.report.tables import text_tables
+from weighin.report.writing import write_markdown
 from weighin.units import MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import planned
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import ConfigError, UnknownName
@@ -14,7 +15,7 @@ from weighin.run import trust
 from weighin.run.settings import RunSettings
 from weighin.suite import uses as suite_uses
 from weighin.suite.config import check_suite
-from weighin.suite.matrix import CellMatrix, plan
+from weighin.suite.matrix import Planned
 from weighin.suite.registry import model, strategy
 from weighin.units import MIB
 from weighin.uses import FORWARD, NONE, USES, is_of_use, phase_of
@@ -27,13 +28,13 @@ CELL = Cell(ModelSpec("m", "a:b"), "baseline", "process")
 OWN = "def use(model):\n    return model.half()\n"
 
 
-def matrix(*names: str, **changes: Any) -> CellMatrix:
+def cells_of(*names: str, **changes: Any) -> list[Planned]:
     models, strategies = (model("gpt2-tiny"),), ((strategy("baseline"), dict[str, Any]()),)
-    return CellMatrix(models, strategies, (None,), "process", uses=names, **changes)
+    return planned(models, strategies, uses=list(names), **changes)
 
 
 def test_each_use_is_a_cell_of_its_own() -> None:
-    cells = [each.cell for each in plan(matrix("none", "forward", "write"))]
+    cells = [each.cell for each in cells_of("none", "forward", "write")]
     assert [(cell.use, cell.passes, cell.after_load) for cell in cells] == [
         ("", 0, NONE),
         ("", 1, FORWARD),
@@ -98,18 +99,18 @@ def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "use", "skip"),
     [
-        ({"ranks": (2,)}, "write", "the use write is measured in one process: --ranks 1"),
+        ({"ranks": [2]}, "write", "the use write is measured in one process: --ranks 1"),
         ({"device": "cuda"}, "fork", "a forked process cannot use a model on the GPU"),
         ({"device": "cuda"}, "to-device", "to-device moves a model from the CPU to the GPU"),
-        ({"ranks": (2,)}, "forward", ""),
+        ({"ranks": [2]}, "forward", ""),
         ({"device": "cuda"}, "adamw", ""),
     ],
 )
 def test_a_use_that_cannot_follow_a_load_is_skipped_with_the_reason(
     changes: dict[str, Any], use: str, skip: str
 ) -> None:
-    [planned] = plan(matrix(use, **changes))
-    assert planned.skip.startswith(skip) and bool(planned.skip) == bool(skip)
+    [found] = cells_of(use, **changes)
+    assert found.skip.startswith(skip) and bool(found.skip) == bool(skip)
 
 
 def test_the_phase_of_a_use_cannot_be_that_of_a_strategy() -> None:

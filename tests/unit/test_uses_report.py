@@ -19,9 +19,9 @@ from weighin.records.floor import floors
 from weighin.records.series import SeriesRun, name_of, summarise
 from weighin.records.verdict import used_ns
 from weighin.report import after_load, captions, exports
-from weighin.report.dataframe import series
 from weighin.report.findings import markdown
 from weighin.report.floors import label
+from weighin.report.rows import series
 from weighin.report.tables import markdown_table
 from weighin.units import GIB, MIB
 
@@ -116,8 +116,7 @@ def test_the_long_table_has_the_figures_of_uses_only_where_there_are_uses() -> N
     alone = [used("mmap_assign", "forward", 0.0, 0.02, 0.01)]
     assert "use" not in markdown_table(alone).splitlines()[0]
     assert "use" not in captions.shared(series(alone), alone)
-    frame = series(a_run())
-    row = frame[frame["use"] == "adamw"].iloc[0]
+    row = next(row for row in series(a_run()) if row["use"] == "adamw")
     assert (row["use_s"], round(row["use_most_per_model"], 2)) == (2.0, 4.25)
 
 

@@ -1,12 +1,12 @@
 """Take 400 MiB in a phase, in a function whose line is known: the limit is less."""
 
+from itertools import repeat
+
 import weighin
 
 
 def grow() -> int:
-    held: list[bytes] = []
-    while len(held) < 400:
-        held.append(b"".join([b"1" * 1024] * 1024))  # TAKEN
+    held = list(map(b"".join, repeat([b"1" * 1024] * 1024, 400)))  # TAKEN
     return len(held)
 
 

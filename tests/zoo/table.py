@@ -1,5 +1,6 @@
-"""Write the zoo's results as a page: counts, the loads that are not equal or ok, and the models."""
+"""Write the zoo's results as a page: counts, and the loads that are not equal or ok."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -7,8 +8,14 @@ from judged import strategies
 from loads import Outcome
 from running import Tried
 
-MODELS_SHOWN = 8
-"""In a row of a table; the last part of the page names all models."""
+MODELS_SHOWN = 4
+"""In a row of a table."""
+LONGEST = 90
+"""Characters of a message in a row, unless the load is bad."""
+FORMATS = re.compile(
+    r"model\.(?:pth?|safetensors)(?=:)|(?:dcp|per_module|per_param|sharded|sharded_pt)(?=:)|(?<=which format )\w+"
+)
+"""The file of a message, and the format that cannot hold it: the same message for each format is one row."""
 BAD = frozenset({"DIFFERENT", "CRASHED", "MISJUDGED"})
 
 
@@ -37,7 +44,6 @@ def page(tried: Sequence[Tried], versions: str) -> str:
         "## The strategies and their verification\n", _strategy_counts(tried),
         "## Loads by the loader that are not equal\n", _rows(tried, "loads"),
         "## Loads by strategies that are not ok\n", _rows(tried, "judged"),
-        "## Models\n", _covered(tried),
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -82,8 +88,9 @@ def _rows(tried: Sequence[Tried], field: str) -> str:
     for each in tried:
         for one in getattr(each, field):
             if one.kind != "ok":
-                whats, labels = rows.setdefault((one.kind, _plain(one.detail)), ({}, {}))
-                whats[one.what] = labels[each.case.label] = None
+                detail = _plain(one.detail, len(one.detail) if one.kind in BAD else LONGEST)
+                whats, labels = rows.setdefault((one.kind, detail), ({}, {}))
+                whats[one.what.partition(",")[0]] = labels[_base(each.case.label)] = None
     if not rows:
         return "None.\n"
     lines = ["| outcome | message | tries | models |", "| --- | --- | --- | --- |"]
@@ -93,10 +100,17 @@ def _rows(tried: Sequence[Tried], field: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _plain(detail: str) -> str:
-    """Return a message without the names of temporary folders, and escaped for a Markdown table."""
+def _plain(detail: str, longest: int) -> str:
+    """Return the begin of a message without the names of folders and formats, escaped for a Markdown table."""
     words = (w.rpartition("/")[2] if "weighin-zoo-" in w else w for w in detail.split())
-    return " ".join(words).replace("|", "\\|").replace("<", "&lt;")
+    text = FORMATS.sub("FORMAT", " ".join(words))
+    text = text if len(text) <= longest else f"{text[:longest]}..."
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _base(label: str) -> str:
+    """Return the model of a label: "nn.Conv1d" of "pair of nn.Conv1d"."""
+    return label.removeprefix("pair of ")
 
 
 def _some(names: Sequence[str], shown: int) -> str:
@@ -108,13 +122,3 @@ def _names(labels: Iterable[str]) -> list[str]:
     """Return the names of models; labels that differ only in their number are one name with a count."""
     names = Counter(label.partition("[")[0] for label in labels)
     return [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
-
-
-def _covered(tried: Sequence[Tried]) -> str:
-    """Return a list of each family's models; "pair of" before a model is said once, by the family's name."""
-    families: dict[str, list[str]] = {}
-    for one in tried:
-        label = one.case.label.removeprefix(f"{one.case.family} of ")
-        families.setdefault(one.case.family, []).append(label)
-    lines = [f"* **{name}**: {', '.join(_names(labels))}" for name, labels in families.items()]
-    return "\n".join([*lines, ""])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nightly import by_day
 from running import Tried
 
 MODULES = (
@@ -30,26 +31,26 @@ VISION = (
     "small_vit", "resnet18", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "raft_small",
     "ssdlite320_mobilenet_v3_large",
 )  # fmt: skip
+BY_DAY = (
+    "nn.BatchNorm1d[0]", "nn.Conv2d[1]", "nn.LazyConv1d[0]", "nn.Linear[0]", "nn.Embedding[0]",
+    "nn.LinearCrossEntropyLoss[2]", "nn.TransformerDecoderLayer[0]", "nn.LSTM[5]",
+    "pair of nn.BatchNorm1d", "pair of nn.Linear", "small_vit", "googlenet",
+)  # fmt: skip
 PYTHON = Path(__file__).parents[2] / ".venv-zoo" / "bin" / "python"
 HAS_VISION = PYTHON.exists()
-LABELS = [
-    *MODULES,
-    *(
-        pytest.param(
-            label,
-            marks=pytest.mark.skipif(
-                not HAS_VISION, reason="needs torchvision: make .venv-zoo/ready"
-            ),
-        )
-        for label in VISION
-    ),
-]
+LABELS = by_day((*MODULES, *VISION), *BY_DAY)
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried]]:
+def sample(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Tried]]:
+    """What was tried of the models whose tests are selected."""
     kept = tmp_path_factory.mktemp("zoo") / "kept"
-    labels = ",".join((*MODULES, *(VISION if HAS_VISION else ())))
+    selected = [item for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params["label"] for item in selected if hasattr(item, "callspec")}
+    known = (*MODULES, *(VISION if HAS_VISION else ()))
+    labels = ",".join(label for label in known if label in (chosen or BY_DAY))
     families = "module_db,pair,torchvision" if HAS_VISION else "module_db,pair"
     command = [
         str(PYTHON if HAS_VISION else sys.executable),
@@ -75,9 +76,15 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried
     yield tried
 
 
+def of(label: str, sample: dict[str, Tried]) -> Tried:
+    if label in VISION and not HAS_VISION:
+        pytest.skip("needs torchvision: make .venv-zoo/ready")
+    return sample[label]
+
+
 @pytest.mark.parametrize("label", LABELS)
 def test_a_load_is_equal_to_torchs_own_or_refused(label: str, sample: dict[str, Tried]) -> None:
-    outcomes = sample[label].loads
+    outcomes = of(label, sample).loads
     assert outcomes
     assert [one for one in outcomes if one.kind in ("DIFFERENT", "CRASHED")] == []
 
@@ -86,7 +93,7 @@ def test_a_load_is_equal_to_torchs_own_or_refused(label: str, sample: dict[str, 
 def test_right_loads_are_ok_and_planted_faults_are_found(
     label: str, sample: dict[str, Tried]
 ) -> None:
-    outcomes = sample[label].judged
+    outcomes = of(label, sample).judged
     assert outcomes
     assert [one for one in outcomes if one.kind in ("MISJUDGED", "CRASHED")] == []
 

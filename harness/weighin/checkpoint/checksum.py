@@ -14,7 +14,10 @@ from typing import Final
 import torch
 
 _LANES: Final = 65_521
-_CHUNK_BYTES: Final = _LANES * 8 * 8  # 4 MiB: a chunk and its lane sums fit the processor's cache
+CHUNK_BYTES: Final = _LANES * 8 * 8
+"""The size of the pieces that are summed one after the other, 4 MiB: a piece and its lane sums fit the
+processor's cache."""
+
 _MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX; odd, so that multiplying loses no bits
 _MASK: Final = 2**64 - 1
 
@@ -29,11 +32,26 @@ def checksum(tensor: torch.Tensor) -> str:
     tensor needs up to 16 MiB of memory. A strided tensor is copied in parts: 4 MiB, or one row of
     the first dimension, at a time.
     """
-    value = tensor.numel() * tensor.element_size()
+    running = RunningChecksum(tensor.numel() * tensor.element_size())
     for part in _contiguous_parts(tensor):
-        for words in _chunks(part):
-            value = (value * _MULTIPLIER + _chunk_value(words)) & _MASK
-    return f"{value:016x}"
+        running.update(part)
+    return running.hexdigest()
+
+
+class RunningChecksum:
+    """The checksum of a tensor whose elements arrive in order, in pieces."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._value = total_bytes
+
+    def update(self, piece: torch.Tensor) -> None:
+        """Add the next contiguous piece; all pieces but the last must be whole chunks."""
+        for words in _chunks(piece.reshape(-1).view(torch.uint8)):
+            self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
+
+    def hexdigest(self) -> str:
+        """Return the same text as ``checksum`` returns for the whole tensor."""
+        return f"{self._value:016x}"
 
 
 def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -45,12 +63,12 @@ def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     # Chunk boundaries affect the checksum, so they must be the same as in a contiguous copy.
     row_bytes = tensor[0].numel() * tensor.element_size()
-    rows = max(1, _CHUNK_BYTES // row_bytes)
+    rows = max(1, CHUNK_BYTES // row_bytes)
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     for start in range(0, len(tensor), rows):
         piece = tensor[start : start + rows].contiguous().view(-1).view(torch.uint8)
         piece = torch.cat([rest, piece]) if len(rest) else piece
-        whole = len(piece) // _CHUNK_BYTES * _CHUNK_BYTES
+        whole = len(piece) // CHUNK_BYTES * CHUNK_BYTES
         yield piece[:whole]
         rest = piece[whole:]
     yield rest
@@ -58,8 +76,8 @@ def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the bytes as 8-byte words, a chunk at a time, the last one padded with zeros."""
-    for start in range(0, raw.numel(), _CHUNK_BYTES):
-        chunk = raw[start : start + _CHUNK_BYTES]
+    for start in range(0, raw.numel(), CHUNK_BYTES):
+        chunk = raw[start : start + CHUNK_BYTES]
         aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
         if chunk.numel() % 8 or not aligned:
             padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=raw.device)

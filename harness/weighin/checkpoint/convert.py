@@ -12,7 +12,7 @@ conversion.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,15 @@ import torch
 
 from weighin import atomic, formats
 from weighin.checkpoint import sidecar
+from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.model_keys import read_with_model_keys
-from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
-from weighin.checkpoint.reader import plans, read_pieces
+from weighin.checkpoint.reader import checksum_of, plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
-from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Layout, Pieces, Plans, Progress, TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
@@ -108,10 +109,10 @@ def convert(
             + (", or add --keys model, which dequantises them" if found.dequantises else ""),
         )
     tensors = plans(slices, order.dtype)
-    size = tensor_bytes(tensors)
     layout = formats.named(order.fmt)
     if permit is not None:
-        permit(size + RECORD_BYTES * len(tensors))
+        stored_bytes = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+        permit(stored_bytes + RECORD_BYTES * len(tensors))
     stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
     copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
     read = time.monotonic()
@@ -138,7 +139,7 @@ def convert(
 def _write(
     layout: Layout,
     new: Path,
-    tensors: Sequence[TensorPlan],
+    tensors: Plans,
     pieces: Pieces,
     progress: Progress | None,
     order: Conversion,
@@ -148,15 +149,6 @@ def _write(
         write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
     else:
         layout.write(new, tensors, pieces, progress)
-
-
-def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
-    """Return the size of all tensors in bytes, with tied tensors counted once."""
-    return sum(
-        torch.Size(plan.shape).numel() * plan.dtype.itemsize
-        for plan in tensors
-        if plan.shared_with is None
-    )
 
 
 def check_target(source: Path, target: Path) -> None:
@@ -178,7 +170,7 @@ class _Copier:
     def __init__(
         self,
         slices: Sequence[TensorSlice],
-        tensors: Sequence[TensorPlan],
+        tensors: Plans,
         stored: sidecar.KnownChecksums | None,
         *,
         summing: bool,
@@ -194,7 +186,7 @@ class _Copier:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         plan, where = self._plans[name], self._slices[name]
-        written = _running(plan)
+        written = RunningChecksum(plan.nbytes)
         read = written if plan.dtype == where.dtype else RunningChecksum(where.nbytes)
         for piece in read_pieces(where):
             converted = piece.to(plan.dtype)
@@ -223,12 +215,7 @@ class _Copier:
         wrong: list[str] = []
 
         def check(where: TensorSlice) -> None:
-            running = _running(self._plans[where.name])
-            for piece in read_pieces(where):
-                running.update(piece)
-                if progress is not None:
-                    progress(piece.nbytes)
-            if running.hexdigest() != self._sums[where.name]:
+            if checksum_of(where, progress) != self._sums[where.name]:
                 with lock:
                     wrong.append(where.name)
 
@@ -236,10 +223,6 @@ class _Copier:
         run_parallel(partial(check, where) for where in untied)
         if wrong:
             raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
-
-
-def _running(plan: TensorPlan) -> RunningChecksum:
-    return RunningChecksum(torch.Size(plan.shape).numel() * plan.dtype.itemsize)
 
 
 def _wrong(new: Path, what: str) -> CheckpointError:

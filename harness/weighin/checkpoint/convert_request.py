@@ -16,6 +16,7 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.quantised import Quantised, in_checkpoint
@@ -24,7 +25,6 @@ from weighin.suite.config import DTYPES
 from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
-SCHEMA: Final = 1
 AUTO: Final = "auto"
 
 _FOLDER: Final = "sharded"  # the format of a target that is no file, by its name
@@ -87,7 +87,7 @@ class FinishedConversion:
         """Return the conversion's description for ``--json``."""
         paths = {"source": str(self.source), "target": str(self.target)}
         checksums = str(self.checksums) if self.checksums else None
-        return {"schema": SCHEMA} | asdict(self) | paths | {"checksums": checksums}
+        return asdict(self) | paths | {"checksums": checksums}
 
 
 def convert(
@@ -114,10 +114,7 @@ def convert(
                 "name a target on another disk, or free some space",
             )
 
-    left_out = ()
-    if wish.keys != "model":
-        left_out = tuple(getattr(formats.read(wish.source, wish.selection)[1], "values", ()))
-
+    slices = Slices() if wish.keys == "model" else formats.read(wish.source, wish.selection)[1]
     started = monotonic()
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
         try:
@@ -138,10 +135,8 @@ def convert(
         seconds=seconds,
         checksums=checksums,
         verified=wish.verify,
-        quantised=None
-        if wish.keys == "model"
-        else in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
-        left_out=left_out,
+        quantised=in_checkpoint(wish.source, slices),
+        left_out=tuple(slices.values),
     )
 
 

@@ -1,15 +1,17 @@
 """List the tensors of a model, without allocating its weights."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Kind, TensorEntry
-from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
+from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import ConfigError
+from weighin.formats.dtypes import dtype_name
+from weighin.models.module_tree import named_tensors
 from weighin.models.skeleton import (
     RealBuffers,
     build_skeleton,
@@ -63,42 +65,43 @@ def describe(
     """
     model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype)
     _refuse_lazy(builder, model)
-    described: list[Described] = []
-    first_names: dict[int, str] = {}
-    keeps = bool(getattr(model, "keeps_dtypes", False))
-
-    def add(name: str, tensor: torch.Tensor, kind: Kind) -> None:
-        first = first_names.setdefault(id(tensor), name)
-        is_kept = keeps and tensor.is_floating_point() and tensor.dtype != dtype
-        described.append(Described(name, tensor, kind, None if first == name else first, is_kept))
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    own = named_tensors(model)
     for name, value in model.state_dict(keep_vars=True).items():
-        if name in parameters and value is parameters[name]:
-            add(name, value, "parameter")
-        elif name in buffers and value is buffers[name]:
-            add(name, value, "persistent_buffer")
-        else:
+        if name not in own or value is not own[name]:
             raise ConfigError(
                 f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
                 "use a model without state-dict hooks and extra state",
             )
-    for name, (owner, leaf) in non_persistent_buffers(model):
-        value = owner._buffers[leaf]
-        assert value is not None
-        add(name, value, "non_persistent_buffer")
+    described = [*described_in(model)]
     if not described:
         raise ConfigError(f"builder {builder}: the model has no tensors", "use another model")
-    return described
+    if not getattr(model, "keeps_dtypes", False):
+        return described
+    return [
+        replace(one, is_kept=one.tensor.is_floating_point() and one.tensor.dtype != dtype)
+        for one in described
+    ]
+
+
+def described_in(model: torch.nn.Module) -> Iterator[Described]:
+    """Yield the tensors of a model: its state dict in order, then its non-persistent buffers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    persistent = model.state_dict(keep_vars=True)
+    tensors = dict(persistent)
+    for name, (owner, leaf) in non_persistent_buffers(model):
+        tensors[name] = owner._buffers[leaf]
+    firsts: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        kind: Kind = "persistent_buffer" if name in persistent else "non_persistent_buffer"
+        if name in parameters:
+            kind = "parameter"
+        first = firsts.setdefault(id(tensor), name)
+        yield Described(name, tensor.detach(), kind, None if first == name else first)
 
 
 def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
     names = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-        if torch.nn.parameter.is_lazy(tensor)
+        name for name, tensor in named_tensors(model).items() if torch.nn.parameter.is_lazy(tensor)
     ]
     if names:
         raise ConfigError(

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_dir
 
 from weighin.atomic import write_text
 from weighin.errors import ConfigError, UnknownName
@@ -56,7 +55,8 @@ class CachedCheckpoint:
 def folder() -> Path:
     """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
     chosen = os.environ.get("WEIGHIN_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else Path(user_cache_dir("weighin"))
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(chosen or f"{caches}/weighin").expanduser().absolute()
 
 
 def use(chosen: Path) -> None:

@@ -5,7 +5,6 @@ format or the order of writing. This module runs in a subprocess, which needs me
 persistent buffers and for a few pieces of 16 MiB.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -75,13 +74,13 @@ def make(
     if permit is not None:
         permit(needed_bytes(described))
     permitted = time.monotonic()
-    sums = _GeneratedChecksums(described)
+    sums: dict[str, dict[str, str]] = {}
     stored = in_checkpoint(described)
-    write(fmt, folder, plans(stored), partial(_summed_pieces, sums, seed), progress)
+    by_name = {tensor.name: tensor for tensor in described}
+    write(fmt, folder, plans(stored), partial(_summed_pieces, sums, by_name, seed), progress)
     if len(stored) < len(described):
-        for name, checksums in buffer_checksums(builder, kwargs).items():
-            sums.set(name, checksums)
-    entries = tuple(tensor.entry(sums.of(tensor)) for tensor in described)
+        sums |= buffer_checksums(builder, kwargs)
+    entries = tuple(tensor.entry(sums[tensor.shared_with or tensor.name]) for tensor in described)
     manifest = Manifest(model, builder, f"seed {seed}", entries)
     manifest.write(folder / "manifest.json")
     seconds = {"build": built - started, "write": time.monotonic() - permitted}
@@ -120,26 +119,19 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
     next piece is generated.
     """
     numel, dtype = tensor.numel(), tensor.dtype
-    if dtype == torch.uint8:
-        yield from _random_bytes(seed, name, numel)
-        return
-    if not dtype.is_floating_point:
+    are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
+    if not (are_bytes or dtype.is_floating_point):
         yield from pieces_of(torch.zeros(tensor.shape, dtype=dtype))
         return
-    scale = tensor.ndim < 2 and name.rpartition(".")[2] in _SCALES
-    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.float32)
+    mean = 1.0 if tensor.ndim < 2 and name.rpartition(".")[2] in _SCALES else 0.0
+    kind = torch.uint8 if are_bytes else torch.float32
+    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=kind)
     for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
-        piece = buffer[: numel - start]
-        generator = _generator(seed, number, name)
-        piece.normal_(1.0 if scale else 0.0, _STANDARD_DEVIATION, generator=generator)
-        yield piece.to(dtype)
-
-
-def _random_bytes(seed: int, name: str, numel: int) -> Iterator[torch.Tensor]:
-    """Yield the values of a parameter of bytes, such as the blocks of a quantised matrix."""
-    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.uint8)
-    for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
-        yield buffer[: numel - start].random_(generator=_generator(seed, number, name))
+        piece, generator = buffer[: numel - start], _generator(seed, number, name)
+        if are_bytes:
+            yield piece.random_(generator=generator)
+        else:
+            yield piece.normal_(mean, _STANDARD_DEVIATION, generator=generator).to(dtype)
 
 
 def _generator(seed: int, number: int, name: str) -> torch.Generator:
@@ -148,30 +140,12 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class _GeneratedChecksums:
-    """The checksums of all tensors; several threads set them."""
-
-    def __init__(self, described: list[Described]) -> None:
-        self.described = {tensor.name: tensor for tensor in described}
-        self._sums: dict[str, dict[str, str]] = {}
-        self._lock = threading.Lock()
-
-    def set(self, name: str, checksums: dict[str, str]) -> None:
-        with self._lock:
-            self._sums[name] = checksums
-
-    def of(self, tensor: Described) -> dict[str, str]:
-        return self._sums[tensor.shared_with or tensor.name]
-
-
-def _summed_pieces(sums: _GeneratedChecksums, seed: int, name: str) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and store their checksums in ``sums``."""
-    described = sums.described[name]
-    if described.kind == "parameter":
-        pieces = parameter_pieces(seed, name, described.tensor)
-    else:
-        pieces = pieces_of(described.tensor)
-    tensor = described.tensor
+def _summed_pieces(
+    sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
+) -> Iterator[torch.Tensor]:
+    """Return a tensor's values for the file, whose checksums are then put into ``sums``."""
+    described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
-    yield from checksummed(pieces, running)
-    sums.set(name, running.result())
+    is_drawn = described.kind == "parameter"
+    pieces = parameter_pieces(seed, name, tensor) if is_drawn else pieces_of(tensor)
+    return checksummed(pieces, running, sums, name)

@@ -1,7 +1,7 @@
 """Compare a user's own checkpoint with a model, and write its manifest."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,26 +50,22 @@ def index(
     """
     formats.known(fmt)
     map_large_tensors()
+    spec = ModelSpec(model, builder, dict(kwargs))
     if library_of(builder) and is_pretrained_checkpoint(checkpoint):
         refuse_part(checkpoint, selection)
         from weighin.checkpoint.index_pretrained import index_pretrained
         from weighin.checkpoint.index_quantised import index_quantised
 
-        if found := of_model(ModelSpec(model, builder, dict(kwargs))):
-            return index_quantised(
-                model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
-            )
-        return index_pretrained(
-            model, builder, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit,
-            progress=progress,
-        )  # fmt: skip
+        if found := of_model(spec):
+            return index_quantised(spec, found, checkpoint, fmt, folder)
+        return index_pretrained(spec, checkpoint, fmt, folder, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
     check_converts(checkpoint, slices, NOT_MEASURED)
-    converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
+    converts = own != fmt or bool(selection) or not slices.only_tensors
     places = {where.name: where for where in slices}
-    dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
+    dtype = getattr(torch, own_dtype(spec))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
     refuse_codes(checkpoint, slices, [one.name for one in described])
     check_fits(checkpoint, model, places, described)
@@ -79,7 +75,7 @@ def index(
             f"load it in its own format: --format {own}",
         )
     if permit is not None:
-        permit(_needed_bytes(slices) if converts else 0)
+        permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
     kept = {one.name for one in described if one.is_kept}
     sums = _IndexedChecksums(places, kept)
     read = time.monotonic()
@@ -111,12 +107,11 @@ class _IndexedChecksums:
         self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's values, and keep their checksums."""
+        """Return a tensor's values, whose checksums are then kept."""
         place = self._places[name]
         numel = torch.Size(place.shape).numel()
         running = Checksums(numel, place.dtype, is_kept=name in self._kept)
-        yield from checksummed(read_pieces(place), running)
-        self.by_name[name] = running.result()
+        return checksummed(read_pieces(place), running, self.by_name, name)
 
     def complete(self, progress: Progress | None) -> None:
         """Read every tensor that has no checksums yet; tensors at the same place are read once."""
@@ -167,7 +162,3 @@ def _check_ties(
                 "but have different values in the file",
                 "choose the model that this checkpoint was saved from",
             )
-
-
-def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
-    return sum(RECORD_BYTES + where.nbytes for where in slices)

@@ -10,21 +10,22 @@ from typing import Any
 import torch
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import Described
+from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
-from weighin.checkpoint.manifest import Kind, Manifest
+from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import (
     CELL_DTYPES,
     Checksums,
     checksummed,
-    dtype_name,
     pieces_of,
     tensor_checksums,
 )
 from weighin.checkpoint.reader import widest_dtype
 from weighin.formats import gguf
 from weighin.formats.base import Progress
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
@@ -34,15 +35,12 @@ from weighin.models.skeleton import non_persistent_buffers
 
 
 def index_pretrained(
-    model: str,
-    builder: str,
-    kwargs: Mapping[str, Any],
-    *,
+    spec: ModelSpec,
     checkpoint: Path,
     fmt: str,
     folder: Path,
-    permit: Callable[[int], None] | None = None,
-    progress: Progress | None = None,
+    permit: Callable[[int], None] | None,
+    progress: Progress | None,
 ) -> Made:
     """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
 
@@ -57,11 +55,11 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
-    library = module_of(builder)
+    library = module_of(spec.builder)
     # transformers computes with the values of GGUF, in float32 or the wanted dtype.
     is_gguf = own == gguf.NAME
     loaded, missing = library.reference(
-        kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
+        spec.kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
     )
     if missing:
         raise lacks(checkpoint, missing, loaded)
@@ -80,12 +78,12 @@ def index_pretrained(
                     progress(piece.nbytes)
     mapped = None if is_gguf else map_keys(loaded, slices)
     of_file = {}
-    if mapped and own == fmt and builder == BUILDER:
+    if mapped and own == fmt and spec.builder == BUILDER:
         of_file = _values_of_file(loaded, mapped, sums)
     computed = mapped.computed if mapped else tuple(sums)
     if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:
-            other, _ = library.reference(kwargs, checkpoint, getattr(torch, wanted))
+            other, _ = library.reference(spec.kwargs, checkpoint, getattr(torch, wanted))
             for name, (owner, leaf) in non_persistent_buffers(other):
                 value = owner._buffers[leaf]
                 assert value is not None
@@ -102,7 +100,8 @@ def index_pretrained(
         for one in described
         if (first := one.shared_with or one.name)
     )
-    manifest = Manifest(model, builder, str(checkpoint), entries, mapped.note if mapped else "")
+    note = mapped.note if mapped else ""
+    manifest = Manifest(spec.name, spec.builder, str(checkpoint), entries, note)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
@@ -143,26 +142,10 @@ def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) 
     return kept
 
 
-def described_in(model: torch.nn.Module) -> Iterator[Described]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    firsts: dict[int, str] = {}
-    tensors = dict(model.state_dict(keep_vars=True))
-    for name, (owner, leaf) in non_persistent_buffers(model):
-        tensors[name] = owner._buffers[leaf]
-    persistent = set(model.state_dict())
-    for name, tensor in tensors.items():
-        kind: Kind = "non_persistent_buffer" if name not in persistent else "persistent_buffer"
-        if name in parameters:
-            kind = "parameter"
-        first = firsts.setdefault(id(tensor), name)
-        yield Described(name, tensor.detach(), kind, None if first == name else first)
-
-
 def _summed(
     sums: dict[str, dict[str, str]], described: Mapping[str, Described], name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values, and keep their checksums in ``sums``."""
+    """Return a tensor's values, whose checksums are then put into ``sums``."""
     tensor = described[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype)
-    yield from checksummed(pieces_of(tensor), running)
-    sums[name] = running.result()
+    return checksummed(pieces_of(tensor), running, sums, name)

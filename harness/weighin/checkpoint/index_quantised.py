@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import Described
+from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import Made
-from weighin.checkpoint.index_pretrained import described_in
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
+from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import CheckpointError
 from weighin.formats.adapters import ARGUMENT
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.quantised import Quantised
@@ -30,13 +31,7 @@ from weighin.text import one_line
 
 
 def index_quantised(
-    model: str,
-    kwargs: Mapping[str, Any],
-    found: Quantised,
-    *,
-    checkpoint: Path,
-    fmt: str,
-    folder: Path,
+    spec: ModelSpec, found: Quantised, checkpoint: Path, fmt: str, folder: Path
 ) -> Made:
     """Write the manifest into ``folder``.
 
@@ -46,7 +41,7 @@ def index_quantised(
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder, or not from the format ``fmt``.
     """
-    started = time.monotonic()
+    started, kwargs = time.monotonic(), spec.kwargs
     own = formats.detect(checkpoint).NAME
     if own != fmt:
         raise CheckpointError(
@@ -65,7 +60,9 @@ def index_quantised(
         kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
         arguments = arguments_to_dequantise(checkpoint)
         entries = _entries(kind, folder_of(checkpoint), found, arguments, adapter)
-    manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
+    manifest = Manifest(
+        spec.name, BUILDER, str(checkpoint), entries, f"quantised with {found.method}"
+    )
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": time.monotonic() - started})
 

@@ -25,7 +25,6 @@ from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes
 
-SCHEMA: Final = 1
 SORTS: Final = ("file", "name", "size")
 
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
@@ -121,7 +120,6 @@ class Inspected:
             "largest": self.largest.name,
         }
         return {
-            "schema": SCHEMA,
             "path": str(self.path),
             "layout": self.layout,
             "architecture": self.architecture or None,
@@ -150,8 +148,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
-    sized, values = footprint(slices), getattr(slices, "values", {})
-    in_place = not selection and getattr(slices, "only_tensors", True)
+    sized, values = footprint(slices), slices.values
+    in_place = not selection and slices.only_tensors
     needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
     kinds = {name: type_name(value) for name, value in values.items()}
     return Inspected(
@@ -252,14 +250,13 @@ def _lines(inspected: Inspected) -> list[str]:
     notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
     notes += [f"{strided} not contiguous"] if strided else []
     count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
-    lines = [
+    return [
         f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
         f" (parameters and buffers), {format_bytes(inspected.bytes)}",
         *_lines_of_encoding(inspected),
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
-    return [*lines, *_notes(inspected)]
 
 
 def _notes(inspected: Inspected) -> list[str]:

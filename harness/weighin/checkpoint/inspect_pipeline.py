@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.checkpoint.inspect import SCHEMA, SORTS, Inspected, inspect
+from weighin.checkpoint.inspect import SORTS, Inspected, inspect
 from weighin.errors import HarnessError, UnknownName
 from weighin.formats import pipeline
 from weighin.formats.pipeline import Part, Pipeline
@@ -64,7 +64,6 @@ class InspectedPipeline:
         parts = [each.as_json() for each in self.parts]
         totals = [each["totals"] for each in parts if each["totals"]]
         return {
-            "schema": SCHEMA,
             "path": str(self.pipeline.path),
             "pipeline": self.pipeline.class_name,
             "parts": parts,

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from weighin.atomic import write_text
 from weighin.errors import CheckpointError
-from weighin.formats.item_bytes import ITEM_BYTES
+from weighin.formats.dtypes import ITEM_BYTES
 
 SCHEMA: Final = 1
 

@@ -1,15 +1,16 @@
 """Merge an adapter of LoRA into the tensors of a checkpoint that is being written."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weighin.checkpoint.reader import read_pieces
+from weighin.checkpoint.reader import read_into
 from weighin.formats.base import TensorSlice
-from weighin.formats.converted import Converted
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.lora import Addition
 from weighin.loader import merge
 
@@ -35,15 +36,13 @@ def merged(
         kind = dtype or sources[names[0]].dtype
         fill = partial(_fill, base, one, is_turned=merge.is_turned(one, module))
         for name in names:
-            changed[name] = Converted(
+            changed[name] = replace(
+                base,
                 name=name,
-                shape=base.shape,
                 stride=module.weight.stride(),
-                dtype_name=str(kind).removeprefix("torch."),
-                file=base.file,
-                offset=base.offset,
-                storage_offset=base.storage_offset,
-                storage_bytes=base.storage_bytes,
+                dtype_name=dtype_name(kind),
+                parts=(),
+                encoding="",
                 fill=fill,
             )
     return changed
@@ -51,12 +50,9 @@ def merged(
 
 def _fill(base: TensorSlice, one: Addition, memory: torch.Tensor, *, is_turned: bool) -> None:
     """Write the values of ``base`` and the adapter's product into ``memory``."""
-    if isinstance(base, Converted):
+    if base.fill:
         base.fill(memory)
     else:
-        at = 0
-        for piece in read_pieces(base):
-            memory.view(-1)[at : at + len(piece)] = piece
-            at += len(piece)
+        read_into(base, memory)
     with torch.no_grad():
         merge.add(one, memory, torch.empty(merge.elements(one)), is_turned=is_turned)

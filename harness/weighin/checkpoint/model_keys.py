@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf, sniff
+from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
+from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
@@ -21,7 +23,6 @@ from weighin.formats.selection import WHOLE, Selection
 if TYPE_CHECKING:
     import torch
 
-    from weighin.formats.converted import Converted
     from weighin.models.pretrained_keys import Conversion, MappedKeys
 
 
@@ -44,7 +45,7 @@ def read_with_model_keys(
         CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
     if is_pipeline(source):
-        raise sniff.no_model(source)
+        raise no_model(source)
     if formats.detect(source) is gguf:
         return _of_gguf(gguf.file_of(source), choice.adapter, dtype)
     if not is_pretrained(folder := folder_of(source)):
@@ -116,20 +117,16 @@ def _in_order(
     return Slices(replace(one, name=name) for name, one in found.items())
 
 
-def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> "Converted":
+def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> TensorSlice:
     """Return a tensor whose values a folder's quantiser computes from codes."""
-    from weighin.formats.converted import Converted
-
-    first = conversion.sources[0][1]
-    return Converted(
+    return replace(
+        conversion.sources[0][1],
         name=conversion.name,
         shape=tuple(target.shape),
         stride=target.stride(),
-        dtype_name=str(target.dtype).removeprefix("torch."),
-        file=first.file,
-        offset=first.offset,
-        storage_offset=first.storage_offset,
-        storage_bytes=first.storage_bytes,
+        dtype_name=dtype_name(target.dtype),
+        parts=(),
+        encoding="",
         fill=partial(_convert, model, conversion),
     )
 

@@ -5,37 +5,15 @@ from typing import Final
 
 import torch
 
-from weighin.checkpoint.checksum import (
-    _CHUNK_BYTES,
-    _MASK,
-    _MULTIPLIER,
-    _chunk_value,
-    _chunks,
-    checksum,
-)
+from weighin.checkpoint.checksum import CHUNK_BYTES, RunningChecksum, checksum
+from weighin.formats.dtypes import dtype_name
 
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 """The dtypes in which a cell may load floating-point weights."""
 
-PIECE_ELEMENTS: Final = _CHUNK_BYTES
+PIECE_ELEMENTS: Final = CHUNK_BYTES
 """The number of elements in a piece: 16 MiB of float32, and a multiple of a checksum chunk in any
 dtype."""
-
-
-class RunningChecksum:
-    """The checksum of a tensor whose elements arrive in order, in pieces."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._value = total_bytes
-
-    def update(self, piece: torch.Tensor) -> None:
-        """Add the next contiguous piece; all pieces but the last must be whole chunks."""
-        for words in _chunks(piece.reshape(-1).view(torch.uint8)):
-            self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
-
-    def hexdigest(self) -> str:
-        """Return the same text as ``checksum`` returns for the whole tensor."""
-        return f"{self._value:016x}"
 
 
 class Checksums:
@@ -82,13 +60,14 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield flat[start : start + PIECE_ELEMENTS]
 
 
-def checksummed(pieces: Iterable[torch.Tensor], sums: Checksums) -> Iterator[torch.Tensor]:
-    """Yield the pieces, and add each to ``sums``."""
+def checksummed(
+    pieces: Iterable[torch.Tensor], running: Checksums, sums: dict[str, dict[str, str]], name: str
+) -> Iterator[torch.Tensor]:
+    """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``.
+
+    Several threads may set one item of ``sums`` each.
+    """
     for piece in pieces:
-        sums.update(piece)
+        running.update(piece)
         yield piece
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
+    sums[name] = running.result()

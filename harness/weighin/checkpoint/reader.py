@@ -9,11 +9,12 @@ from typing import Final
 
 import torch
 
+from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorPlan, TensorSlice
-from weighin.formats.converted import Converted
+from weighin.formats.base import Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import AGAIN
+from weighin.formats.storages import ties
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
@@ -31,7 +32,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if isinstance(where, Converted):
+    if where.fill:
         with _COMPUTING:
             values = torch.empty(where.shape, dtype=where.dtype)
             where.fill(values)
@@ -39,22 +40,36 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     elif where.encoding:
         from weighin.formats.gguf_values import decoded  # imports numpy
 
-        yield from decoded(where, PIECE_ELEMENTS)
+        yield from _cut(decoded(where, PIECE_ELEMENTS))
     elif where.parts:
-        yield from _joined(where)
+        yield from _cut(_rows(where))
     elif where.contiguous:
         yield from _contiguous(where)
     else:
         yield from _gathered(where)
 
 
-def read_whole(where: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor's values in ``dtype``; raise CheckpointError as ``read_pieces`` does."""
-    values, at = torch.empty(where.shape, dtype=dtype), 0
+def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
+    """Read a tensor into ``target``, which is contiguous, and return ``target``.
+
+    Raises:
+        CheckpointError: as ``read_pieces``.
+    """
+    at = 0
     for piece in read_pieces(where):
-        values.view(-1)[at : at + len(piece)] = piece
+        target.view(-1)[at : at + len(piece)] = piece
         at += len(piece)
-    return values
+    return target
+
+
+def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
+    """Read a tensor, and return its checksum; ``progress`` is called with the size of each piece."""
+    running = RunningChecksum(where.nbytes)
+    for piece in read_pieces(where):
+        running.update(piece)
+        if progress is not None:
+            progress(piece.nbytes)
+    return running.hexdigest()
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
@@ -88,12 +103,8 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     )
 
 
-def _joined(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
-    yield from _cut(_rows(where))
-
-
 def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
     row_elements = prod(where.shape[1:])
     rows = max(1, _ROWS_BYTES // max(1, row_elements))
     for first in range(0, where.shape[0], rows):
@@ -127,9 +138,8 @@ def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _mapped(where: TensorSlice) -> torch.Tensor:
     """Map a tensor's part of the file, and return the tensor in this mapping."""
-    reach = sum((size - 1) * step for size, step in zip(where.shape, where.stride, strict=True))
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = where.offset - start + (reach + 1) * where.dtype.itemsize
+    length = where.offset - start + where.span * where.dtype.itemsize
     with where.file.open("rb") as file:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
@@ -138,7 +148,9 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
             )
         # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-    flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
+    flat = torch.frombuffer(
+        mapped, dtype=where.dtype, offset=where.offset - start, count=where.span
+    )
     return flat.as_strided(where.shape, where.stride)
 
 
@@ -148,11 +160,8 @@ def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> li
     ``dtype`` is the new dtype of floating-point tensors. Different views of one storage are written
     as separate tensors.
     """
-    firsts: dict[object, str] = {}
-    tensors = []
+    tied, tensors = ties(slices), []
     for source in slices:
-        first = firsts.setdefault(source.place, source.name)
-        tied = first != source.name and source.nbytes > 0
         kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
-        tensors.append(TensorPlan(source.name, source.shape, kind, first if tied else None))
+        tensors.append(TensorPlan(source.name, source.shape, kind, tied.get(source.name)))
     return tensors

@@ -6,7 +6,6 @@ when that process ends, so that a folder without a lock is a leftover. This modu
 torch, because the parent process uses it too.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Final
 from uuid import uuid4
 
 from weighin.errors import ConfigError
+from weighin.locks import try_lock
 
 _LONGEST_NAME: Final = 100  # of the target in the folder's name; file systems allow 255 bytes
 
@@ -107,14 +107,12 @@ def _locked(folder: Path, target: Path) -> int:
 
 def _lock(folder: Path, target: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         os.close(descriptor)
         raise ConfigError(
             f"another weighin process is writing {target}",
             "wait until it has ended, or name another target",
-        ) from None
+        )
     return descriptor
 
 

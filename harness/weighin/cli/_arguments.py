@@ -228,7 +228,9 @@ def environment(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, divided, value = text.partition("=")
         if not divided or not name:
-            raise ConfigError(f"--env: {text!r} sets nothing", "write --env NAME=VALUE")
+            raise ConfigError(
+                f"--env: {text!r} sets nothing", "write --env NAME=VALUE", option="--env"
+            )
         variables[name] = value
     return variables
 
@@ -239,5 +241,7 @@ def share(text: str) -> float:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise ConfigError(
-            f"--within: cannot read {text!r} as a share", "write a percentage, such as --within 1%"
+            f"--within: cannot read {text!r} as a share",
+            "write a percentage, such as --within 1%",
+            option="--within",
         ) from None

@@ -6,7 +6,7 @@ fast.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.status import Status
 
+SCHEMA: Final = 1
+"""The version of the documents of ``--json``."""
 STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
 
@@ -48,11 +50,12 @@ def line(text: str) -> None:
     click.echo(text)
 
 
-def show(*parts: "RenderableType") -> None:
-    """Print tables and texts with rich."""
+def show(*parts: "RenderableType", folds: bool = True) -> None:
+    """Print tables and texts with rich; without ``folds``, a text keeps its lines and is not coloured."""
     console = out()
     for part in parts:
-        console.print(part)
+        keeps_lines = isinstance(part, str) and not folds
+        console.print(part, highlight=None if folds else False, soft_wrap=keeps_lines)
 
 
 def note(*texts: str) -> None:
@@ -78,9 +81,19 @@ def colour() -> bool | None:
     return False if os.environ.get("NO_COLOR") else None
 
 
-def write_json(target: str, document: Any) -> None:
+def deliver(
+    json_file: str | None, document: Callable[[], Mapping[str, Any]], show: Callable[[], None]
+) -> None:
+    """Show a result, or write its document where ``--json`` says so; with a file, do both."""
+    if json_file != STDOUT:
+        show()
+    if json_file:
+        write_json(json_file, document())
+
+
+def write_json(target: str, document: Mapping[str, Any]) -> None:
     """Write the document of ``--json`` to a file, or to standard output if ``target`` is "-"."""
-    write(target, json.dumps(document, indent=1) + "\n")
+    write(target, json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
 
 
 def write(target: str | Path, text: str) -> None:

@@ -8,8 +8,6 @@ from weighin.errors import HarnessError, UnknownName
 from weighin.formats.pretrained_folder import BUILDER, dtype_of
 from weighin.uses import USES
 
-SCHEMA: Final = 1
-
 KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
 
 _HEADINGS: Final = {
@@ -36,7 +34,7 @@ def document(kind: str) -> dict[str, Any]:
     """
     if kind != "all" and kind not in KINDS:
         raise UnknownName("list", kind, [*KINDS, "all"])
-    found: dict[str, Any] = {"schema": SCHEMA}
+    found: dict[str, Any] = {}
     if kind in ("all", "strategies"):
         found["strategies"] = _strategies("load")
         found["saving"] = _strategies("save")

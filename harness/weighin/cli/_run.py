@@ -14,7 +14,7 @@ from weighin.cli import _console
 if TYPE_CHECKING:
     from weighin.engines.base import Engine
     from weighin.record import Result
-    from weighin.run.site import Site
+    from weighin.run.machines import Machines
     from weighin.run.task import Run
 
 
@@ -28,7 +28,7 @@ def enter_scope(isolation: str) -> None:
 
 @contextmanager
 def planned(
-    typed: dict[str, Any], start: "Callable[[dict[str, Any], Site], tuple[Run, str]]"
+    typed: dict[str, Any], start: "Callable[[dict[str, Any], Machines], tuple[Run, str]]"
 ) -> "Iterator[tuple[Run, Engine]]":
     """Return the run to perform, a new one or the one to resume, and the engine that performs it.
 
@@ -53,7 +53,7 @@ def planned(
     jobs = typed.get("jobs", 1)
     settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
     with base.opened(settings) as engine:
-        task, note = start(settings, engine.site)
+        task, note = start(settings, engine.machines)
         if note:
             _console.note(note)
         yield replace(task, patience_s=patience_s), engine

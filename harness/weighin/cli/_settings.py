@@ -3,8 +3,9 @@
 ``[tool.weighin]`` holds defaults for the verbs that measure or predict. ``[tool.weighin.VERB]``
 holds defaults of one verb, which override ``[tool.weighin]``. The command line overrides both
 tables. The settings file is the nearest pyproject.toml with a table ``[tool.weighin]``, in the
-current folder or above it. Relative paths in this file are relative to the file's folder. Options
-that allow or confirm something are accepted only on the command line.
+current folder or above it; a file counts only if its owner is this user, root or the owner of the
+current folder. Relative paths in this file are relative to the file's folder. Options that allow or
+confirm something are accepted only on the command line.
 """
 
 import json
@@ -47,7 +48,7 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
     here = Path.cwd()
     for folder in (here, *here.parents):
         path = (Path() if folder == here else folder) / "pyproject.toml"
-        if path.is_file() and (table := _table(path)) is not None:
+        if _counts(path) and (table := _table(path)) is not None:
             return path, _defaults(table, path, verbs)
     return None, {}
 
@@ -55,11 +56,10 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 def name_source(context: click.Context, error: ConfigError) -> None:
     """Add the name of the settings file to an error about an option's value from that file."""
     path = context.find_root().meta.get(TABLE)
-    option = error.message.partition(":")[0]
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
-        if option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
-            place = f"{option} is set in [{TABLE}] of {path}"
+        if error.option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
+            place = f"{error.option} is set in [{TABLE}] of {path}"
             error.repair = f"{error.repair}; {place}" if error.repair else place
 
 
@@ -72,6 +72,15 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
         if is_option and longest not in _ONLY_TYPED:
             keys[longest] = param
     return keys
+
+
+def _counts(path: Path) -> bool:
+    """Tell whether a settings file may set defaults, which can name code: not that of a stranger.
+
+    Any user can write /tmp/pyproject.toml, for a run in /tmp or in a folder below it.
+    """
+    trusted = {0, os.geteuid(), Path().stat().st_uid}
+    return path.is_file() and path.stat().st_uid in trusted
 
 
 def _table(path: Path) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
     typed = _arguments.read(context)
     if typed["engine"] == "local":
         _run.enter_scope(typed["isolation"])
-    with _run.planned(typed, lambda engine, site: start(_request(typed, engine), site)) as (
+    with _run.planned(typed, lambda engine, machines: start(_request(typed, engine), machines)) as (
         task,
         engine,
     ):

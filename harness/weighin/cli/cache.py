@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from weighin.checkpoint.cache import CachedCheckpoint
 
-SCHEMA = 1
 DECLINED_EXIT = 1
 
 
@@ -28,15 +27,8 @@ def cache_list(json_file: str | None) -> None:
     from weighin.checkpoint import cache
 
     stored = cache.list_entries()
-    if json_file != _console.STDOUT:
-        _console.show(_table(stored))
-    if json_file:
-        document = {
-            "schema": SCHEMA,
-            "folder": str(cache.folder()),
-            "checkpoints": _described(stored),
-        }
-        _console.write_json(json_file, document)
+    document = {"folder": str(cache.folder()), "checkpoints": _described(stored)}
+    _console.deliver(json_file, lambda: document, lambda: _console.show(_table(stored)))
 
 
 @click.command(
@@ -65,11 +57,9 @@ def cache_clear(
         context.exit(DECLINED_EXIT)
     removed = cache.clear(model) if chosen else []
     freed = sum(stored.size_bytes for stored in removed)
-    if json_file != _console.STDOUT:
-        _console.line(f"deleted {_count(removed)}, freed {format_bytes(freed)}")
-    if json_file:
-        document = {"schema": SCHEMA, "freed_bytes": freed, "deleted": _described(removed)}
-        _console.write_json(json_file, document)
+    document = {"freed_bytes": freed, "deleted": _described(removed)}
+    text = f"deleted {_count(removed)}, freed {format_bytes(freed)}"
+    _console.deliver(json_file, lambda: document, lambda: _console.line(text))
 
 
 cache = Verbs(

@@ -144,8 +144,9 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
     """Print the result of the check, and write it in the formats that were asked for."""
     from weighin.gate import outputs, tables
 
-    if typed["json_file"] != _console.STDOUT:
-        _console.show(tables.terminal(result, whole=typed["show_all"]))
+    shown = tables.terminal(result, whole=typed["show_all"])
+    document = outputs.as_json(result)
+    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(shown))
     if typed["github"]:
         baseline = typed["baseline"]
         for text in outputs.annotations(result, str(baseline) if baseline else None):
@@ -153,11 +154,7 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(tables.write_markdown(result))
-    for name, write in (
-        ("markdown", tables.write_markdown),
-        ("junit", outputs.junit),
-        ("json_file", outputs.as_json),
-    ):
+    for name, write in (("markdown", tables.write_markdown), ("junit", outputs.junit)):
         if typed[name]:
             _console.write(typed[name], write(result))
 

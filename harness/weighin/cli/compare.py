@@ -1,5 +1,6 @@
 """``weighin compare``: the figures of several runs side by side."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -49,9 +50,8 @@ def compare(
     with _console.working(f"comparing the figures of {len(runs)} runs"):
         comparison = compare_by(runs, _arguments.names([metrics]))
     _console.note(*comparison.warnings)
-    if json_file != _console.STDOUT:
-        _console.show(comparing.terminal(comparison))
+    shown = comparing.terminal(comparison)
+    document = partial(comparing.as_json, comparison)
+    _console.deliver(json_file, document, lambda: _console.show(shown))
     if markdown:
         _console.write(markdown, comparing.write_markdown(comparison))
-    if json_file:
-        _console.write_json(json_file, comparing.as_json(comparison))

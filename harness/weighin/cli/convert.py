@@ -115,7 +115,4 @@ def convert(
         for note in notes_on(wish.source, choice):
             _console.note(note)
     finished = convert_request.convert(wish, _console.err(), interrupts.ignore)
-    if json_file != _console.STDOUT:
-        _console.line(str(finished))
-    if json_file:
-        _console.write_json(json_file, finished.as_json())
+    _console.deliver(json_file, finished.as_json, lambda: _console.line(str(finished)))

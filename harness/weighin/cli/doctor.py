@@ -73,10 +73,7 @@ def doctor(
         measured = calibration.calibrate(_console.note)
         tables.append(calibration.table(measured))
         document["calibration"] = asdict(measured)
-    if json_file != _console.STDOUT:
-        _console.show(*tables)
-    if json_file:
-        _console.write_json(json_file, document)
+    _console.deliver(json_file, lambda: document, lambda: _console.show(*tables))
     if not examination.holds_a_limit:
         context.exit(NO_LIMIT_EXIT)
 
@@ -85,9 +82,8 @@ def _examine_fleet(context: click.Context, settings: dict[str, Any], json_file: 
     from weighin.engines.ray import doctor as doctors
 
     nodes = doctors.examine(settings["address"], settings["labels"], _console.note)
-    if json_file != _console.STDOUT:
-        _console.show(*(doctors.table(node) for node in nodes))
-    if json_file:
-        _console.write_json(json_file, doctors.as_json(nodes))
+    shown = [doctors.table(node) for node in nodes]
+    document = {"nodes": [node.as_json() for node in nodes]}
+    _console.deliver(json_file, lambda: document, lambda: _console.show(*shown))
     if not all(node.can_measure for node in nodes):
         context.exit(NO_LIMIT_EXIT)

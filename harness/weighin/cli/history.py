@@ -45,7 +45,7 @@ def history(
 ) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
     with _console.working(f"reading the runs in {folder}"):
-        from weighin.report import history as histories  # pandas and scipy
+        from weighin.report import history as histories  # numpy
         from weighin.report.run_json import of_history
 
         measured = histories.read(folder, metric, series.split())

@@ -49,11 +49,9 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     if found := _pipeline(typed):
         _show_pipeline(found, typed)
         return
-    inspected, json_file = _inspected(typed), typed["json_file"]
-    if json_file != _console.STDOUT:
-        _show(inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"]))
-    if json_file:
-        _console.write_json(json_file, inspected.as_json())
+    inspected = _inspected(typed)
+    parts = inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"])
+    _console.deliver(typed["json_file"], inspected.as_json, lambda: _show(parts))
 
 
 def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
@@ -83,10 +81,8 @@ def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
 def _show_pipeline(inspected: "InspectedPipeline", typed: dict[str, Any]) -> None:
     from weighin.checkpoint import inspect_pipeline
 
-    if typed["json_file"] != _console.STDOUT:
-        _show(inspect_pipeline.tables(inspected, sort=typed["sort"]))
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], inspected.as_json())
+    parts = inspect_pipeline.tables(inspected, sort=typed["sort"])
+    _console.deliver(typed["json_file"], inspected.as_json, lambda: _show(parts))
 
 
 def _show(parts: "list[Table | str]") -> None:

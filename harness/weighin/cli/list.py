@@ -29,9 +29,6 @@ def list_(kind: str, json_file: str | None) -> None:
     from weighin.cli import _listing
 
     document = _listing.document(kind)
-    if json_file != _console.STDOUT:
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
-        for text in _listing.lines(document, width):
-            _console.line(text)
-    if json_file:
-        _console.write_json(json_file, document)
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    text = "\n".join(_listing.lines(document, width))
+    _console.deliver(json_file, lambda: document, lambda: _console.line(text))

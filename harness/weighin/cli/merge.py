@@ -40,15 +40,13 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
 
     merged = merging.merge(runs, folder)
     _console.note(*merged.warnings)
-    if json_file != _console.STDOUT:
-        planned = len(merged.results) + len(merged.missing)
-        _console.line(f"{folder}: {len(merged.results)} of {planned} cells have a record")
+    planned = len(merged.results) + len(merged.missing)
+    text = f"{folder}: {len(merged.results)} of {planned} cells have a record"
+    _console.deliver(json_file, merged.as_json, lambda: _console.line(text))
     if merged.missing:
         shards = ", ".join(map(str, merged.missing_shards))
         _console.note(
             f"missing: {len(merged.missing)} cells"
             + (f"; no run of shard {shards} was named" if shards else "")
-            + f"; {merging.resume_command(folder)} measures them"
+            + f"; {merged.again} measures them"
         )
-    if json_file:
-        _console.write_json(json_file, merged.as_json())

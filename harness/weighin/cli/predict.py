@@ -1,5 +1,6 @@
 """``weighin predict``: the memory that loads will need."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,9 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weighin.predict.prediction import Prediction
-    from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
-    from weighin.suite.matrix import Planned
 
 EXAMPLES = (
     "weighin predict gpt2-xl",
@@ -24,6 +23,11 @@ EXAMPLES = (
     "weighin predict --suite notebook --json -",
     "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 )
+_PREDICTED = {
+    **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
+    **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
+}
+"""What the cells of a prediction have in place of a suite's own limits, disks and repeats."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -75,10 +79,9 @@ def predict(context: click.Context, /, **_: Any) -> None:
     from weighin.predict import tables
 
     predictions = _predictions(typed, _suite(typed))
-    if typed["json_file"] != _console.STDOUT:
-        _console.show(*tables.tables(predictions, phases=typed["phases"]))
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], tables.as_json(predictions))
+    parts = tables.tables(predictions, phases=typed["phases"])
+    document = partial(tables.as_json, predictions)
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
     _end(context, predictions)
 
 
@@ -87,7 +90,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
-    from weighin.suite import uses
+    from weighin.suite import registry, uses
+    from weighin.suite.matrix import plan
     from weighin.uses import FORWARD
 
     chosen = _arguments.choose(typed, suite)
@@ -101,7 +105,14 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
             "predict each by its folder: weighin predict FOLDER; or a run of the suite: --check RUN",
         )
     use_paths = uses.chosen(suite.uses)
-    planned = _plan(suite, chosen, tuple(use_paths))
+    planned = plan(
+        suite.model_copy(update=_PREDICTED),
+        chosen.specs,
+        registry.chosen(suite, chosen.own_format),
+        "process",
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
+    )
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""
     with _console.working("importing torch") as status:
@@ -139,14 +150,13 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
         parts[part.name] = _predictions(asked, _suite(asked), part.name)
     answers = combining.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
-    if typed["json_file"] != _console.STDOUT:
-        _console.show(
-            *tables.tables(predictions, phases=typed["phases"]),
-            *combining.table(path.resolve().name, answers),
-        )
-    if typed["json_file"]:
-        whole = combining.as_json(str(path), parts, answers)
-        _console.write_json(typed["json_file"], tables.as_json(predictions) | {"pipeline": whole})
+    document = tables.as_json(predictions)
+    document["pipeline"] = combining.as_json(str(path), parts, answers)
+    shown = [
+        *tables.tables(predictions, phases=typed["phases"]),
+        *combining.table(path.resolve().name, answers),
+    ]
+    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(*shown))
     return predictions
 
 
@@ -167,13 +177,11 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
         _console.note(*run_folder.read(run).warnings)
         with _console.working(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
-    if typed["json_file"] != _console.STDOUT:
-        summary = check.summarised(checked)
-        _console.show(
-            tables.check_table(checked), *([tables.summary_line(summary)] if summary else [])
-        )
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], check.as_json(checked))
+    summary = check.summarised(checked)
+    lines = [tables.summary_line(summary)] if summary else []
+    document = partial(check.as_json, checked)
+    show = partial(_console.show, tables.check_table(checked), *lines)
+    _console.deliver(typed["json_file"], document, show)
     return [series.prediction for series in checked]
 
 
@@ -189,25 +197,3 @@ def _suite(typed: dict[str, Any]) -> "Suite":
     }
     given = {key: value for key, value in asked.items() if value}
     return _arguments.read_suite(typed["suite"], given)
-
-
-def _plan(suite: "Suite", chosen: "ChosenModels", uses: tuple[str, ...]) -> "list[Planned]":
-    from weighin import formats
-    from weighin.suite import registry
-    from weighin.suite.matrix import CellMatrix, plan
-
-    return plan(
-        CellMatrix(
-            models=chosen.specs,
-            strategies=registry.chosen(suite, chosen.own_format),
-            ram_limits=(None,),
-            isolation="process",
-            device=suite.device,
-            dtypes=chosen.dtypes,
-            formats=tuple(formats.known(name) for name in suite.format),
-            own_formats=chosen.own_formats,
-            environments=tuple(suite.environment),
-            ranks=tuple(suite.ranks),
-            uses=uses,
-        )
-    )

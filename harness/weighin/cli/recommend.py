@@ -1,5 +1,6 @@
 """``weighin recommend``: which strategy to use."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +97,9 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     question = _question(typed)
     with steps(_console.err()) as say:
         advice = answer.advise(question, answer.gather(question, say))
-    if typed["json_file"] != _console.STDOUT:
-        console = _console.out()
-        for part in answer.parts(advice, None if typed["every"] else answer.SHOWN):
-            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], advice.as_json())
+    parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
+    show = partial(_console.show, *parts, folds=False)
+    _console.deliver(typed["json_file"], advice.as_json, show)
     if advice.best is None:
         context.exit(NOTHING_FITS_EXIT)
 
@@ -121,12 +119,9 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
     }
     with steps(_console.err()) as say:
         advice = recommending.advise_pipeline(path.resolve().name, questions, say)
-    if typed["json_file"] != _console.STDOUT:
-        console = _console.out()
-        for part in recommending.parts(advice):
-            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    if typed["json_file"]:
-        _console.write_json(typed["json_file"], advice.as_json())
+    parts = recommending.parts(advice)
+    show = partial(_console.show, *parts, folds=False)
+    _console.deliver(typed["json_file"], advice.as_json, show)
     if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
 
@@ -134,7 +129,7 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
 def _question(typed: dict[str, Any]) -> "Question":
     from weighin.disk.pace import Pace
     from weighin.recommend import answer
-    from weighin.recommend.ranking import Limits
+    from weighin.recommend.candidates import Limits
     from weighin.suite import uses
     from weighin.suite.config import check_suite
     from weighin.uses import NONE

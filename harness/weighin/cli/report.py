@@ -51,7 +51,7 @@ def show_run(
 ) -> None:
     """Print the report of a run, and write it in ``formats``, or else in the default formats."""
     with _console.working("computing the table"):
-        from weighin.report import terminal_table, write_report  # pandas
+        from weighin.report import terminal_table, write_report
         from weighin.report.run_json import of_run
 
         table = terminal_table(records.results, records.warnings)

@@ -12,7 +12,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.record import Result
-    from weighin.run.site import Site
+    from weighin.run.machines import Machines
     from weighin.run.task import Run
 
 EXAMPLES = (
@@ -108,7 +108,9 @@ def run(context: click.Context, /, **_: Any) -> None:
     _end(context, task, results, typed["json_file"])
 
 
-def _start(typed: dict[str, Any], engine: dict[str, Any], site: "Site") -> "tuple[Run, str]":
+def _start(
+    typed: dict[str, Any], engine: dict[str, Any], machines: "Machines"
+) -> "tuple[Run, str]":
     """Plan the run of the command that was typed, or of a suite of commands."""
     from weighin.run import command_request
 
@@ -120,8 +122,8 @@ def _start(typed: dict[str, Any], engine: dict[str, Any], site: "Site") -> "tupl
         from weighin.suite.registry import suite_file
 
         suite = read_command_suite(suite_file(typed["suite"]))
-        return command_request.start_all(command_request.of_suite(suite, request), site)
-    return command_request.start(request, site)
+        return command_request.start_all(command_request.of_suite(suite, request), machines)
+    return command_request.start(request, machines)
 
 
 def asked(typed: dict[str, Any], **settings: Any) -> Any:

@@ -58,7 +58,9 @@ class Mount:
         self._source = source.absolute()
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
-        self.folder.mkdir(parents=True)
+        # Closed to other users, because the folders above the source do not protect it here.
+        self.folder.parent.mkdir(mode=0o700, parents=True)
+        self.folder.mkdir()
         pairs = (
             ("--rate", format_rate(pace.bytes_per_s) if pace.bytes_per_s else ""),
             ("--latency", format_latency(pace.latency_ns) if pace.latency_ns else ""),

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -30,8 +30,6 @@ from weighin.run import command_runner, slow_disk
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
-
-SCHEMA: Final = 1
 
 _PROBE = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES = 384 * MIB
@@ -55,7 +53,6 @@ class Examination:
     def as_json(self) -> dict[str, Any]:
         """Return the whole examination for ``--json``."""
         return {
-            "schema": SCHEMA,
             "holds_a_limit": self.holds_a_limit,
             "capabilities": [
                 asdict(one) | {"verdict": _WORDS[one.verdict]} for one in self.capabilities

@@ -1,12 +1,13 @@
-"""The interface of engines, and the choice of an engine by its name."""
+"""The interface of engines, the engine of one machine, and the choice of an engine by its name."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError, UnknownName
 from weighin.record import Result
-from weighin.run.site import Site
+from weighin.run import runner
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.task import Progress, Run
 
 NAMES: Final = ("local", "ray")
@@ -16,7 +17,7 @@ class Engine(Protocol):
     """A way to run the cells of a plan."""
 
     @property
-    def site(self) -> Site:
+    def machines(self) -> Machines:
         """The machine or machines that run the cells."""
         ...
 
@@ -27,6 +28,15 @@ class Engine(Protocol):
             HarnessError: the run cannot start or go on; finished cells keep their records.
         """
         ...
+
+
+class LocalEngine:
+    """Runs the cells one by one on this machine."""
+
+    machines: Machines = THIS_MACHINE
+
+    def run(self, task: Run, progress: Progress) -> Sequence[Result]:
+        return runner.run(task, progress)
 
 
 def settings(
@@ -60,6 +70,7 @@ def settings(
             raise ConfigError(
                 f"--label: {key!r} is not of the form KEY=VALUE",
                 "write --label ray.io/accelerator-type=H100",
+                option="--label",
             )
     return {
         "name": name,
@@ -75,13 +86,11 @@ def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
         ConfigError: the engine's package is not installed, or its cluster does not answer.
     """
     if not chosen:
-        from weighin.engines.local import LocalEngine
-
-        return LocalEngine()
+        return nullcontext(LocalEngine())
     if chosen["name"] == "local":
-        from weighin.engines import jobs
+        from weighin.engines.jobs import JobsEngine
 
-        return jobs.opened(chosen["jobs"])
+        return nullcontext(JobsEngine(chosen["jobs"]))
     from weighin.engines.ray.engine import opened as ray_opened  # ray takes a second to import
 
     return ray_opened(chosen["address"], chosen["labels"])

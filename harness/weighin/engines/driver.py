@@ -1,7 +1,6 @@
 """Run a plan on several nodes: this process alone chooses nodes and writes records."""
 
 import base64
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.engines.dispatch import MOST_LOSSES, Dispatch, Node
+from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
 from weighin.engines.transport import LostTask, NodeFacts, Task, Transport
 from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
+from weighin.locks import try_lock
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
@@ -95,7 +95,7 @@ class Driver:
         with _only_driver(self._task.folder), interrupts.stoppable(), interrupts.put_off():
             cells = self._todo()
             self._cells = [each.cell for each in cells]
-            self._dispatch = Dispatch(self._cells)
+            self._scheduler = Scheduler(self._cells)
             try:
                 self._run()
             finally:
@@ -113,7 +113,7 @@ class Driver:
 
     def _run(self) -> None:
         looked_s = time.monotonic()
-        while len(self._dispatch) or self._busy():
+        while len(self._scheduler) or self._busy():
             interrupts.check()
             if time.monotonic() - looked_s > _NEW_NODES_S:
                 self._take_new_nodes()
@@ -138,7 +138,7 @@ class Driver:
                 member.facts = facts
             else:
                 self._leave_out(member, HarnessError("the node was lost"))
-        if not any(self._dispatch.can_take(each.facts.node) for each in self._members.values()):
+        if not any(self._scheduler.can_take(each.facts.node) for each in self._members.values()):
             raise self._stuck()
 
     def _busy(self) -> list[_Member]:
@@ -147,13 +147,13 @@ class Driver:
     def _assign(self, member: _Member) -> None:
         node = member.facts.node
         if not member.is_prepared:
-            if wanted := self._dispatch.wants(node):
+            if wanted := self._scheduler.wants(node):
                 series = {self._cells[each].series: self._cells[each] for each in wanted}
                 cells = [asdict(cell) for cell in series.values()]
                 member.work = _Work(self._submit(member, "prepare", cells))
                 self._show(member, "preparing")
             return
-        index = self._dispatch.take(node)
+        index = self._scheduler.take(node)
         if index is not None:
             cell = self._cells[index]
             member.work = _Work(self._submit(member, "measure", [asdict(cell)]), index)
@@ -214,7 +214,7 @@ class Driver:
             error.exit_code = work.error["exit_code"]
             self._leave_out(member, error)
             if work.index is not None and not work.result:
-                self._dispatch.give_back(work.index)
+                self._scheduler.give_back(work.index)
         elif work.index is not None and not work.result:
             self._record(self._failed(work.index, member, _last_words(work)))
         elif work.index is None:
@@ -236,7 +236,7 @@ class Driver:
                 self._leave_out(member, HarnessError(lost.message))
         elif not is_gone:
             self._record(self._failed(work.index, member, lost.message))
-        elif not self._dispatch.lost(work.index):
+        elif not self._scheduler.lost(work.index):
             message = f"{MOST_LOSSES} nodes were lost while they ran this cell, the last of them"
             self._record(self._failed(work.index, member, message))
 
@@ -267,10 +267,10 @@ class Driver:
         return not facts.isolations[self._task.isolation.name]
 
     def _stuck(self) -> HarnessError:
-        left = len(self._dispatch)
+        left = len(self._scheduler)
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
         if self._members:
-            reasons = self._dispatch.stuck(member.facts.node for member in self._members.values())
+            reasons = self._scheduler.stuck(member.facts.node for member in self._members.values())
             return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
         if not self._troubles:
             return NoNodeLeft(f"{waiting}: no node can use {self._task.isolation.name}")
@@ -360,12 +360,11 @@ def _only_driver(folder: Path) -> Iterator[None]:
     """
     plan = os.open(folder / run_folder.PLAN, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(plan, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise MachineBusy(
-            f"another process runs the plan in {folder}", "wait for its end, then resume the run"
-        ) from None
-    else:
+        if not try_lock(plan):
+            raise MachineBusy(
+                f"another process runs the plan in {folder}",
+                "wait for its end, then resume the run",
+            )
         yield
     finally:
         os.close(plan)

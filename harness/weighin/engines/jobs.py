@@ -5,16 +5,15 @@ its pages in the page cache, and the kernel charges a page to the cell that read
 """
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weighin import child_process
 from weighin.checkpoint import cache
-from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
+from weighin.engines.scheduler import Node
 from weighin.engines.transport import NodeFacts
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
@@ -25,7 +24,7 @@ from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.run import interrupts, run_lock, runner
-from weighin.run.site import THIS_MACHINE, Site
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.task import Progress, Run
 from weighin.units import format_bytes
 
@@ -33,7 +32,7 @@ from weighin.units import format_bytes
 class JobsEngine:
     """Runs several cells at a time, whose limits fit together into the RAM of this machine."""
 
-    site: Site = THIS_MACHINE
+    machines: Machines = THIS_MACHINE
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -166,9 +165,3 @@ class LocalTask:
 
     def cancel(self) -> None:
         self._node.end_input()
-
-
-@contextmanager
-def opened(jobs: int) -> Iterator[JobsEngine]:
-    """Return the engine that runs ``jobs`` cells at once."""
-    yield JobsEngine(jobs)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weighin.engines.dispatch import Node
+from weighin.engines.scheduler import Node
 
 
 class LostTask(Exception):

@@ -67,6 +67,9 @@ class TensorSlice:
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
+        fill: computes the values, from the elements at this place and others, and writes them into a
+            tensor of this shape, converted to the tensor's dtype. Several threads may call the functions
+            of several tensors. None for a tensor whose elements are in the file.
     """
 
     name: str
@@ -79,11 +82,20 @@ class TensorSlice:
     storage_bytes: int
     parts: tuple[Part, ...] = ()
     encoding: str = ""
+    fill: "Callable[[torch.Tensor], None] | None" = None
 
     @property
     def nbytes(self) -> int:
         """The size of the tensor's elements in bytes, decoded and without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+    @property
+    def span(self) -> int:
+        """The number of elements from the tensor's first to its last, gaps included."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * step for size, step in steps)
 
     @property
     def place(self) -> object:
@@ -177,6 +189,15 @@ class TensorPlan:
     dtype: "torch.dtype"
     shared_with: str | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor's elements in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Plans = Sequence[TensorPlan]
+"""The tensors to write, in the state dict's order."""
+
 
 class ReadLayout(Protocol):
     """The interface of a checkpoint format that weighin reads."""
@@ -190,14 +211,10 @@ class ReadLayout(Protocol):
         ...
 
     def files(self, path: Path) -> list[Path]:
-        """Return every file that a load may read, in a stable order.
-
-        Raises:
-            CheckpointError: for the same reasons as ``read``.
-        """
+        """Return every file that a load may read, in a stable order; raise as ``read`` does."""
         ...
 
-    def read(self, path: Path) -> list[TensorSlice]:
+    def read(self, path: Path) -> Slices:
         """Return the places of all tensors, each within its file, in the state dict's order.
 
         The function executes no code in the files, and reads no file outside ``path``.
@@ -213,11 +230,7 @@ class Layout(ReadLayout, Protocol):
     """The interface of a checkpoint format that weighin also writes."""
 
     def write(
-        self,
-        target: Path,
-        tensors: Sequence[TensorPlan],
-        pieces: Pieces,
-        progress: Progress | None = None,
+        self, target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 

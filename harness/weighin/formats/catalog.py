@@ -46,11 +46,11 @@ from weighin.formats import (
     pt_legacy,
     safetensors,
     sentence_parts,
-    sniff,
     tensorizer,
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.heads import remembering
+from weighin.formats.no_model import no_model
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selecting import below, stripped
 from weighin.formats.selection import WHOLE, Selection
@@ -112,10 +112,8 @@ def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | No
     """Return the format in which strategies that read it load the user's checkpoint.
 
     The result is None if there is no such file. It is also None if a file with a part of it must be
-    written, the selected part or its tensors alone, and weighin does not write this format.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
+    written, the selected part or its tensors alone, and weighin does not write this format. The
+    function raises CheckpointError as ``read`` does.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -142,7 +140,7 @@ def detect(path: Path) -> ReadLayout:
     if (step := newest(path)) != path:
         return _InFolder(detect(step), step)
     if path.is_dir():
-        raise sniff.no_model(path)
+        raise no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     names = ", ".join([*NAMES, *READ_ONLY])
@@ -163,7 +161,7 @@ class _InFolder:
         layout, file = self.inside
         return layout.files(file)
 
-    def read(self, _path: Path) -> list[TensorSlice]:
+    def read(self, _path: Path) -> Slices:
         layout, file = self.inside
         return layout.read(file)
 
@@ -175,7 +173,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 @remembering()
-def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlice]]:
+def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
     """Return the name of the checkpoint's format, and the places of the selected tensors.
 
     Raises:
@@ -186,7 +184,6 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
     if isinstance(layout, _InFolder):
         layout, path = layout.inside
     key = selection.key
-    slices: list[TensorSlice]
     if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
         slices = below(path, dcp.read(path, key), key)
     elif key and layout is pt:
@@ -220,18 +217,12 @@ def _is_empty(slices: Sequence[TensorSlice]) -> bool:
 def has_only_tensors(path: Path) -> bool:
     """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
 
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
+    The function raises CheckpointError as ``read`` does.
     """
-    slices = read(path)[1]
-    return not isinstance(slices, Slices) or slices.only_tensors
+    return read(path)[1].only_tensors
 
 
 @remembering()
 def files(path: Path) -> list[Path]:
-    """Return every file that a load of this checkpoint may read, in a stable order.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return every file that a load may read, in a stable order; raise as ``read`` does."""
     return detect(path).files(path)

@@ -9,7 +9,7 @@ reads them.
 import os
 import pickle
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Final
 from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt, sniff
-from weighin.formats.base import (
-    Part,
-    Pieces,
-    Progress,
-    Slices,
-    TensorPlan,
-    TensorSlice,
-    row_major,
-)
+from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
 from weighin.formats.misfit import plain
 from weighin.formats.sniff import shown, unreadable
 from weighin.formats.tensor_refs import Opaque
@@ -128,12 +120,7 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
     )
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write the data file, then the metadata."""
     from weighin.formats import zip_writer
 
@@ -161,7 +148,7 @@ def write(
     atomic.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
 
 
-def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:
+def _metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:
     # Not at the top: this import takes a third of a second, and reading does not need it.
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo

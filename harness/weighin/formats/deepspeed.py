@@ -19,7 +19,7 @@ have the dtype in which they are stored. The optimizer's moments are not read.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import deepspeed_states, pt
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.deepspeed_states import COPY, ModelStates, experts_divided, missing, of_rank
 from weighin.formats.flat_pieces import Flat, joined
 from weighin.formats.tensor_refs import TensorRef
@@ -61,7 +61,7 @@ def files(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the model's tensors: trained weights in float32, others as stored.
 
     Raises:
@@ -173,7 +173,9 @@ def _partitions(path: Path) -> list[_Partition]:
         )
     first, file = min(by_rank.items())
     partition = _partition(file)
-    _check_present(path, by_rank, partition.ranks, file.name)
+    absent = (of_rank(file.name, rank) for rank in range(partition.ranks) if rank not in by_rank)
+    if names := list(islice(absent, _MOST_LISTED)):
+        raise missing(path, names)
     if len(by_rank) > partition.ranks:
         beyond = by_rank[max(by_rank)].name
         raise CheckpointError(
@@ -246,14 +248,6 @@ def _check_parallelism(path: Path) -> None:
                     f" not say along which dimension: {name}",
                     universal,
                 )
-
-
-def _check_present(path: Path, by_rank: Mapping[int, Path], ranks: int, like: str) -> None:
-    """Raise CheckpointError unless there is a file for each rank, named like the file ``like``."""
-    if len(by_rank) < ranks or max(by_rank) >= ranks:
-        absent = (of_rank(like, rank) for rank in range(ranks) if rank not in by_rank)
-        if names := list(islice(absent, _MOST_LISTED)):
-            raise missing(path, names)
 
 
 def _matching(path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:

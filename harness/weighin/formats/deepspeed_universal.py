@@ -42,7 +42,7 @@ def files(path: Path) -> list[Path]:
     return [*(_weights(path).values()), *_states(path)]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the model's tensors, in the module's order if the model states have it.
 
     Raises:

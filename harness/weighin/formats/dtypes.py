@@ -4,13 +4,20 @@ This module uses only the standard library.
 """
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from weighin.formats.item_bytes import ITEM_BYTES
+if TYPE_CHECKING:
+    import torch
 
-__all__ = (
-    "ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "NOT_CONVERTED", "QUANTISED_BYTES", "is_dtype", "is_sizes",
-)  # fmt: skip
+ITEM_BYTES: Final = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+"""The size of one element in bytes, for each dtype that weighin reads, writes and verifies."""
 
 LARGEST: Final = 2**63 - 1
 """The largest size or offset that torch can represent."""
@@ -24,6 +31,11 @@ QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "
 """The size of one stored element of torch's quantised dtypes, which weighin names but does not read."""
 
 _DTYPE: Final = re.compile(r"(q?u?int|bits|b?float|complex)\d\w{,30}|bool")
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_dtype(name: str) -> bool:

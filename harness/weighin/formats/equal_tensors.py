@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Final
 
-from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
+from weighin.formats.sniff import unreadable
 
 _PIECE_BYTES: Final = 4 * 1024**2
 
@@ -31,6 +31,4 @@ def _pieces(where: TensorSlice) -> Iterator[bytes]:
             for start in range(0, where.nbytes, _PIECE_BYTES):
                 yield file.read(min(_PIECE_BYTES, where.nbytes - start))
     except OSError as error:
-        raise CheckpointError(
-            f"{where.file}: cannot be read: {error.strerror}", "check the disk"
-        ) from error
+        raise unreadable(where.file, error) from error

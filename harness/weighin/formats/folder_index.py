@@ -10,7 +10,7 @@ from typing import Any, Final
 from weighin.atomic import write_text
 from weighin.errors import CheckpointError
 from weighin.formats.bounded_json import read_object
-from weighin.formats.sniff import shown
+from weighin.formats.sniff import is_file, shown
 
 INDEX_NAME: Final = "index.json"
 VERSION: Final = 1
@@ -84,16 +84,9 @@ def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
     """
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
-    if not _is_file(folder / name):
+    if not is_file(folder / name):
         raise damaged(folder, layout, f"file {shown(name)} of {owner} is missing")
     return name
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name longer than the file system allows
-        return False
 
 
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:

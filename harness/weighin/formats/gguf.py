@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice, row_major
+from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
-from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown, unreadable
 from weighin.text import few
 
 NAME: Final = "gguf"
@@ -115,31 +115,18 @@ def file_of(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the file, or all parts of a model that is split.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return the file, or all parts of a model that is split; raise CheckpointError as ``read`` does."""
     read(path)
     return _parts(file_of(path))
 
 
 def architecture(path: Path) -> str:
-    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read_header``.
-    """
+    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none."""
     return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
 
 
-def read(path: Path) -> list[TensorSlice]:
-    """Return the places of all tensors under the file's own names, in its order.
-
-    Raises:
-        CheckpointError: a file is damaged, or a part is missing; the message names the file and the
-            place of the damage.
-    """
+def read(path: Path) -> Slices:
+    """Return the places of all tensors under the file's own names, in its order."""
     places: dict[str, TensorSlice] = {}
     for file in (parts := _parts(file_of(path))):
         header = read_header(file)
@@ -156,7 +143,7 @@ def read(path: Path) -> list[TensorSlice]:
                     AGAIN,
                 )
             places[place.name] = place
-    return list(places.values())
+    return Slices(places.values())
 
 
 def read_header(file: Path) -> Header:
@@ -175,9 +162,7 @@ def read_header(file: Path) -> Header:
         with file.open("rb") as stream:
             return _Tables(file, stream).read()
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(file, error) from error
 
 
 class _Tables:

@@ -18,11 +18,7 @@ _FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor in order as float32, a few at a time; a tensor is a list of rows.
-
-    Raises:
-        CheckpointError: for the same reasons as ``decoded``.
-    """
+    """Yield the rows of a tensor in order as float32, a few at a time; raise as ``decoded`` does."""
     columns = where.shape[-1]
     count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
     pieces = decoded(where, count) if where.encoding else _read(where, count)
@@ -32,18 +28,23 @@ def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 def _read(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
     """Yield the elements of a tensor that is not quantised, as ``decoded`` does."""
-    size = where.dtype.itemsize
+    for content in _stored(where, where.nbytes, piece_elements * where.dtype.itemsize):
+        yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
+
+
+def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[bytes]:
+    """Yield the tensor's bytes in the file in pieces; the last one is shorter."""
     with where.file.open("rb") as file:
         file.seek(where.offset)
-        for start in range(0, where.nbytes, piece_elements * size):
-            content = bytearray(file.read(min(piece_elements * size, where.nbytes - start)))
-            if len(content) < min(piece_elements * size, where.nbytes - start):
+        for start in range(0, all_bytes, piece_bytes):
+            content = file.read(min(piece_bytes, all_bytes - start))
+            if len(content) < min(piece_bytes, all_bytes - start):
                 raise CheckpointError(f"{where.file}: truncated while it was read", AGAIN)
-            yield torch.frombuffer(content, dtype=where.dtype).float()
+            yield content
 
 
 def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
-    """Yield the elements in order as float32, as flat tensors of ``piece_elements``; the last is shorter.
+    """Yield the elements in order as float32, as flat tensors of whole blocks: at most ``piece_elements``.
 
     Raises:
         CheckpointError: the package has no code for this type, or the file was cut off.
@@ -54,26 +55,20 @@ def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
         from gguf import GGMLQuantizationType, quants
     kind, block, size = _BLOCKS[where.encoding]
     row = _ROW_ELEMENTS // block
-    elements = where.nbytes // 4
-    with where.file.open("rb") as file:
-        file.seek(where.offset)
-        for start in range(0, elements, piece_elements):
-            blocks = min(piece_elements, elements - start) // block
-            codes = np.frombuffer(file.read(blocks * size), np.uint8)
-            if len(codes) < blocks * size:
-                raise CheckpointError(f"{where.file}: truncated while it was read", AGAIN)
-            whole = blocks // row * row
-            parts = (
-                codes[: whole * size].reshape(-1, row * size),
-                codes[whole * size :].reshape(1, -1),
-            )
-            piece = torch.empty(blocks * block)
-            at = 0
-            for part in parts:
-                if not part.size:
-                    continue
-                with np.errstate(all="ignore"):  # a scale may be infinite
-                    values = quants.dequantize(part, GGMLQuantizationType(kind))
-                piece[at : at + values.size] = torch.from_numpy(values.reshape(-1))
-                at += values.size
-            yield piece
+    for content in _stored(where, where.storage_bytes, piece_elements // block * size):
+        codes, blocks = np.frombuffer(content, np.uint8), len(content) // size
+        whole = blocks // row * row
+        parts = (
+            codes[: whole * size].reshape(-1, row * size),
+            codes[whole * size :].reshape(1, -1),
+        )
+        piece = torch.empty(blocks * block)
+        at = 0
+        for part in parts:
+            if not part.size:
+                continue
+            with np.errstate(all="ignore"):  # a scale may be infinite
+                values = quants.dequantize(part, GGMLQuantizationType(kind))
+            piece[at : at + values.size] = torch.from_numpy(values.reshape(-1))
+            at += values.size
+        yield piece

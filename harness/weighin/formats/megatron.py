@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import pt
-from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.base import Slices
 from weighin.formats.tensor_refs import Opaque, TensorRef
 
 NAME = "megatron"
@@ -46,7 +46,7 @@ def files(path: Path) -> list[Path]:
     return list(_rank_files(path).values())
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the model's tensors.
 
     Raises:

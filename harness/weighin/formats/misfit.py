@@ -64,11 +64,15 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
                 f"; in a suite: strip_prefix: {prefix}"
             )
         key = prefix.removesuffix(".")
-        return (
-            f"select the weights: --key {key}; in load_streaming: key={shown(key)}"
-            f"; in a suite: key: {key}"
-        )
+        return select_key(f"--key {key}", key)
     return ""
+
+
+def select_key(ways: str, key: str) -> str:
+    """Return the advice to select the weights at ``key``; ``ways`` are options of the command line."""
+    return (
+        f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
+    )
 
 
 def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import folder_index, pt
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
 from weighin.formats.late_disk import map_files
 from weighin.formats.sniff import shown
@@ -41,7 +41,7 @@ def files(path: Path) -> list[Path]:
     return sorted([path / INDEX_NAME, *read_index(path)])
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the place of each tensor, in the state dict's order.
 
     Raises:
@@ -64,15 +64,10 @@ def read(path: Path) -> list[TensorSlice]:
         one, other = slices[key], slices[first]
         if (one.file, one.offset, one.shape) != (other.file, other.offset, other.shape):
             raise _damaged(path, f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
-    return [slices[key] for key in index["order"]]
+    return Slices(slices[key] for key in index["order"])
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write one file for each module, then the index."""
     from weighin.formats.zip_writer import placeholders, write_pt
 

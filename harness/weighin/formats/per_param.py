@@ -10,14 +10,14 @@
 file and is listed in ``shared``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weighin.formats import folder_index, pt
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.folder_index import INDEX_NAME, file_name
 from weighin.formats.late_disk import map_files
 from weighin.formats.sniff import shown
@@ -36,7 +36,7 @@ def files(path: Path) -> list[Path]:
     return sorted({path / INDEX_NAME, *read_index(path).values()})
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the place of each tensor; tied tensors are in the same file.
 
     Raises:
@@ -48,15 +48,10 @@ def read(path: Path) -> list[TensorSlice]:
         keys.setdefault(file, key)
     places = map_files(lambda file: pt.read_one(file, keys[file]), [*keys])
     by_file = dict(zip(keys, places, strict=True))
-    return [replace(by_file[file], name=key) for key, file in index.items()]
+    return Slices(replace(by_file[file], name=key) for key, file in index.items())
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write one file for each tensor that is not tied to an earlier tensor, then the index."""
     from weighin.formats.zip_writer import placeholder, run_parallel, write_tensor
 

@@ -13,6 +13,7 @@ from weighin import foreign
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import auto_classes, gguf, hub_cache, sniff
+from weighin.formats.no_model import no_model
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 from weighin.formats.pretrained_library import (
@@ -235,7 +236,7 @@ def weights_in(path: Path, variant: str = "") -> Path:
             f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
             "leave --variant out",
         )
-    raise sniff.no_model(path)
+    raise no_model(path)
 
 
 def index_in(path: Path) -> Path:
@@ -314,10 +315,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return a path that exists, or the snapshot of the model whose id the path is.
 
-    The usual index of a folder's shards stands for the folder. Return any other path unchanged.
-
-    Raises:
-        CheckpointError, ConfigError: for the same reasons as ``hub_cache.path_of``.
+    The usual index of a folder's shards stands for the folder. Return any other path unchanged, and
+    raise the errors of ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

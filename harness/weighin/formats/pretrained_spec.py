@@ -3,11 +3,15 @@
 This module uses only the standard library.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.formats import adapters, catalog, quantised
+from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
+from weighin.formats.equal_tensors import are_equal
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     MODEL_DTYPES,
@@ -16,9 +20,10 @@ from weighin.formats.pretrained_folder import (
     dtype_of,
     index_in,
 )
-from weighin.formats.pretrained_ties import kept_apart
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sniff import RESAVE
+
+_TIES: Final = "tie_word_embeddings"
 
 
 def spec_of(
@@ -67,6 +72,34 @@ def plain_spec_of(
     if (found := quantised.of_model(spec)) and not found.dequantises:
         raise found.error(folder.path)
     return spec
+
+
+def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tuple[str, ...]:
+    """Return the sorted names of tensors in the file that differ, although a class may tie them.
+
+    ``from_pretrained`` ties an output head to the embedding only if the file does not hold both with
+    different values. Such names are of tensors with a row for each token of the vocabulary, of equal
+    shape. The result is empty if ``config.json`` ties nothing. Equal tensors are read whole, others to
+    the first difference.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    if not any(part.get(_TIES, True) for part in parts):
+        return ()
+    sizes = {
+        value
+        for part in parts
+        for key, value in part.items()
+        if "vocab_size" in key and isinstance(value, int)
+    }
+    apart: set[str] = set()
+    rows = [one for one in slices if one.shape and one.shape[0] in sizes]
+    for one, other in combinations(rows, 2):
+        if one.shape == other.shape and not are_equal(one, other):
+            apart |= {one.name, other.name}
+    return tuple(sorted(apart))
 
 
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:

@@ -16,13 +16,13 @@ _use_new_zipfile_serialization=False)`` still writes it.
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.recognise import is_legacy, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
@@ -50,14 +50,10 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path, key: str = "") -> list[TensorSlice]:
+def read(path: Path, key: str = "") -> Slices:
     """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
 
     ``key`` is the state dict's place in nested dicts: see ``Selection``.
-
-    Raises:
-        CheckpointError: the file is damaged; the message names the file and the place of the
-            damage.
     """
     check_present(path)
     try:
@@ -79,13 +75,10 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
     if version != _VERSION:
         raise CheckpointError(
             f"{path}: format version {shown(version)}, but this weighin reads {_VERSION}",
-            resaving("torch.load(p, weights_only=True)", path),
+            resaving(path),
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise CheckpointError(
-            f"{path}: written on a big-endian machine",
-            resaving("torch.load(p, weights_only=True)", path),
-        )
+        raise CheckpointError(f"{path}: written on a big-endian machine", resaving(path))
     pickled = state_pickle.load(path, file)
     keys = state_pickle.load(path, file).value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
@@ -122,31 +115,26 @@ def _storage_starts(
     return starts
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write a file that does not exist yet; tied tensors share a storage in it.
 
     Raises:
         ConfigError: torch before 1.6 had no storage type for one of the dtypes.
     """
-    from weighin.formats.raw import plan_bytes, write_raw
+    from weighin.formats.raw import write_raw
 
     _check_dtypes(tensors)
     head, stored = _head(tensors)
     fixed, places, at = {0: head}, [], len(head)
     for plan in stored:
-        numel = plan_bytes(plan) // plan.dtype.itemsize
+        numel = prod(plan.shape)
         fixed[at] = numel.to_bytes(8, "little")
         places.append((plan, at + 8))
-        at += 8 + plan_bytes(plan)
+        at += 8 + plan.nbytes
     write_raw(target, fixed, places, pieces, progress)
 
 
-def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
+def _head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
     """Return all pickles, and the tensors in the order of their storages."""
     from weighin.formats.zip_writer import placeholder
 
@@ -177,7 +165,7 @@ def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
     return head.getvalue(), stored
 
 
-def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
+def _check_dtypes(tensors: Plans) -> None:
     from torch.storage import _dtype_to_storage_type_map
 
     for plan in tensors:

@@ -19,7 +19,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.foreign import object_in
 from weighin.formats.base import TensorSlice
 from weighin.formats.companions import Codes, companions, find_codes
-from weighin.formats.item_bytes import ITEM_BYTES
+from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.pretrained_folder import BUILDER, CONFIG, MODEL_DTYPES, dtype_of, folder_of
 from weighin.formats.quantisation_config import named_in
 

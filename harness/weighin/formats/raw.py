@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from weighin.formats.base import Pieces, Progress, TensorPlan
 from weighin.formats.zip_writer import (
     Flusher,
@@ -19,11 +17,6 @@ from weighin.formats.zip_writer import (
 
 Place = tuple[TensorPlan, int]
 """A tensor to write, and its offset in the file in bytes."""
-
-
-def plan_bytes(plan: TensorPlan) -> int:
-    """Return the size of a tensor's elements in bytes."""
-    return torch.Size(plan.shape).numel() * plan.dtype.itemsize
 
 
 def write_raw(
@@ -41,7 +34,7 @@ def write_raw(
         ValueError: the pieces of a tensor have another total size than its plan.
     """
     with path.open("xb") as file:
-        ends = [at + plan_bytes(plan) for plan, at in places]
+        ends = [at + plan.nbytes for plan, at in places]
         os.ftruncate(file.fileno(), max([*ends, *(at + len(text) for at, text in fixed.items())]))
         for at, text in fixed.items():
             write_all(file.fileno(), memoryview(text), at)
@@ -57,5 +50,5 @@ def _write_one(
     descriptor: int, plan: TensorPlan, start: int, pieces: Pieces, flusher: Flusher
 ) -> None:
     if not leaves_holes():
-        for _ in written(descriptor, start, plan_bytes(plan), pieces(plan.name), flusher):
+        for _ in written(descriptor, start, plan.nbytes, pieces(plan.name), flusher):
             pass

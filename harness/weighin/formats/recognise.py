@@ -133,7 +133,7 @@ def _wrapped(path: Path, head: bytes) -> Recognised:
     if head[:100].rstrip(b"\0").decode("latin-1").removeprefix("./") in _TORCH_01:
         return (
             "in the tar format of torch 0.1",
-            "if you trust the file, " + resaving("torch.load(p, weights_only=False)", path),
+            "if you trust the file, " + resaving(path, weights_only=False),
         )
     return _archive("tar", f"tar xf {file}")
 
@@ -221,9 +221,9 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
     return _archive("zip", f"unzip {quote(str(path))}", content)
 
 
-def resaving(load: str, path: Path) -> str:
-    """Return the step that saves what the expression ``load`` reads from the path ``p`` again."""
-    return f"save it again: {_line(load, path)}"
+def resaving(path: Path, *, weights_only: bool = True) -> str:
+    """Return the step that reads a file with torch.load, and saves it again."""
+    return f"save it again: {_line(f'torch.load(p, weights_only={weights_only})', path)}"
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:

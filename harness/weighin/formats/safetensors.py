@@ -8,21 +8,15 @@ names.
 """
 
 import json
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice, row_major
+from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
-from weighin.formats.safetensors_header import (
-    DTYPES,
-    METADATA,
-    PACKED,
-    Header,
-    HeaderEntry,
-    read_header,
-)
+from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header, read_header
 from weighin.formats.sniff import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:
@@ -47,38 +41,23 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint.
-
-    Raises:
-        CheckpointError: for the same reasons as ``read``.
-    """
+    """Return the one file of the checkpoint; raise CheckpointError as ``read`` does."""
     read_header(path)
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
-    """Return the places of all tensors, in the stored order of names, else in header order.
-
-    Raises:
-        CheckpointError: the file is damaged; the message names the file and the place of the
-            damage.
-    """
+def read(path: Path) -> Slices:
+    """Return the places of all tensors, in the stored order of names, else in header order."""
     header = read_header(path)
-    slices = {entry.name: _slice(path, entry.name, entry) for entry in header.entries}
-    entries = {entry.name: entry for entry in header.entries}
+    slices = dict(header.tensors)
     for name, first in _ties(header).items():
-        slices[name] = _slice(path, name, entries[first])
+        slices[name] = replace(header.tensors[first], name=name)
     if _ORDER not in header.metadata:
-        return list(slices.values())
-    return [slices[name] for name in _order(path, header.metadata[_ORDER], slices)]
+        return Slices(slices.values())
+    return Slices(slices[name] for name in _order(path, header.metadata[_ORDER], slices))
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write a file that does not exist yet; see ``base.Layout.write``.
 
     Raises:
@@ -90,30 +69,25 @@ def write(
     write_raw(target, {0: head}, places, pieces, progress)
 
 
-def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
+def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
     """Return the file's bytes before the data, and the offset of each tensor's data.
 
     Tensors with wide elements come first, so that each tensor is aligned to its elements. The header
-    keeps the order of ``tensors``.
-
-    Raises:
-        ConfigError: for the same reasons as ``write``.
+    keeps the order of ``tensors``. The function raises ConfigError as ``write`` does.
     """
-    from weighin.formats.raw import plan_bytes
-
     stored = [plan for plan in tensors if plan.shared_with is None]
     begins: dict[str, int] = {}
     at = 0
     for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
         begins[plan.name] = at
-        at += plan_bytes(plan)
+        at += plan.nbytes
     header: dict[str, Any] = {METADATA: _metadata(tensors)}
     for plan in stored:
         begin = begins[plan.name]
         header[plan.name] = {
             "dtype": _dtype_name(plan),
             "shape": _stored_shape(plan),
-            "data_offsets": [begin, begin + plan_bytes(plan)],
+            "data_offsets": [begin, begin + plan.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -129,12 +103,12 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
 
 def _stored_shape(plan: TensorPlan) -> list[int]:
     """Return a tensor's shape as the format counts it: in numbers, not in elements of torch."""
-    numbers = PACKED.get(str(plan.dtype).removeprefix("torch."), 1)
+    numbers = PACKED.get(dtype_name(plan.dtype), 1)
     return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
 
 
 def _dtype_name(plan: TensorPlan) -> str:
-    name = _NAMES.get(str(plan.dtype).removeprefix("torch."))
+    name = _NAMES.get(dtype_name(plan.dtype))
     if name is None or (not plan.shape and name in _OF_VECTORS):
         scalars = "" if name is None else " for a single element"
         raise ConfigError(
@@ -149,7 +123,7 @@ def _dtype_name(plan: TensorPlan) -> str:
     return name
 
 
-def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
+def _metadata(tensors: Plans) -> dict[str, str]:
     ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     reserved = [name for name in ties if name in {_FORMAT, _ORDER}]
     if reserved:
@@ -165,7 +139,7 @@ def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
 
 
 def _ties(header: Header) -> dict[str, str]:
-    names = {entry.name for entry in header.entries}
+    names = header.tensors
     return {
         name: first
         for name, first in header.metadata.items()
@@ -184,16 +158,3 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
             f"{path}: {METADATA}: {_ORDER} is not a list of the file's tensor names", RESAVE
         )
     return list(names)
-
-
-def _slice(path: Path, name: str, entry: HeaderEntry) -> TensorSlice:
-    return TensorSlice(
-        name=name,
-        shape=entry.shape,
-        stride=row_major(entry.shape),
-        dtype_name=entry.dtype,
-        file=path,
-        offset=entry.begin,
-        storage_offset=entry.begin,
-        storage_bytes=entry.end - entry.begin,
-    )

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice, row_major
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
 from weighin.formats.heads import read_start
 from weighin.formats.recognise import is_safetensors
@@ -75,24 +76,11 @@ _USUAL: Final = re.compile(
 """An entry as most programs write it, which is read without a JSON decoder."""
 
 
-class HeaderEntry(NamedTuple):  # made for each of many tensors: quicker than a dataclass
-    """One tensor, with torch's name of its dtype.
-
-    ``begin`` and ``end`` are its bounds in the file, in bytes from the file's start.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a file's header; ``entries`` are in the header's own order."""
+    """The content of a file's header; ``tensors`` are by their names, in the header's own order."""
 
-    entries: tuple[HeaderEntry, ...]
+    tensors: dict[str, TensorSlice]
     metadata: dict[str, str]
 
 
@@ -117,25 +105,25 @@ def read_header(path: Path) -> Header:
     if len(text) != length:
         raise CheckpointError(f"{path}: was truncated while it was read", AGAIN)
     data_start = 8 + length
-    entries: dict[str, HeaderEntry] = {}
+    tensors: dict[str, TensorSlice] = {}
     metadata: dict[str, str] = {}
     has_metadata = False
     for name, value in _items(path, text, data_start):
-        if name in entries or (has_metadata and name == METADATA):
+        if name in tensors or (has_metadata and name == METADATA):
             raise _damaged(path, f"{shown(name)} occurs twice in the header")
         if name == METADATA:
             metadata, has_metadata = _metadata(path, value), True
-        elif len(entries) == MOST_TENSORS:
+        elif len(tensors) == MOST_TENSORS:
             raise CheckpointError(
                 f"{path}: has more than {MOST_TENSORS:,} tensors, the most that weighin reads in one file",
                 SHARDS,
             )
-        elif isinstance(value, HeaderEntry):
-            entries[name] = value
+        elif isinstance(value, TensorSlice):
+            tensors[name] = value
         else:
-            entries[name] = _entry(path, name, value, data_start)
-    _check_cover(path, list(entries.values()), data_start, file_bytes)
-    return Header(tuple(entries.values()), metadata)
+            tensors[name] = _entry(path, name, value, data_start)
+    _check_cover(path, list(tensors.values()), data_start, file_bytes)
+    return Header(tensors, metadata)
 
 
 def _length(path: Path, head: bytes, file_bytes: int) -> int:
@@ -162,7 +150,7 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
         return
     while last == b",":
         usual = _USUAL.match(text, at)
-        if usual and (entry := _usual_entry(usual, data_start)):
+        if usual and (entry := _usual_entry(path, usual, data_start)):
             yield entry.name, entry
             at, last = usual.end(), usual[6]
             continue
@@ -177,7 +165,7 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
         raise _damaged(path, f"the header has more text after its end at byte {8 + at:,}")
 
 
-def _usual_entry(found: re.Match[bytes], data_start: int) -> HeaderEntry | None:
+def _usual_entry(path: Path, found: re.Match[bytes], data_start: int) -> TensorSlice | None:
     """Return the entry that a match of ``_USUAL`` describes; None if it needs a closer look."""
     name, dtype, sizes, first, last, _ = found.groups()
     kind = DTYPES.get(dtype.decode())
@@ -187,7 +175,7 @@ def _usual_entry(found: re.Match[bytes], data_start: int) -> HeaderEntry | None:
         return None
     if prod(shape) * ITEM_BYTES[kind] != end - begin or name == _METADATA_BYTES:
         return None
-    return HeaderEntry(name.decode(), kind, shape, data_start + begin, data_start + end)
+    return _place(path, name.decode(), kind, shape, data_start + begin, end - begin)
 
 
 def _loads(path: Path, text: bytes, at: int | str) -> Any:
@@ -221,7 +209,7 @@ def _metadata(path: Path, text: bytes) -> dict[str, str]:
     return metadata
 
 
-def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
+def _entry(path: Path, name: str, text: bytes, data_start: int) -> TensorSlice:
     if len(text) > _MOST_ENTRY_BYTES:
         raise _damaged(path, f"tensor {shown(name)}: its entry is too long: {len(text):,} bytes")
     fields = _loads(path, text, f"tensor {shown(name)}")
@@ -253,26 +241,32 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
             f"but its offsets span {end - begin:,}",
         )
     shape = (*shape[:-1], *(size // numbers for size in shape[-1:]))
-    return HeaderEntry(name, kind, shape, data_start + begin, data_start + end)
+    return _place(path, name, kind, shape, data_start + begin, end - begin)
 
 
-def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_bytes: int) -> None:
+def _place(
+    path: Path, name: str, dtype: str, shape: tuple[int, ...], begin: int, size: int
+) -> TensorSlice:
+    return TensorSlice(name, shape, row_major(shape), dtype, path, begin, begin, size)
+
+
+def _check_cover(path: Path, tensors: list[TensorSlice], data_start: int, file_bytes: int) -> None:
     """Raise CheckpointError unless the tensors fill the rest of the file without gaps or overlaps."""
     at, last = data_start, None
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != at:
+    for one in sorted(tensors, key=lambda one: (one.offset, one.storage_bytes)):
+        if one.offset != at:
             before = f"tensor {shown(last)}" if last is not None else "the header"
-            fault = "overlaps" if entry.begin < at else "leaves a gap after"
+            fault = "overlaps" if one.offset < at else "leaves a gap after"
             raise _damaged(
-                path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {fault} {before}"
+                path, f"tensor {shown(one.name)} at byte {one.offset:,} {fault} {before}"
             )
-        if entry.end > file_bytes:
+        at, last = one.offset + one.storage_bytes, one.name
+        if at > file_bytes:
             raise CheckpointError(
-                f"{path}: truncated: tensor {shown(entry.name)} ends at byte {entry.end:,}, "
+                f"{path}: truncated: tensor {shown(one.name)} ends at byte {at:,}, "
                 f"but the file at {file_bytes:,}",
                 AGAIN,
             )
-        at, last = entry.end, entry.name
     if at != file_bytes:
         before = f"tensor {shown(last)}" if last is not None else "the header"
         raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")

@@ -14,17 +14,17 @@ from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import no_key
 
 
-def below(path: Path, slices: Sequence[TensorSlice], key: str) -> Slices:
+def below(path: Path, slices: Slices, key: str) -> Slices:
     """Return the tensors whose names begin with ``key`` and a dot, with this prefix removed."""
     start = f"{key}."
     inside = [one for one in slices if one.name.startswith(start)]
     if not inside:
         raise no_key(path, key, [one.name.partition(".")[0] for one in slices])
-    values = {name: one for name, one in _values(slices).items() if name.startswith(start)}
+    values = {name: one for name, one in slices.values.items() if name.startswith(start)}
     return _renamed(slices, inside, values, lambda name: name.removeprefix(start))
 
 
-def stripped(path: Path, slices: Sequence[TensorSlice], prefix: str) -> Slices:
+def stripped(path: Path, slices: Slices, prefix: str) -> Slices:
     """Return the tensors with ``prefix`` removed from the names that begin with it.
 
     Raises:
@@ -36,25 +36,26 @@ def stripped(path: Path, slices: Sequence[TensorSlice], prefix: str) -> Slices:
             f"{path}: no tensor's name begins with {shown(prefix)}",
             f"its names: {first_names(plain(one.name) for one in slices)}",
         )
-    renamed = _renamed(slices, slices, _values(slices), lambda name: name.removeprefix(prefix))
+    renamed = _renamed(slices, slices, slices.values, lambda name: name.removeprefix(prefix))
     names = {one.name for one in renamed}
     if len(names) != len(renamed):
         raise CheckpointError(
             f"{path}: two tensors have the same name without {shown(prefix)}",
             "leave --strip-prefix out, or convert the checkpoint with your own code",
         )
-    metadata = getattr(slices, "metadata", None)
-    if metadata is not None:  # as in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present
+    if (
+        slices.metadata is not None
+    ):  # as in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present
         renamed.metadata = {
             f"{name}.".removeprefix(prefix).removesuffix("."): local
-            for name, local in metadata.items()
+            for name, local in slices.metadata.items()
             if name
         }
     return renamed
 
 
 def _renamed(
-    slices: Sequence[TensorSlice],
+    slices: Slices,
     chosen: Sequence[TensorSlice],
     values: Mapping[str, object],
     rename: Callable[[str], str],
@@ -62,9 +63,5 @@ def _renamed(
     """Return some of the tensors and other values of a checkpoint, under new names."""
     renamed = Slices(replace(one, name=rename(one.name)) for one in chosen)
     renamed.values = {rename(name): value for name, value in values.items()}
-    renamed.refused = getattr(slices, "refused", "")
+    renamed.refused = slices.refused
     return renamed
-
-
-def _values(slices: Sequence[TensorSlice]) -> Mapping[str, object]:
-    return slices.values if isinstance(slices, Slices) else {}

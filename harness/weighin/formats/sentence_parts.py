@@ -19,10 +19,11 @@ from typing import Final
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.foreign import MIB, json_in
-from weighin.formats.base import Slices, TensorSlice
+from weighin.formats.base import Slices
+from weighin.formats.no_model import models_below
 from weighin.formats.pretrained_folder import CONFIG, find_weights
 from weighin.formats.pretrained_library import WEIGHTS
-from weighin.formats.sniff import sentence_parts, shown
+from weighin.formats.sniff import shown
 from weighin.text import one_line
 
 NAME = "sentence_transformers"
@@ -47,14 +48,26 @@ class Part:
 
 def matches(path: Path) -> bool:
     """Tell whether ``path`` is such a folder, with weights in the folder of at least one part."""
-    return path.is_dir() and not (path / CONFIG).exists() and bool(sentence_parts(path))
+    return path.is_dir() and not (path / CONFIG).exists() and bool(own_folders(path))
+
+
+def own_folders(folder: Path) -> list[str]:
+    """Return the parts of a sentence-transformers folder that lie in folders with weights of their own.
+
+    ``modules.json`` lists all parts; the transformer often lies in the folder itself.
+    """
+    content = json_in(folder / MODULES, MIB)
+    parts = content if isinstance(content, list) else []
+    listed = [part.get("path") for part in parts if isinstance(part, dict)]
+    inner = models_below(folder)
+    return [name for name in listed if isinstance(name, str) and name in inner]
 
 
 def files(path: Path) -> list[Path]:
     return [file for part in parts(path) for file in formats.files(part.weights)]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Return the places of the tensors of all parts.
 
     Raises:
@@ -65,10 +78,9 @@ def read(path: Path) -> list[TensorSlice]:
     for part in parts(path):
         slices = formats.read(part.weights)[1]
         whole += [replace(one, name=f"{part.prefix}{one.name}") for one in slices]
-        if isinstance(slices, Slices):
-            values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
-            whole.refused = whole.refused or slices.refused
-            whole.notes += slices.notes
+        values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
+        whole.refused = whole.refused or slices.refused
+        whole.notes += slices.notes
     whole.values = values
     return whole
 
@@ -95,7 +107,7 @@ def parts(path: Path) -> list[Part]:
         elif place and (below := _weights_below(part)):
             raise CheckpointError(
                 f"{path}: a sentence-transformers folder of several parts, with weights in"
-                f" {one_line(', '.join(sentence_parts(path)))}; the part {shown(place)} has weights that"
+                f" {one_line(', '.join(own_folders(path)))}; the part {shown(place)} has weights that"
                 f" weighin does not join: {shown(str(below.relative_to(path)))}",
                 f"give one part: {below.parent}",
             )

@@ -22,19 +22,18 @@ different values, of which ``from_pretrained`` takes the later.
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.atomic import sync_folder, write_text
 from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
-from weighin.formats.base import Layout, Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.sniff import broken_link, shown
+from weighin.formats.sniff import broken_link, is_file, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
@@ -63,22 +62,13 @@ class Sharded:
         return self._any_index.fullmatch(path.name) is not None and path.is_file()
 
     def files(self, path: Path) -> list[Path]:
-        """Return the index and all shards.
-
-        Raises:
-            CheckpointError: for the same reasons as ``read``.
-        """
+        """Return the index and all shards; raise CheckpointError as ``read`` does."""
         index = self._index(path)
         shards = dict.fromkeys(self._weight_map(index)[0].values())
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the stored order of names, else in index order.
-
-        Raises:
-            CheckpointError: the index or a shard is damaged; the message names the file and the
-                place of the damage.
-        """
+        """Return the places of all tensors, in the stored order of names, else in index order."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}
@@ -114,15 +104,13 @@ class Sharded:
     def write(
         self,
         target: Path,
-        tensors: Sequence[TensorPlan],
+        tensors: Plans,
         pieces: Pieces,
         progress: Progress | None = None,
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         """Write a folder that does not exist yet, with its index last; see ``base.Layout.write``."""
-        from weighin.formats.raw import plan_bytes
-
         shards = split(tensors, max_shard_bytes)
         target.mkdir()
         weight_map: dict[str, str] = {}
@@ -132,7 +120,7 @@ class Sharded:
             weight_map |= {
                 plan.name: name for plan in shard if plan.shared_with is None or self._ties_in_map
             }
-        sizes = [plan_bytes(plan) for plan in tensors if plan.shared_with is None]
+        sizes = [plan.nbytes for plan in tensors if plan.shared_with is None]
         metadata: dict[str, Any] = {"total_size": sum(sizes)}
         names = [plan.name for plan in tensors]
         if list(weight_map) != names:
@@ -159,7 +147,7 @@ class Sharded:
                 raise self._damaged(
                     index, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
                 )
-            if name not in checked and not _is_file(shard := index.parent / name):
+            if name not in checked and not is_file(shard := index.parent / name):
                 raise broken_link(shard) or CheckpointError(
                     f"{index}: shard {shown(name)} of {shown(key)} is missing",
                     f"add the missing file to {index.parent}",
@@ -182,10 +170,8 @@ def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
         )
 
 
-def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
+def split(tensors: Plans, max_bytes: int) -> list[list[TensorPlan]]:
     """Divide the tensors into shards, in order; a tied name goes to the shard of its first name."""
-    from weighin.formats.raw import plan_bytes
-
     shards: list[list[TensorPlan]] = [[]]
     homes: dict[str, list[TensorPlan]] = {}
     filled = 0
@@ -193,25 +179,17 @@ def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan
         if plan.shared_with is not None:
             homes[plan.shared_with].append(plan)
             continue
-        size = plan_bytes(plan)
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and filled + plan.nbytes > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(plan)
         homes[plan.name] = shards[-1]
-        filled += size
+        filled += plan.nbytes
     return shards
 
 
 def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # not a valid file name
-        return False
 
 
 SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.misfit import first_names, plain
+from weighin.formats.misfit import first_names, plain, select_key
 from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 
@@ -158,7 +158,7 @@ def _sizes(value: Any) -> dict[str, int]:
                 isinstance(one, str) and (isinstance(item[one], TensorRef) or is_extra_state(one))
                 for one in item
             ):
-                places[place] = sum(map(_nbytes, tensors))
+                places[place] = sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors)
             elif depth < _DEEPEST:
                 look(item, place, depth + 1)
 
@@ -178,11 +178,7 @@ def with_key(places: Mapping[str, int]) -> str:
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
-    first = next(iter(places))
-    return (
-        f"select the weights: {ways}; in load_streaming: key={shown(first)}"
-        f"; in a suite: key: {first}"
-    )
+    return select_key(ways, next(iter(places)))
 
 
 def is_beside_weights(path: Path) -> bool:
@@ -318,7 +314,3 @@ def _join(place: str, name: object) -> str:
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))
-
-
-def _nbytes(tensor: TensorRef) -> int:
-    return prod(tensor.shape) * ITEM_BYTES[tensor.dtype]

@@ -17,14 +17,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import pickled_calls
 from weighin.formats.pickle_machine import MARK, Ended, Machine, TooLarge, Unknown
 from weighin.formats.sniff import AGAIN, RESAVE
-from weighin.formats.tensor_refs import (
-    Malformed,
-    Named,
-    NotTensors,
-    StateDict,
-    StorageRef,
-    is_safe,
-)
+from weighin.formats.tensor_refs import Malformed, Named, NotTensors, StateDict, StorageRef, is_safe
 
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"

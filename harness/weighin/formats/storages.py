@@ -70,10 +70,7 @@ def _blocks(whole: TensorSlice) -> Sequence[TensorSlice]:
 
 def _reach(one: TensorSlice) -> int:
     """Return the number of bytes from a tensor's first to its last element, gaps included."""
-    if not one.nbytes:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))
-    return (last + 1) * ITEM_BYTES[one.dtype_name]
+    return one.span * ITEM_BYTES[one.dtype_name]
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

@@ -10,13 +10,12 @@ verifies the loaded model, as with every format.
     the rest   the package's header, an index of 256 KiB, and the tensors, each with its checksums
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
-from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Pieces, Plans, Progress, Slices
 from weighin.formats.sniff import check_present, first_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path) -> Slices:
     """Raise CheckpointError: weighin does not read this format."""
     raise CheckpointError(
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
@@ -50,12 +49,7 @@ def read(path: Path) -> list[TensorSlice]:
     )
 
 
-def write(
-    target: Path,
-    tensors: Sequence[TensorPlan],
-    pieces: Pieces,
-    progress: Progress | None = None,
-) -> None:
+def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
     """Write a file that does not exist yet; needs memory for the largest tensor.
 
     Raises:
@@ -99,7 +93,7 @@ def _fill(values: "torch.Tensor", name: str, pieces: Pieces, progress: Progress 
         raise ValueError(f"{name!r}: {at} elements for a tensor of {flat.numel()}")
 
 
-def _check_index(stored: Sequence[TensorPlan]) -> None:
+def _check_index(stored: Plans) -> None:
     needed = sum(
         _ENTRY_BYTES + len(plan.name.encode()) + len(str(plan.dtype)) + 4 * len(plan.shape)
         for plan in stored

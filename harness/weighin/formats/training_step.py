@@ -25,7 +25,8 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
         text = _text(path / name)
         if not text or Path(text).name != text or "\0" in text:
             continue
-        return path / name, path / (f"iter_{int(text):07d}" if _is_megatron(name, text) else text)
+        is_number = name == _TAGS[2] and text.isascii() and text.isdigit()
+        return path / name, path / (f"iter_{int(text):07d}" if is_number else text)
     return None
 
 
@@ -33,10 +34,6 @@ def newest(path: Path) -> Path:
     """Return the folder of the newest step in the folder of a run; ``path`` itself for any other."""
     step = named_step(path)
     return step[1] if step and step[1].is_dir() else path
-
-
-def _is_megatron(name: str, text: str) -> bool:
-    return name == _TAGS[2] and text.isascii() and text.isdigit()
 
 
 def _text(file: Path) -> str:

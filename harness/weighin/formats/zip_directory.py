@@ -89,10 +89,7 @@ class Archive:
                     "decrypt it: unpack the archive with its password, and pack it again with zip -0 -r",
                 )
             if entry.method or entry.packed != entry.size:
-                raise CheckpointError(
-                    f"{path}: record {shown(name)} is compressed",
-                    resaving("torch.load(p, weights_only=True)", path),
-                )
+                raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))
             if name in self.records:
                 raise self._damaged(f"record {shown(name)} occurs twice")
             if len(self.records) == MOST_RECORDS:
@@ -181,7 +178,7 @@ class Archive:
         entries = [one for one in entries if one.local_at < self._size]
         if hasattr(os, "posix_fadvise"):
             for one in entries:
-                if not (late and _is_data(one.name)):
+                if not (late and "/data/" in one.name):  # a tensor's elements
                     size = DEFAULT_BUFFER_SIZE + (min(one.size, _MOST_AHEAD_BYTES) if late else 0)
                     os.posix_fadvise(descriptor, one.local_at, size, os.POSIX_FADV_WILLNEED)
         if not late:
@@ -223,22 +220,14 @@ class Archive:
         return CheckpointError(f"{self._path}: {what} that weighin reads", SHARDS)
 
 
-def _is_data(name: str) -> bool:
-    """Tell whether a record of this name holds a tensor's elements."""
-    return "/data/" in name
-
-
 def check_file(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
     head = check_present(path)
-    if not is_zip(head):
-        raise _not_a_zip(path, head)
-
-
-def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
+    if is_zip(head):
+        return
     if is_legacy(head):
-        return CheckpointError(
+        raise CheckpointError(
             f"{path}: written in the format of torch before 1.6, which cannot be mapped",
-            resaving("torch.load(p, weights_only=True)", path),
+            resaving(path),
         )
-    return unknown(path, head)
+    raise unknown(path, head)

@@ -11,7 +11,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from weighin.atomic import drop_written
-from weighin.formats.base import Pieces, Progress, TensorPlan
+from weighin.formats.base import Pieces, Plans, Progress
 
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 
@@ -64,7 +64,7 @@ def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def placeholders(tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
+def placeholders(tensors: Plans) -> dict[str, torch.Tensor]:
     """Return a placeholder for each tensor; tied tensors share a placeholder."""
     blank: dict[str, torch.Tensor] = {}
     for plan in tensors:

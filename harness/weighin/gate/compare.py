@@ -28,7 +28,6 @@ from weighin.text import markdown, one_line
 
 _STYLES: Final = {LineVerdict.REGRESSED: "bold red", LineVerdict.IMPROVED: "green"}
 _SHORT_COMMIT: Final = 10
-SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,6 @@ def terminal(comparison: Comparison) -> RenderableType:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as data for ``--json``, with a change and verdict per later run."""
     return {
-        "schema": SCHEMA,
         "runs": list(comparison.headings),
         "common": comparison.common,
         "rows": [

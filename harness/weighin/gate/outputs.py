@@ -1,8 +1,7 @@
 """Write a gate's result for other programs: GitHub annotations, JUnit XML and JSON."""
 
-import json
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 from weighin.gate.lines import FAILING, GateResult, Line, LineVerdict
@@ -73,8 +72,8 @@ def junit(judgement: GateResult) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def as_json(judgement: GateResult) -> str:
-    """Return the result as JSON: ``passed``, ``summary``, notes and every line with its figures."""
+def as_json(judgement: GateResult) -> dict[str, Any]:
+    """Return the result for ``--json``: ``passed``, ``summary``, notes and every line with its figures."""
     lines = [
         {
             "verdict": line.verdict,
@@ -94,13 +93,12 @@ def as_json(judgement: GateResult) -> str:
         }
         for line in judgement.lines
     ]
-    content = {
+    return {
         "passed": not judgement.failed,
         "summary": summary(judgement),
         "notes": list(judgement.notes),
         "lines": lines,
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def _data(text: str) -> str:

@@ -5,6 +5,7 @@ the worker's pid and cgroup on this machine (None if they are not visible), and 
 that removes everything. The isolation sets all limits before the worker's first instruction.
 """
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,19 @@ class Exit:
     signal: int | None = None
     oom_killed: bool = False
     still_runs: bool = False
+
+    @property
+    def shell_code(self) -> int | None:
+        """The exit code as a shell gives it: 128 + n for signal n."""
+        return self.code if self.signal is None else 128 + self.signal
+
+    @property
+    def signal_name(self) -> str:
+        """The signal as "SIGTERM", a real-time signal as "signal 40"; empty without a signal."""
+        try:
+            return signal.Signals(self.signal).name if self.signal else ""
+        except ValueError:
+            return f"signal {self.signal}"
 
 
 class Running(Protocol):

@@ -7,8 +7,9 @@ model. Every other conversion runs on whole tensors.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from typing import Any, Final
@@ -72,11 +73,16 @@ def fill_in_steps(
     targets: dict[str, torch.Tensor],
 ) -> None:
     """Fill the targets of conversions step by step, on several threads."""
-    work = _Queue((one, step) for one, steps in sliced for step in steps)
+    work = ((one, step) for one, steps in sliced for step in steps)
+    lock = threading.Lock()
+
+    def take() -> tuple[Conversion, Step] | None:
+        with lock:
+            return next(work, None)
 
     def run() -> None:
-        with torch.no_grad(), _Reader() as reader:
-            for one, step in iter(work.take, None):
+        with torch.no_grad(), closing(PieceReader()) as reader:
+            for one, step in iter(take, None):
                 target = _oriented(model, one, targets[one.name])
                 _convert_step(model, one, step, target, reader)
 
@@ -99,11 +105,11 @@ def convert_whole(model: Any, one: Conversion, targets: dict[str, torch.Tensor])
 
 
 def _convert_step(
-    model: Any, one: Conversion, step: Step, target: torch.Tensor, reader: "_Reader"
+    model: Any, one: Conversion, step: Step, target: torch.Tensor, reader: PieceReader
 ) -> None:
     collected: dict[str, Any] = {pattern: [value] for pattern, value in step.given.items()}
     for pattern, source in step.sources:
-        collected.setdefault(pattern, []).append(reader.read(source))
+        collected.setdefault(pattern, []).append(_read(reader, source))
     converter = one.converter
     for operation in converter.operations:
         collected = smaller_blocks.convert(
@@ -141,34 +147,11 @@ def _cannot_divide(one: Conversion) -> CheckpointError:
     )
 
 
-class _Queue:
-    """Hands out items to several threads; None when all are taken."""
-
-    def __init__(self, items: Iterator[tuple[Conversion, Step]]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def take(self) -> tuple[Conversion, Step] | None:
-        with self._lock:
-            return next(self._items, None)
-
-
-class _Reader:
-    """Reads tensors of files on one thread, past the page cache where they are not in it."""
-
-    def __init__(self) -> None:
-        self._pieces = PieceReader()
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pieces.close()
-
-    def read(self, source: TensorSlice) -> torch.Tensor:
-        target = torch.empty(source.shape, dtype=source.dtype)
-        if source.nbytes:
-            self._pieces.read(source.file, memory_of(target), source.offset)
-        return target
+def _read(reader: PieceReader, source: TensorSlice) -> torch.Tensor:
+    target = torch.empty(source.shape, dtype=source.dtype)
+    if source.nbytes:
+        reader.read(source.file, memory_of(target), source.offset)
+    return target
 
 
 def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:

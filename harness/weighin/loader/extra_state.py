@@ -8,7 +8,7 @@ import logging
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Slices
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.pickle_machine import MOST_BYTES
@@ -29,9 +29,7 @@ _NUMPY_DTYPE: Final = re.compile(r"[biufc]\d+")
 _log = logging.getLogger("weighin")
 
 
-def extra_values(
-    model: torch.nn.Module, slices: Sequence[TensorSlice], checkpoint: Path
-) -> dict[str, Any]:
+def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> dict[str, Any]:
     """Return the values to add to a state dict of tensors before ``load_state_dict``.
 
     An extra state that no module of the model takes is left out. Any other value that the model lacks
@@ -40,7 +38,7 @@ def extra_values(
     Raises:
         CheckpointError: a module takes an extra state that holds an object of another class.
     """
-    values: dict[str, object] = dict(getattr(slices, "values", {}))
+    values = slices.values
     if not values:
         return {}
     taken = {

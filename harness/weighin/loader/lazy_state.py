@@ -2,22 +2,23 @@
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any, Final
 
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
-from weighin.formats.converted import Converted
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
-from weighin.models.deferred import DeferredLoad, WriteLog
+from weighin.models.deferred import WriteLog
+from weighin.models.deferred_loads import DeferredLoad
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory is filled piece by piece. torch fills tensors on any other device from a
@@ -42,14 +43,12 @@ class LazyState(Mapping[str, Any]):
             which ``torch.distributed.checkpoint`` never writes.
     """
 
-    def __init__(
-        self, log: WriteLog, slices: Sequence[TensorSlice], values: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, log: WriteLog, slices: Slices, values: Mapping[str, Any]) -> None:
         self._log = log
         self._numbers: dict[str, int] = {}
         self._values: dict[str, Any] = {}
         self.sources: list[TensorSlice | None] = []
-        self.metadata: dict[str, dict[str, Any]] | None = getattr(slices, "metadata", None)
+        self.metadata = slices.metadata
         for number, source in enumerate(slices):
             if source.parts or source.encoding:
                 _check_blocks(source)
@@ -89,14 +88,14 @@ class LazyState(Mapping[str, Any]):
         offsets, length = [], 0
         for source in self.sources:
             offsets.append(length)
-            size = _extent(source) * source.dtype.itemsize if source else 0
+            size = source.span * source.dtype.itemsize if source else 0
             length += -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | MAP_NORESERVE), offsets
 
     def _made(self, number: int) -> torch.Tensor:
         source = self.sources[number]
         assert source is not None
-        if count := _extent(source):
+        if count := source.span:
             memory, offsets = self._reserved
             flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offsets[number])
             tensor = flat.as_strided(source.shape, source.stride)
@@ -114,13 +113,13 @@ def read_at_once(load: DeferredLoad) -> None:
         _fill(source, target)
         return
     promised, view = load.promise, load.source
-    if isinstance(promised, Converted):
+    if promised.fill:
         whole = torch.empty(promised.shape, dtype=promised.dtype)
         promised.fill(whole)
         part = (view.shape, view.stride(), view.storage_offset()) if view is not None else None
         target.copy_(whole.as_strided(*part) if part else whole)
         return
-    count = _extent(promised) if not promised.parts else promised.nbytes // promised.dtype.itemsize
+    count = prod(promised.shape) if promised.parts else promised.span
     flat = torch.empty(count, dtype=promised.dtype)
     if promised.parts:
         _fill(promised, flat.view(promised.shape))
@@ -167,7 +166,7 @@ def read_whole(source: TensorSlice) -> torch.Tensor:
 
 def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
     """Read one tensor into ``target``, which has its shape, and return ``target``."""
-    if isinstance(source, Converted):
+    if source.fill:
         source.fill(target)
     else:
         _fill(source, target)
@@ -175,7 +174,7 @@ def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def _check_blocks(source: TensorSlice) -> None:
-    if source.encoding and not isinstance(source, Converted):
+    if source.encoding and not source.fill:
         raise CheckpointError(
             f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
             " does not dequantise",
@@ -190,11 +189,3 @@ def _check_blocks(source: TensorSlice) -> None:
                 "rewrite the checkpoint with each tensor in one block: "
                 f"weighin convert {where.file.parent} WHOLE --format dcp",
             )
-
-
-def _extent(source: TensorSlice) -> int:
-    """Return the number of elements from a tensor's first to its last, gaps included."""
-    if 0 in source.shape:
-        return 0
-    steps = zip(source.shape, source.stride, strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)

@@ -28,25 +28,22 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import converted, fill, small
+from weighin.loader import computed, fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
-from weighin.loader.lazy_state import (
-    FILLED_DEVICES,
-    LazyState,
-    read_at_once,
-    source_of,
-)
+from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
 from weighin.loader.reads import Fillable
 from weighin.loader.state_walk import load_state
 from weighin.models import skeleton
-from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
+from weighin.models.deferred import WriteLog
+from weighin.models.deferred_loads import DeferredLoad
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.models.meta import real_memory
-from weighin.models.module_tree import modules_of, tensors_of
+from weighin.models.module_tree import modules_of, named_tensors, tensors_of
+from weighin.models.tensor_memory import is_dense, storage_key, use_count
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys
@@ -166,7 +163,7 @@ def _load(
         loads = log.finish()
         if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
-    loads.sort(key=lambda load: _position(load.promise))
+    loads.sort(key=lambda load: (str(load.promise.file), load.promise.offset))
     batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
     if any(others for _, others in batches):
@@ -178,10 +175,10 @@ def _load(
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
-        plain, computed = converted.split(fills)
+        plain, to_compute = computed.split(fills)
         with fill.being_filled(plain, disk):
             pass
-        converted.fill_all(computed, disk.threads)
+        computed.fill_all(to_compute, disk.threads)
     if mapped and mapped.conversions:
         from weighin.loader import (
             converting,  # imports transformers' functions, which few loads need
@@ -348,10 +345,6 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def _position(source: TensorSlice) -> tuple[str, int]:
-    return str(source.file), source.offset
-
-
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
     """Divide the loads into groups; the tensors of one group are read together."""
     if granularity == "all":
@@ -363,12 +356,7 @@ def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[D
 
 
 def _on_meta(model: torch.nn.Module, checkpoint: Path) -> CheckpointError:
-    left = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-        if tensor.is_meta
-    ]
+    left = [name for name, tensor in named_tensors(model).items() if tensor.is_meta]
     return CheckpointError(
         f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
         "pass load_streaming the function that builds the model, not a model on the meta device",

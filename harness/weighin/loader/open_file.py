@@ -198,10 +198,7 @@ class OpenedFile:
         return read
 
     def _ended(self, wanted_end: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: truncated: it ends before byte {wanted_end:,}",
-            AGAIN,
-        )
+        return CheckpointError(f"{self.path}: truncated: it ends before byte {wanted_end:,}", AGAIN)
 
 
 def _behind(buffers: Sequence[memoryview], filled: int) -> list[memoryview]:

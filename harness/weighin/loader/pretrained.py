@@ -11,6 +11,7 @@ from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import adapters, gguf, sentence_parts, sniff
 from weighin.formats.hub_cache import cached_snapshot, path_of
+from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained, read_folder
@@ -78,7 +79,7 @@ def load_pretrained(
     if not path.exists():
         path = cached_snapshot(str(folder), revision) or path
     if is_pipeline(path):
-        raise sniff.no_model(path)
+        raise no_model(path)
     if find_weights(path, variant) is None and gguf.matches(path):
         if key or strip_prefix:
             raise ConfigError(
@@ -88,11 +89,11 @@ def load_pretrained(
         return _merged(_load_gguf(gguf.file_of(path), dtype, device, threads, model_class), adapter)
     if sentence_parts.matches(path):
         if variant or model_class or key or strip_prefix or adapter or trust_remote_code:
+            names = sentence_parts.own_folders(path)
             raise ConfigError(
                 f"{path}: a sentence-transformers folder of several parts, with weights in"
-                f" {', '.join(sniff.sentence_parts(path))}: only dtype, device, threads and revision apply"
-                " to it",
-                f"give one part: {path / sniff.sentence_parts(path)[0]}",
+                f" {', '.join(names)}: only dtype, device, threads and revision apply to it",
+                f"give one part: {path / names[0]}",
             )
         from weighin.loader.sentence import load_whole  # few loads need this import
 

@@ -36,7 +36,7 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
     Args:
         most_bytes: the largest size of the memory that one borrower fills.
     """
-    able = [stretch for stretch in stretches if _converts(stretch)]
+    able = [one for one in stretches if one.converts and one.memory.device.type == "cpu"]
     left = sum(stretch.memory.nbytes for stretch in able) // 2
     each = left // threads // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     each = max(_LEAST_BYTES, min(LENT_BYTES, each))
@@ -74,7 +74,3 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 def buffer_in(lender: Piece) -> memoryview:
     """Return a piece's memory from its first page boundary on."""
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]
-
-
-def _converts(stretch: Fillable) -> bool:
-    return stretch.converts and stretch.memory.device.type == "cpu"

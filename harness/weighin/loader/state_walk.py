@@ -23,12 +23,12 @@ from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader.lazy_state import LazyState
-from weighin.models.deferred import WriteLog, is_dense
+from weighin.models.deferred import WriteLog
+from weighin.models.tensor_memory import is_dense
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
 _LOAD_MODULE: Final = nn.Module._load_from_state_dict
 _SET_EXTRA_STATE: Final = nn.Module.set_extra_state
-_EXTRA_STATE: Final = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _METHODS: Final = (
     ("_load_from_state_dict", _LOAD_MODULE),
     ("set_extra_state", _SET_EXTRA_STATE),

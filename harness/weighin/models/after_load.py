@@ -5,38 +5,30 @@ each tensor that was loaded, but not a part of one, such as the row of the paddi
 sets this row to zero, whatever the file holds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weighin.models.deferred import storage_key
+from weighin.models.tensor_memory import storage_key
 
 _FLAG = "_is_hf_initialized"  # transformers' own
 
 
 def finish_load(model: Any) -> None:
     """Change a loaded model as ``from_pretrained`` changes it; torch's random state stays."""
-    state = torch.get_rng_state()
-    try:
-        with _all_loaded(model):
-            model.initialize_weights()
-    finally:
-        torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)):
+        model.initialize_weights()
 
 
 def written_after_load(model: Any) -> set[str]:
     """Return the names in the state dict of the tensors that ``finish_load`` writes, without writing."""
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
-    state = torch.get_rng_state()
-    try:
-        with _all_loaded(model), writes:
-            model.initialize_weights()
-    finally:
-        torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)), writes:
+        model.initialize_weights()
     return {name for name, tensor in tensors.items() if storage_key(tensor) in writes.written}
 
 
@@ -48,9 +40,7 @@ class _Writes(TorchDispatchMode):
         self.written: set[Any] = set()
         self._storages = storages
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             key = storage_key(args[0])
             if key in self._storages:
@@ -60,9 +50,8 @@ class _Writes(TorchDispatchMode):
 
 
 @contextmanager
-def _all_loaded(model: Any) -> Iterator[None]:
-    """Mark every tensor of a model as loaded, and no module as initialised, as ``from_pretrained`` does."""
-    tensors = [*model.parameters(), *model.buffers()]
+def as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Mark tensors of a model as loaded, and no module as initialised, as ``from_pretrained`` does."""
     for tensor in tensors:
         setattr(tensor, _FLAG, True)
     for module in model.modules():
@@ -72,3 +61,7 @@ def _all_loaded(model: Any) -> Iterator[None]:
     finally:
         for tensor in tensors:
             tensor.__dict__.pop(_FLAG, None)
+
+
+def _tensors(model: Any) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -14,14 +14,18 @@ address.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final, NamedTuple, TypeGuard
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from weighin.models.deferred_loads import DeferredLoad, IndependentLoads
+from weighin.models.initialisers import INITIALISERS, is_plain_call
+from weighin.models.operations import kind_of, tensors_in, with_aliases
+from weighin.models.tensor_memory import storage_key, use_count
 
 _COPY: Final = torch.ops.aten.copy_.default
 _CLONES: Final = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
@@ -35,42 +39,14 @@ _DRAWS: Final = {
     torch.ops.aten.randn.default: torch.ops.aten.normal_.default,
     torch.ops.aten.rand.default: torch.ops.aten.uniform_.default,
 }
-_SHAPES: Final = frozenset({
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size",
-})  # fmt: skip
-"""Operations that use only a tensor's shape and dtype, not its values."""
-
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
 """Operations that are equivalent to an allocation and one write; the write can be deferred."""
 
-_RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
-_KAIMING: Final = torch.nn.init.kaiming_uniform_
-_UNIFORM: Final = torch.nn.init.uniform_
-_NORMAL: Final = torch.nn.init.normal_
-_INITIALISERS: Final = frozenset({_KAIMING, _UNIFORM, _NORMAL})
-"""Functions that only write random numbers, and are recorded whole: one call, not ten operations."""
-
-_INITIALISED: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-_LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
-_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
 _LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed at once
-
-
-class DeferredLoad(NamedTuple):
-    """A deferred copy from a promised tensor, which has no values yet, to ``target``.
-
-    ``source`` is a view of the promised tensor, or None for the whole of it. ``promise`` is the argument ``source`` with which
-    ``WriteLog.promise`` was called for the promised tensor.
-    """
-
-    target: torch.Tensor
-    source: torch.Tensor | None
-    promise: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -89,33 +65,6 @@ class _Write:
     random: bool = False
     rng_state: torch.Tensor | None = None
     load: DeferredLoad | None = None
-
-
-@dataclass(slots=True)
-class _Loads:
-    """Loads to execute together.
-
-    ``whole`` has the storages that the loads replace completely. For all other storages,
-    ``reached`` has the byte ranges of storages that the loads span; ``filled`` has the ranges that
-    the loads fill completely.
-    """
-
-    chosen: list[DeferredLoad] = field(default_factory=list)
-    whole: set[int] = field(default_factory=set)
-    reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def covers(self, key: int, start: int, end: int) -> bool:
-        """Tell whether the loads fill every byte from ``start`` to ``end`` of a storage."""
-        for first, last in sorted(self.filled.get(key, ())):
-            if first > start:
-                return False
-            start = max(start, last)
-        return start >= end
-
-    def meets(self, key: int, start: int, end: int) -> bool:
-        """Tell whether a load may fill any byte from ``start`` to ``end`` of a storage."""
-        return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
 
 class WriteLog:
@@ -174,7 +123,7 @@ class WriteLog:
         values, or if its values are only in unwanted or freed tensors. The ``unwanted`` tensors
         need no values, unless they share memory with ``wanted`` tensors.
         """
-        loads, live, touched, random = _Loads(), [], set[int](), False
+        loads, live, touched, random = IndependentLoads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
         aliases: Counter[int] | None = None
         for number in reversed(self._writes):
@@ -185,7 +134,7 @@ class WriteLog:
             elif key in loads.whole:
                 necessary = False
             elif write.load is not None and key not in self._promised:
-                necessary = not _choose(loads, key, write.load)
+                necessary = not loads.add(key, write.load)
             else:
                 size = write.target.untyped_storage().nbytes()
                 aliases = self._aliases() if aliases is None else aliases
@@ -208,7 +157,7 @@ class WriteLog:
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an operation now, or record it for a later execution."""
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind.is_view or self._at_once:
             return func(*args, **kwargs)
         if func in _LATER:
@@ -247,14 +196,9 @@ class WriteLog:
         """
         if (
             self._at_once
-            or type(tensor) not in _PLAIN_TYPES
-            or tensor.dtype not in _INITIALISED
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or not tensor.numel()
             or torch._C._len_torch_dispatch_stack() != 1
+            or not is_plain_call(func, tensor, settings)
             or not self.owns(tensor)
-            or not _is_valid(func, tensor, **settings)
         ):
             return False
         with torch._C._DisableTorchDispatch():  # the log's own operations
@@ -357,9 +301,9 @@ class WriteLog:
             own = target.detach()
             args, held, touched = (own, *args[1:]), (own,), (target_key,)
         else:
-            args = _map_tensors(args)
-            kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
-            held = tuple(_tensors((args, kwargs)))
+            args = with_aliases(args)
+            kwargs = {name: with_aliases(value) for name, value in kwargs.items()}
+            held = tuple(tensors_in((args, kwargs)))
             own = next(tensor for tensor in held if storage_key(tensor) == target_key)
             touched = tuple({storage_key(tensor) for tensor in held})
         write = _Write(own, touched, held, (func, args, kwargs), random)
@@ -419,65 +363,10 @@ class WriteLog:
         return instead
 
     def _own_results(self, result: Any, given: set[int]) -> None:
-        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tensors_in(result):
             key = storage_key(tensor)
             if key and key not in given and tensor.device.type == "cpu" and not self.owns(tensor):
                 self._own[key] = _weak(tensor)
-
-
-def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
-    """Add a load to ``loads``; return False if it must be executed before these loads.
-
-    The load is dropped if later loads fill its target completely.
-    """
-    if key not in loads.reached and _is_whole_storage(load.target):
-        loads.chosen.append(load)
-        loads.whole.add(key)
-        return True
-    start, end = extent(load.target)
-    if loads.covers(key, start, end):
-        return True
-    if loads.meets(key, start, end):
-        return False
-    loads.chosen.append(load)
-    loads.reached.setdefault(key, []).append((start, end))
-    if is_dense(load.target):
-        loads.filled.setdefault(key, []).append((start, end))
-    return True
-
-
-def use_count(tensor: torch.Tensor) -> int:
-    """Return the number of tensors on this tensor's storage, including the tensor itself."""
-    storage = tensor.untyped_storage()  # this Python object adds one reference
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the start and the end of a tensor's elements within its storage, in bytes."""
-    start, size = int(tensor.storage_offset()), tensor.element_size()
-    if not tensor.numel():
-        return start * size, start * size
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * size, (start + last + 1) * size
-
-
-def _is_whole_storage(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is contiguous and has all elements of its storage."""
-    return (
-        tensor.is_contiguous()
-        and tensor.storage_offset() == 0
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements fill a range of its storage without gaps, in any order."""
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and step != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
 
 
 class _Operations(TorchDispatchMode):
@@ -491,13 +380,7 @@ class _Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that skips dynamo would import dynamo: 820 modules, 68 MiB
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
             return NotImplemented  # a tensor subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
@@ -510,110 +393,16 @@ class _DirectReads(TorchFunctionMode):
         super().__init__()
         self._log = log
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIRECT_READS:
             self._log.look(args[:1])
         elif func is torch.empty:
             return self._log.allocate(args, kwargs or {})
-        elif func in _INITIALISERS and kwargs and not args:
+        elif func in INITIALISERS and kwargs and not args:
             settings = {name: value for name, value in kwargs.items() if name != "tensor"}
             if self._log.initialise(func, kwargs["tensor"], settings):
                 return kwargs["tensor"]
         return func(*args, **(kwargs or {}))
-
-
-class _Kind(NamedTuple):
-    """The properties of an operation, derived from its schema.
-
-    ``given`` are the arguments that may be tensors; ``written`` is the argument that the operation
-    writes and returns.
-    """
-
-    is_view: bool
-    reads_shape: bool
-    resizes: bool
-    random: bool
-    given: tuple[tuple[int, str], ...]
-    written: tuple[int, str] | None
-
-    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return all tensors among the arguments."""
-        count, found = len(args), []
-        for position, name in self.given:
-            value = args[position] if position < count else kwargs.get(name)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif value is not None:
-                found += _tensors(value)
-        return found
-
-    def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tensor that the operation writes to and returns; None if it writes none."""
-        if self.written is None:
-            return None
-        position, name = self.written
-        target = args[position] if position < len(args) else kwargs.get(name)
-        return target if isinstance(target, torch.Tensor) else None
-
-
-@cache
-def _kind(func: Any) -> _Kind:
-    schema = func._schema
-    name = schema.name.removeprefix("aten::")
-    writes = [
-        (number, argument.name)
-        for number, argument in enumerate(schema.arguments)
-        if argument.alias_info and argument.alias_info.is_write
-    ]
-    moves_only = torch.Tag.inplace_view in func.tags and name not in _RESIZES
-    is_view = moves_only or (not writes and any(result.alias_info for result in schema.returns))
-    returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
-    waits = len(writes) == 1 and returned is not None and returned.is_write
-    return _Kind(
-        is_view=is_view,
-        reads_shape=name in _SHAPES,
-        resizes=name in _RESIZES,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        given=tuple(
-            (number, argument.name)
-            for number, argument in enumerate(schema.arguments)
-            if "Tensor" in str(argument.type)
-        ),
-        written=writes[0] if waits and name not in _RESIZES else None,
-    )
-
-
-def _is_valid(
-    func: Any,
-    tensor: torch.Tensor,
-    a: float = 0,
-    b: float = 1,
-    mean: float = 0,
-    std: float = 1,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: object = None,
-) -> bool:
-    """Tell whether a function of ``torch.nn.init`` accepts these settings."""
-    if generator is not None:
-        return False
-    if func is _KAIMING:
-        known = nonlinearity == "leaky_relu" and mode in {"fan_in", "fan_out"}
-        return known and tensor.ndim >= 2 and -_LARGEST_NUMBER <= a <= _LARGEST_NUMBER
-    low, high = (a, b) if func is _UNIFORM else (mean, std)
-    if func is _NORMAL and std < 0:
-        return False
-    return (
-        abs(low) <= _LARGEST_NUMBER
-        and abs(high) <= _LARGEST_NUMBER
-        and (func is _NORMAL or low <= high)
-    )
 
 
 def _fits(tensor: torch.Tensor, target: torch.Tensor) -> bool:
@@ -632,32 +421,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if the tensor has no storage."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, ValueError):  # a sparse tensor, or a tensor of a lazy module
-        return 0
-
-
-def _is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    return isinstance(value, list | tuple)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif _is_sequence(value):
-        for element in value:
-            yield from _tensors(element)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _map_tensors(value: Any) -> Any:
-    """Return the same value with each tensor replaced by an alias of the same memory."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return type(value)(map(_map_tensors, value)) if _is_sequence(value) else value

@@ -18,8 +18,7 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
-from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.converted import Converted
+from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_keys import MappedKeys
 
@@ -84,24 +83,20 @@ class _Reading:
     ) -> TensorSlice:
         """Return one tensor of the model: a place in the file, or the function that computes it."""
         first = sources[0]
-        stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         moves = self._moves(target, shape, sources)
         if moves is None:  # its values change, in float32, as those of norms and of states of Mamba
             fill = partial(self._whole, target, shape, sources)
             dtype_name = "float32"
         elif moves.same and len(sources) == 1 and not first.encoding:
-            return replace(first, name=target, shape=shape, stride=stride)
+            return replace(first, name=target, shape=shape, stride=row_major(shape))
         else:
             fill, dtype_name = partial(_by_rows, sources, moves), first.dtype_name
-        return Converted(
+        return replace(
+            first,
             name=target,
             shape=shape,
-            stride=stride,
+            stride=row_major(shape),
             dtype_name=dtype_name,
-            file=first.file,
-            offset=first.offset,
-            storage_offset=first.storage_offset,
-            storage_bytes=first.storage_bytes,
             encoding=first.encoding or first.dtype_name,
             fill=fill,
         )

@@ -51,12 +51,8 @@ def _put(
     if weakref.getweakrefs(old):  # an RNN has such references, and notices a new attribute
         put(new)
         return lambda: put(old)
-    _swap(old, new)
-    return lambda: _swap(old, new)
-
-
-def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    torch.utils.swap_tensors(first, second)
+    torch.utils.swap_tensors(old, new)
+    return lambda: torch.utils.swap_tensors(old, new)
 
 
 def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Walk the modules of a model in a time that does not grow with their depth.
+"""Walk the modules and tensors of a model.
 
 ``Module.named_modules`` passes each module through the generators of all modules above it, and builds
-its name. A load of many small tensors needs neither.
+its name. A load of many small tensors needs neither: the time of ``modules_of`` does not grow with the
+depth of the modules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 continue
             todo += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by its full name, tied tensors under all their names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return tensors | dict(model.named_buffers(remove_duplicate=False))
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from weighin.formats.adapters import ARGUMENT
 from weighin.formats.misfit import misfit
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
-from weighin.models.after_load import finish_load
+from weighin.models.after_load import as_loaded, finish_load
 from weighin.models.dequantising import arguments_to_dequantise, attach_quantiser
 from weighin.models.pretrained_names import model_keys
 from weighin.models.without_torchvision import imported_again
@@ -232,11 +232,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import.
-
-    Raises:
-        ConfigError: transformers is not installed, or has no such class.
-    """
+    """Import the class of the builder's arguments, so that no later phase contains this import."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
@@ -287,18 +283,13 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
         return
     computed = computed_keys(model)
     tensors = model.state_dict(keep_vars=True)
-    stored = {id(tensors[name]): tensors[name] for name in tensors.keys() - computed}.values()
-    for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    for tensor in stored:
-        tensor._is_hf_initialized = True
+    stored = [tensors[name] for name in tensors.keys() - computed]
     torch.set_default_dtype(torch.float32)
     try:
-        model.initialize_weights()
+        with as_loaded(model, stored):
+            model.initialize_weights()
     finally:
         torch.set_default_dtype(dtype)
-    for tensor in stored:
-        del tensor._is_hf_initialized
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:

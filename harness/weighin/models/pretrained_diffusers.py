@@ -80,11 +80,7 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import.
-
-    Raises:
-        ConfigError: diffusers is not installed, or has no such class.
-    """
+    """Import the class of the builder's arguments, so that no later phase contains this import."""
     diffusers_class(kwargs["architecture"])
 
 
@@ -181,8 +177,5 @@ def finish(model: Any, folder: Path | str) -> None:
     del model.keeps_dtypes
 
 
-def example_inputs(
-    architecture: str,
-    config: Mapping[str, Any],
-) -> None:
+def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
     """Return no inputs: each class of diffusers has its own."""

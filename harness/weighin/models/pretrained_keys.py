@@ -7,17 +7,16 @@ blocks, which the loader reads straight into place. For any other conversion, th
 and transformers converts them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import Part, Slices, TensorSlice
+from weighin.formats.base import Part, Slices, TensorSlice, row_major
 from weighin.formats.misfit import first_names, misfit
 from weighin.models import pretrained
 from weighin.models.dequantising import set_dtypes
@@ -205,7 +204,8 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
         if not source.contiguous or source.parts:
             return None
         tensors.setdefault(pattern, []).append(source)
-    if len(conversion.converter.target_patterns) != 1 or len(set(_dtypes(conversion))) != 1:
+    dtypes = {source.dtype_name for _, source in conversion.sources}
+    if len(conversion.converter.target_patterns) != 1 or len(dtypes) != 1:
         return None
     blocks = {
         pattern: [_Blocks(one.shape, ((tuple(0 for _ in one.shape), one),)) for one in group]
@@ -235,10 +235,6 @@ def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
     return made.dtype
 
 
-def _dtypes(conversion: Conversion) -> Iterator[str]:
-    return (source.dtype_name for _, source in conversion.sources)
-
-
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """The shape of a tensor, and its blocks: the start and the place in a file of each block."""
@@ -250,9 +246,10 @@ class _Blocks:
         first = self.blocks[0][1]
         if len(self.blocks) == 1:
             return replace(first, name=name)
-        stride = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         parts = tuple(Part(start, where) for start, where in self.blocks)
-        return replace(first, name=name, shape=self.shape, stride=stride, parts=parts)
+        return replace(
+            first, name=name, shape=self.shape, stride=row_major(self.shape), parts=parts
+        )
 
 
 def _stacked(tensors: list[_Blocks], dim: int) -> _Blocks:

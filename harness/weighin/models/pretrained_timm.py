@@ -108,11 +108,7 @@ def _replaced_load(
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)
-    """Import timm, so that no later phase contains this import.
-
-    Raises:
-        ConfigError: timm is not installed.
-    """
+    """Import timm, so that no later phase contains this import."""
     _timm()
 
 

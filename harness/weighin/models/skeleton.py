@@ -252,10 +252,7 @@ def constructed_buffers(
     """Construct the model with all its weights, and return its non-persistent buffers.
 
     ``dtype`` is torch's default dtype during the construction, and the dtype of the returned
-    floating-point buffers.
-
-    Raises:
-        ConfigError: for the same reasons as ``build_skeleton``.
+    floating-point buffers. The function raises ConfigError as ``build_skeleton`` does.
     """
     with on_cpu():
         model = construct(partial(_call, builder, kwargs), dtype)

@@ -152,21 +152,11 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     no_processes.refuse()
-    figures = asdict(
-        run(
-            cell,
-            builder,
-            checkpoint,
-            strategy,
-            baseline,
-            own_bytes,
-            request["read_ahead_bytes"],
-            use,
-        )
-    )
+    read_ahead_bytes = request["read_ahead_bytes"]
+    predicted = run(cell, builder, checkpoint, strategy, baseline, own_bytes, read_ahead_bytes, use)
     del manifest
     no_processes.check()
-    return figures
+    return asdict(predicted)
 
 
 def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":

@@ -6,6 +6,7 @@ stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers 
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from weighin.units import MIB
@@ -18,6 +19,7 @@ _LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: the segment of requests 
 _ROUND_LARGE_BYTES: Final = 2 * MIB  # kRoundLarge
 
 _KINDS: Final = ("requested", "allocated", "reserved")
+_BEST_FIT: Final = attrgetter("size", "address")  # the smallest size, then the lowest address
 
 
 class CudaOutOfMemory(Exception):
@@ -36,10 +38,6 @@ class CudaBlock:
     before: "CudaBlock | None" = None
     after: "CudaBlock | None" = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address  # best fit: the smallest size, then the lowest address
-
 
 class CachingAllocator:
     """Blocks and segments of one device, with their current sums and peaks in bytes.
@@ -51,7 +49,7 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.current = dict.fromkeys(_KINDS, 0)
         self.peak = dict.fromkeys(_KINDS, 0)
-        self._free: dict[bool, list[tuple[tuple[int, int], CudaBlock]]] = {True: [], False: []}
+        self._free: dict[bool, list[CudaBlock]] = {True: [], False: []}
         self._next_address = 0
 
     def malloc(self, requested: int) -> CudaBlock:
@@ -80,14 +78,14 @@ class CachingAllocator:
             if other is not None and other.free:
                 self._take(other)
         block = self._merge(block)
-        insort(self._free[block.small], (block.key, block), key=lambda item: item[0])
+        insort(self._free[block.small], block, key=_BEST_FIT)
 
     def empty_cache(self) -> None:
         """Release every segment that is completely free."""
         for pool in self._free.values():
-            for item in [one for one in pool if not (one[1].before or one[1].after)]:
-                pool.remove(item)
-                self._count("reserved", -item[1].size)
+            for block in [one for one in pool if not (one.before or one.after)]:
+                pool.remove(block)
+                self._count("reserved", -block.size)
 
     def reset_peaks(self) -> None:
         """Reset the peaks to the current sums."""
@@ -95,8 +93,8 @@ class CachingAllocator:
 
     def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
         pool = self._free[small]
-        at = bisect_left(pool, (size, -1), key=lambda item: item[0])
-        return pool.pop(at)[1] if at < len(pool) else None
+        at = bisect_left(pool, (size, -1), key=_BEST_FIT)
+        return pool.pop(at) if at < len(pool) else None
 
     def _new_segment(self, size: int, small: bool) -> CudaBlock:
         if small:
@@ -123,12 +121,12 @@ class CachingAllocator:
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
-        insort(self._free[rest.small], (rest.key, rest), key=lambda item: item[0])
+        insort(self._free[rest.small], rest, key=_BEST_FIT)
 
     def _take(self, block: CudaBlock) -> None:
         """Remove a free block from its pool."""
         pool = self._free[block.small]
-        pool.pop(bisect_left(pool, block.key, key=lambda item: item[0]))
+        pool.pop(bisect_left(pool, _BEST_FIT(block), key=_BEST_FIT))
 
     @staticmethod
     def _merge(block: CudaBlock) -> CudaBlock:

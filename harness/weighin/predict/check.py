@@ -161,7 +161,6 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
     """Return all comparisons for ``--json``."""
     summary = summarised(checked)
     return {
-        "schema": 1,
         "summary": asdict(summary) if summary else None,
         "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment.code(),

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -67,45 +67,21 @@ def predict(
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
         _Asker(child_process.environment(python_path)) as ask,
     ):
-        made: dict[str, dict[str, Any]] = {}
+        source = _Source(ask, folder, checkpoint, selection, checkpoint_dtype, own)
+        source.refuse_misfit(planned)
         predictions = []
-        if checkpoint:
-            _refuse_misfit(planned, ask, checkpoint, selection)
-        for number, planned_cell in enumerate(planned):
+        for number, one in enumerate(planned):
             if report:
-                report(number, planned_cell.cell.strategy)
+                report(number, one.cell.strategy)
+            after = {
+                "forward": forward and one.cell.passes > 0,
+                "use_path": use_paths.get(one.cell.use, ""),
+            }
+            cannot = one.skip or _not_followed(one)
             predictions.append(
-                Prediction(planned_cell.cell, cannot=cannot)
-                if (cannot := planned_cell.skip or _not_followed(planned_cell))
-                else _predict_cell(
-                    planned_cell,
-                    ask,
-                    made,
-                    folder,
-                    checkpoint,
-                    selection,
-                    own,
-                    checkpoint_dtype,
-                    {
-                        "forward": forward and planned_cell.cell.passes > 0,
-                        "use_path": use_paths.get(planned_cell.cell.use, ""),
-                    },
-                )
+                Prediction(one.cell, cannot=cannot) if cannot else source.predict(one, after)
             )
         return predictions
-
-
-def _refuse_misfit(
-    planned: Sequence[Planned], ask: "_Asker", checkpoint: Path, selection: Selection
-) -> None:
-    """Raise HarnessError if no strategy loads the checkpoint into the model of the cells."""
-    cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
-    if cell is None or library_of(cell.model.builder) is None:
-        return
-    checked = {"source": str(checkpoint), "selection": asdict(selection)}
-    answer = ask({"cell": asdict(cell), "checked": checked})
-    if "error" in answer:
-        raise HarnessError(*answer["error"])
 
 
 @contextmanager
@@ -159,38 +135,55 @@ def dtype_name(text: str) -> str:
     return DTYPES[text]
 
 
-def _predict_cell(
-    planned: Planned,
-    ask: "_Asker",
-    made: dict[str, dict[str, Any]],
-    folder: Path,
-    checkpoint: Path | None,
-    selection: Selection,
-    own: str | None,
-    dtype: str | None,
-    after: dict[str, Any],
-) -> Prediction:
-    cell = replace(planned.cell, ranks=1)
-    fields = {
-        "cell": asdict(cell),
-        "read_ahead_bytes": read_ahead_bytes(checkpoint or entries.folder()),
-    }
-    key = f"{cell.model}{cell.format}"
-    if key not in made:
-        make = {
-            "folder": f"{folder}/{len(made)}",
-            "dtype": dtype,
-            "source": str(checkpoint) if checkpoint else None,
-            "own": own == cell.format,
-            "selection": asdict(selection),
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the cells load: the user's checkpoint, or those that are generated in ``folder``.
+
+    ``own`` is the format of the user's checkpoint, if cells of this format load it as it is. ``made`` has
+    the answers on the checkpoints that were generated, by model and format.
+    """
+
+    ask: "_Asker"
+    folder: Path
+    checkpoint: Path | None
+    selection: Selection
+    dtype: str | None
+    own: str | None
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def refuse_misfit(self, planned: Sequence[Planned]) -> None:
+        """Raise HarnessError if no strategy loads the checkpoint into the model of the cells."""
+        cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
+        if not self.checkpoint or cell is None or library_of(cell.model.builder) is None:
+            return
+        checked = {"source": str(self.checkpoint), "selection": asdict(self.selection)}
+        answer = self.ask({"cell": asdict(cell), "checked": checked})
+        if "error" in answer:
+            raise HarnessError(*answer["error"])
+
+    def predict(self, planned: Planned, after: dict[str, Any]) -> Prediction:
+        """Return the prediction for a cell; ``after`` describes what follows the load."""
+        cell = replace(planned.cell, ranks=1)
+        fields = {
+            "cell": asdict(cell),
+            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or entries.folder()),
         }
-        made[key] = ask(fields | {"make": make})
-    place = made[key]
-    if place.get("cannot"):
-        return Prediction(planned.cell, cannot=place["cannot"])
-    strategy = {"strategy_path": str(planned.strategy.path)}
-    of_one = from_json(cell, ask(fields | place | strategy | after))
-    return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
+        key = f"{cell.model}{cell.format}"
+        if key not in self.made:
+            make = {
+                "folder": f"{self.folder}/{len(self.made)}",
+                "dtype": self.dtype,
+                "source": str(self.checkpoint) if self.checkpoint else None,
+                "own": self.own == cell.format,
+                "selection": asdict(self.selection),
+            }
+            self.made[key] = self.ask(fields | {"make": make})
+        place = self.made[key]
+        if place.get("cannot"):
+            return Prediction(planned.cell, cannot=place["cannot"])
+        strategy = {"strategy_path": str(planned.strategy.path)}
+        of_one = from_json(cell, self.ask(fields | place | strategy | after))
+        return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
 
 
 class _Asker:

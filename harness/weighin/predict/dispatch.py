@@ -17,7 +17,9 @@ from weighin.predict.storage import SMALL_BYTES, Place
 _EMPTY: Final = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
 })  # fmt: skip
-_METADATA: Final = frozenset({"set_", "resize_", "resize_as_", "detach_", "_resize_output_"})
+_METADATA: Final = frozenset({
+    "set_", "resize_", "resize_as_", "detach_", "_resize_output_", "_unsafe_view",
+})  # fmt: skip
 _FILLED: Final = frozenset({"zeros", "ones", "full", "rand", "randn", "randint", "eye"})
 _LIKE: Final = frozenset({
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -120,13 +122,7 @@ class Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would make torch import dynamo: 820 modules, 68 MiB
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Call(func, args, kwargs or {})
         if call.has_no_memory:
             return call.run()
@@ -213,7 +209,8 @@ class Operations(TorchDispatchMode):
         shapes: Any
         if call.name in _SAME:
             dtype = call.kwargs.get("dtype") or call.args[0].dtype
-            shapes = torch.empty_like(call.args[0], dtype=dtype, device="meta")
+            form = call.kwargs.get("memory_format") or torch.preserve_format
+            shapes = torch.empty_like(call.args[0], dtype=dtype, device="meta", memory_format=form)
         else:
             shapes = self._shapes(call)
         results = tree_map(

@@ -38,13 +38,7 @@ class Devices(TorchFunctionMode):
             torch.Tensor.pin_memory: self._pin_memory,
         }
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         own = self._own.get(func)
         if own is not None:

@@ -11,6 +11,7 @@ one by one. Their positions differ between processes, so that a ``Heap`` models 
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from weighin.predict.extents import PAGE_BYTES, HeapPages
@@ -20,6 +21,7 @@ _FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT
 _LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
 _HEAD_BYTES: Final = 16  # malloc's header before each block
 _ALIGNING_BYTES: Final = 64 + 32  # posix_memalign adds this for torch's 64-byte alignment
+_BEST_FIT: Final = attrgetter("size", "address")
 _TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: the size that trimming leaves at the top
 
 
@@ -33,10 +35,6 @@ class Chunk:
     free: bool = False
     before: "Chunk | None" = None
     after: "Chunk | None" = None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address
 
 
 class Heap:
@@ -55,16 +53,16 @@ class Heap:
         self._trim_threshold = _FIRST_THRESHOLD_BYTES
         self._top = 0
         self._last: Chunk | None = None  # the chunk just below the top
-        self._holes: list[tuple[tuple[int, int], Chunk]] = []
+        self._holes: list[Chunk] = []
 
     def malloc(self, nbytes: int) -> Chunk:
         """Return a chunk for ``nbytes`` bytes."""
         wanted = nbytes + _ALIGNING_BYTES
         if wanted >= self._threshold:
             return Chunk(0, nbytes, in_heap=False)
-        at = bisect_left(self._holes, (wanted, -1), key=lambda item: item[0])
+        at = bisect_left(self._holes, (wanted, -1), key=_BEST_FIT)
         if at < len(self._holes):
-            return self._from_hole(self._holes.pop(at)[1], nbytes + self._added_bytes)
+            return self._from_hole(self._holes.pop(at), nbytes + self._added_bytes)
         chunk = Chunk(self._top, nbytes + self._added_bytes, in_heap=True, before=self._last)
         if self._last:
             self._last.after = chunk
@@ -81,7 +79,7 @@ class Heap:
         chunk.free = True
         for other in (chunk.before, chunk.after):
             if other and other.free:
-                self._holes.pop(bisect_left(self._holes, other.key, key=lambda item: item[0]))
+                self._holes.pop(bisect_left(self._holes, _BEST_FIT(other), key=_BEST_FIT))
         first = chunk.before if chunk.before and chunk.before.free else chunk
         last = chunk.after if chunk.after and chunk.after.free else chunk
         first.size = last.address + last.size - first.address
@@ -93,11 +91,11 @@ class Heap:
         else:
             self._lower_top(first)
             return
-        insort(self._holes, (first.key, first), key=lambda item: item[0])
+        insort(self._holes, first, key=_BEST_FIT)
 
     def trim(self) -> None:
         """Release every page that no chunk in use covers, as ``malloc_trim`` does."""
-        for _, hole in self._holes:
+        for hole in self._holes:
             self.pages.remove(hole.address, hole.size)
         self.pages.remove_from(self._top)
 
@@ -109,7 +107,7 @@ class Heap:
         else:
             self._last = rest
         hole.after, hole.size, hole.free = rest, size, False
-        insort(self._holes, (rest.key, rest), key=lambda item: item[0])
+        insort(self._holes, rest, key=_BEST_FIT)
         return hole
 
     def _lower_top(self, chunk: Chunk) -> None:

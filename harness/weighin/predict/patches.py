@@ -76,7 +76,11 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
     original = Path.read_bytes
     fakes = {module.load: load, module.load_file: load_file}
-    found = {name: fakes[value] for name, value in names.items() if _is_among(value, fakes)}
+    found = {
+        name: fakes[value]
+        for name, value in names.items()
+        if any(value is function for function in fakes)  # a value need not be hashable
+    }
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield
 
@@ -87,10 +91,6 @@ class _FileBytes:
 
     path: Path
     memory: torch.Tensor
-
-
-def _is_among(value: Any, functions: dict[Any, Any]) -> bool:
-    return any(value is function for function in functions)
 
 
 def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def _legacy(ledger: Ledger) -> Any:
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
-    from weighin.loader import converted, fill, small
+    from weighin.loader import computed, fill, small
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.reads import Fillable
 
@@ -204,7 +204,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     with (
         patch.object(fill, "being_filled", being_filled),
         patch.object(small, "fill_all", fill_groups),
-        patch.object(converted, "fill_all", fill_all),
+        patch.object(computed, "fill_all", fill_all),
         patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield

@@ -200,6 +200,7 @@ class Prediction:
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
     """Return the prediction that a child process sent as JSON."""
     fields.pop("error", None)  # of a HarnessError, whose text is in ``cannot``, too
+    fields.pop("cell", None)
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
     reasons = tuple(fields.pop("reasons", ()))
     work = Work(**fields.pop("work", {}))

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction, Work
+from weighin.predict.prediction import PredictedUse, Prediction, Work
 
 _PRIVATE: Final = (
     "baseline_anon_bytes",
@@ -41,7 +41,10 @@ def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
         cell=cell,
         floor_bytes=floor,
         work=Work(**work),
-        phases=tuple(_phase(phase, ranks) for phase in of_one.phases),
+        phases=tuple(
+            replace(phase, host_anon_peak_bytes=phase.host_anon_peak_bytes * ranks)
+            for phase in of_one.phases
+        ),
         reasons=(*of_one.reasons, f"in each of {ranks} ranks"),
         use=of_one.use and replace(of_one.use, **_private(of_one.use, ranks)),
         **_private(of_one, ranks),
@@ -54,7 +57,3 @@ def _private(figures: Prediction | PredictedUse, ranks: int) -> dict[str, Any]:
         for name in _PRIVATE
         if hasattr(figures, name)
     }
-
-
-def _phase(phase: PredictedPhase, ranks: int) -> PredictedPhase:
-    return replace(phase, host_anon_peak_bytes=phase.host_anon_peak_bytes * ranks)

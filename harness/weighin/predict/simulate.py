@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from weighin.predict.fake_cuda import pretended
 from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
-from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, PredictedUse, Work
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, Prediction, Work
 from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
 from weighin.predict.using import UseToFollow, follow
@@ -35,30 +35,6 @@ _PART: Final = 4096  # of the rows or columns of a matrix; more of them need no 
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """The result of one symbolic run: the fields of ``Prediction`` without its cell."""
-
-    model_bytes: int
-    baseline_anon_bytes: int
-    baseline_file_bytes: int
-    host_anon_peak_bytes: int
-    host_anon_least_bytes: int
-    host_anon_most_bytes: int
-    tensor_peak_bytes: int
-    host_file_peak_bytes: int
-    in_flight_bytes: int
-    floor_bytes: int
-    cuda_requested_bytes: int | None
-    cuda_allocated_bytes: int | None
-    cuda_reserved_bytes: int | None
-    disk_read_bytes: int
-    work: Work
-    phases: tuple[PredictedPhase, ...]
-    reasons: tuple[str, ...]
-    use: PredictedUse | None = None
-
-
 def run(
     cell: Cell,
     builder: Callable[..., torch.nn.Module],
@@ -68,7 +44,7 @@ def run(
     own_bytes: int,
     read_ahead_bytes: int,
     use: UseToFollow | None = None,
-) -> SimulatedRun:
+) -> Prediction:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
     Args:
@@ -100,7 +76,7 @@ def run(
         with safetensors_reads(ledger, load.__globals__):
             model = load(job)
         ledger.work["modules"] += len(sys.modules) - modules
-    loaded = _ready(ledger, model, device, read_ahead_bytes)
+    loaded = _ready(ledger, model, cell, read_ahead_bytes)
     if use is None:
         return loaded
     if use.inputs and device.type == "cpu":
@@ -113,7 +89,7 @@ def run(
     return replace(
         loaded,
         use=used,
-        floor_bytes=max(loaded.floor_bytes, in_use),
+        floor_bytes=max(loaded.floor_bytes or 0, in_use),
         phases=tuple(ledger.phases),
     )
 
@@ -126,19 +102,17 @@ def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def _ready(
-    ledger: Ledger, model: torch.nn.Module, device: torch.device, read_ahead_bytes: int
-) -> SimulatedRun:
+def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes: int) -> Prediction:
     """Read every tensor of the loaded model; return the figures of the load."""
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
         for tensor in tensors.values():
             ledger.read(tensor)
-        if device.type == "cpu":
+        if torch.device(cell.device).type == "cpu":
             _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
-    return _figures(ledger, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
+    return _figures(ledger, cell, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 
 def _floor(most_bytes: int, in_flight_bytes: int) -> int:
@@ -178,7 +152,7 @@ def _multiply(model: torch.nn.Module) -> None:
         torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
 
 
-def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
+def _figures(ledger: Ledger, cell: Cell, model_bytes: int, in_flight_bytes: int) -> Prediction:
     """Return the peaks; ``in_flight_bytes`` are file pages in reading, which stay in RAM."""
     highest: dict[str, Any] = {
         f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
@@ -188,7 +162,8 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Simulate
     }
     work = Work(**ledger.work)
     most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
-    return SimulatedRun(
+    return Prediction(
+        cell,
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         baseline_file_bytes=ledger.baseline.file_bytes,

@@ -1,6 +1,5 @@
 """Write checkpoints without values: sparse files that take almost no disk space."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def make_sparse(
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
     with leaving_holes():
-        formats.named(fmt).write(target, tensors, _nothing)
+        formats.named(fmt).write(target, tensors, lambda _name: ())
     return target
 
 
@@ -98,7 +97,3 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     Manifest(model.name, model.builder, "predicted", entries).write(path)
     return path
-
-
-def _nothing(_name: str) -> Iterator[torch.Tensor]:
-    yield from ()

@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 import torch
 
+from weighin.models import tensor_memory
 from weighin.predict.allocator import CudaBlock
 from weighin.predict.extents import Extents
 from weighin.predict.heap import Chunk
@@ -59,7 +60,5 @@ class MappedFile:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte and the number of bytes that its elements span."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+    start, end = tensor_memory.extent(tensor)
+    return tensor.data_ptr(), end - start

@@ -14,8 +14,6 @@ from weighin.predict.check import Checked, Summary
 from weighin.predict.prediction import Prediction
 from weighin.units import GIB, MIB, format_bytes
 
-SCHEMA: Final = 1
-
 # The tolerance of a predicted anonymous peak: this share of the peak plus these bytes.
 _ERROR_SHARE: Final = 0.01
 _ERROR_BYTES: Final = 16 * MIB
@@ -40,7 +38,7 @@ _PEAKS: Final = {
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return all predictions for ``--json``; bytes are integers, None means not predicted."""
-    return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in predictions]}
+    return {"predictions": [one_as_json(one) for one in predictions]}
 
 
 def one_as_json(prediction: Prediction) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from weighin.models.operations import tensors_in
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.extents import Extents
 from weighin.predict.ledger import Ledger
@@ -20,7 +21,6 @@ from weighin.uses import FORK, TRAINING, phase_of
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import named_tensors
 from weighin.worker.uses import CHILDREN, Done, Given
-from weighin.worker.verify import tensors_in
 
 _OF_A_CHILD_BYTES: Final = 4 * MIB
 """The private memory of a forked Python process beside the weights that it writes."""

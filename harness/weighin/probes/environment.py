@@ -3,6 +3,7 @@
 import mmap
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,13 @@ from weighin.record import USUAL_PAGE_BYTES
 from weighin.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not delay a run
+# A submodule has a configuration of its own, so that git does not look into it.
+_STATUS: Final = (
+    "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
+)  # fmt: skip
+_OWN_FILTER: Final = re.compile(
+    r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
+)
 _READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
 SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
@@ -47,7 +55,8 @@ def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder.
 
     ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
-    whether tracked files differ from that commit.
+    whether tracked files differ from that commit. ``git_dirty`` is None if the work tree's own
+    configuration names a filter, which git would run.
     """
     commit, is_changed = _commit()
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
@@ -55,7 +64,7 @@ def code() -> dict[str, Any]:
 
 def _commit() -> tuple[str | None, bool | None]:
     """Return the commit of the current folder, and whether tracked files differ from it."""
-    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    status = None if _has_own_filters() else _git(*_STATUS)
     if status is None:  # perhaps it took too long
         return _git("rev-parse", "--verify", "HEAD"), None
     lines = status.splitlines()
@@ -103,10 +112,18 @@ def _page_size() -> dict[str, int]:
     return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
 
 
+def _has_own_filters() -> bool:
+    """Tell whether the work tree's own configuration names programs that git runs to compare files."""
+    listed = _git("config", "--show-scope", "--name-only", "--list")
+    return listed is None or _OWN_FILTER.search(listed) is not None
+
+
 def _git(*arguments: str) -> str | None:
+    """Return what git prints, or None; git starts no program that the current folder names."""
     try:
         ended = subprocess.run(
-            ["git", "--no-optional-locks", *arguments],
+            ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments],
+            env=os.environ | {"GIT_ALLOW_PROTOCOL": ""},  # objects that are missing are not fetched
             capture_output=True,
             text=True,
             errors="replace",

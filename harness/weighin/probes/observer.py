@@ -6,7 +6,7 @@ process in the worker's container reads the files there
 ``weighin.isolation.docker.remote_observer``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,27 @@ class Observation:
     oom_kills: int | None = None
     limit_events: dict[str, int] | None = None
     escape: str = ""
+
+
+def observe(cgroup: MemoryCgroup | None, mark: PeakMark | None) -> Observation:
+    """Read the figures of a cgroup, and its peak since the reset of ``mark``."""
+    if cgroup is None or mark is None:
+        return Observation()
+    some_ns, full_ns = cgroup.read_pressure_ns()
+    return Observation(
+        usage_bytes=cgroup.read_usage(),
+        peak_bytes=mark.read(),
+        refaults=cgroup.read_refaults(),
+        some_ns=some_ns,
+        full_ns=full_ns,
+        oom_kills=cgroup.read_oom_kills(),
+        limit_events=cgroup.read_limit_events(),
+    )
+
+
+def grown(before: int | None, after: int | None) -> int | None:
+    """Return by how much a counter grew; None if it was not read at both instants."""
+    return None if before is None or after is None else after - before
 
 
 class Observer(Protocol):
@@ -109,21 +130,11 @@ class LocalObserver:
         return self._others.number, self._others.private_bytes
 
     def look(self) -> Observation:
-        if self._cgroup is None or self._mark is None:
-            return Observation()
-        some_ns, full_ns = self._cgroup.read_pressure_ns()
-        return Observation(
-            usage_bytes=self._cgroup.read_usage(),
-            peak_bytes=self._mark.read(),
-            refaults=self._cgroup.read_refaults(),
-            some_ns=some_ns,
-            full_ns=full_ns,
-            oom_kills=self._cgroup.read_oom_kills(),
-            limit_events=self._cgroup.read_limit_events(),
-            escape=self._escape(self._cgroup),
-        )
+        return replace(observe(self._cgroup, self._mark), escape=self._escape(self._cgroup))
 
-    def _escape(self, cgroup: MemoryCgroup) -> str:
+    def _escape(self, cgroup: MemoryCgroup | None) -> str:
+        if cgroup is None:
+            return ""
         if has_left(self._pid, cgroup.path):
             return "left its cgroup"
         if cgroup.path.exists() and cgroup.read_limit() != self._limit_bytes:

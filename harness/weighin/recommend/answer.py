@@ -25,9 +25,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend import calibration as calibrating
 from weighin.recommend.calibration import Calibration
-from weighin.recommend.ordering import ranked
-from weighin.recommend.prior_runs import Evidence, find
-from weighin.recommend.ranking import (
+from weighin.recommend.candidates import (
     OWN_CODE,
     SAVED_AS,
     Candidate,
@@ -37,6 +35,8 @@ from weighin.recommend.ranking import (
     doubt_bytes,
     slowness,
 )
+from weighin.recommend.prior_runs import Evidence, find
+from weighin.recommend.ranking import ranked
 from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
@@ -44,7 +44,6 @@ from weighin.suite.matrix import Planned
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, TRAINING
 
-SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow, which name requirements that a recommended strategy may have."""
 
@@ -149,7 +148,6 @@ class Advice:
         """Return the whole answer for ``--json``."""
         asked = self.question
         return {
-            "schema": SCHEMA,
             "model": asked.model.title,
             "device": asked.device,
             "dtype": asked.dtype,

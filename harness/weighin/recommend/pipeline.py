@@ -14,8 +14,8 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.recommend.answer import SCHEMA, Advice, PriorKnowledge, Question, advise, gather
-from weighin.recommend.ranking import Limits
+from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
+from weighin.recommend.candidates import Limits
 from weighin.units import format_bytes, format_exact
 
 _TOGETHER: Final = "together"
@@ -46,7 +46,6 @@ class PipelineAdvice:
     def as_json(self) -> dict[str, Any]:
         """Return the whole answer for ``--json``."""
         return {
-            "schema": SCHEMA,
             "pipeline": self.title,
             "ram_limit_bytes": self.limits.ram_bytes,
             "vram_limit_bytes": self.limits.vram_bytes,

@@ -5,6 +5,7 @@ afterwards is that of the last one. Multiples of the model count from the baseli
 """
 
 from weighin.record import Result
+from weighin.records.repeats import largest
 
 
 def used_ns(result: Result) -> int | None:
@@ -20,8 +21,7 @@ def peak_rss_bytes(result: Result) -> int | None:
 
 def peak_cgroup_bytes(result: Result) -> int | None:
     """Return the cgroup's peak during the use; None without one, or where the kernel keeps no mark."""
-    peaks = [phase.peak_cgroup_bytes for phase in result.use_phases]
-    return max((peak for peak in peaks if peak is not None), default=None)
+    return largest(phase.peak_cgroup_bytes for phase in result.use_phases)
 
 
 def anon_bytes(result: Result) -> int | None:

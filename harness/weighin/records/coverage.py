@@ -54,7 +54,7 @@ def coverage(
 ) -> Coverage:
     """Compare the cells and the settings of the plan of ``run`` with the run's results."""
     is_search = "within" in settings
-    again = f"weighin {verb_of(settings)} --resume {quote(str(run))}"
+    again = resume_command(verb_of(settings), run)
     shard = str(settings.get("shard", ""))
     if is_search:
         left = _unfinished(cells, results, settings["within"], Aim(settings.get("aim", Aim.ENDS)))
@@ -71,6 +71,11 @@ def verb_of(settings: Mapping[str, Any]) -> str:
     if "within" in settings:
         return "floor"
     return "run" if settings.get("command") else "bench"
+
+
+def resume_command(verb: str, run: Path) -> str:
+    """Return the command that measures the cells of a run that have no record yet."""
+    return f"weighin {verb} --resume {quote(str(run))}"
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:

@@ -20,6 +20,11 @@ def middle(values: Iterable[_Number | None]) -> _Number | None:
     return known[(len(known) - 1) // 2] if known else None
 
 
+def largest(values: Iterable[int | None]) -> int | None:
+    """Return the largest of the known values; None if there are none."""
+    return max((value for value in values if value is not None), default=None)
+
+
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
     """Return the items in groups of the same key; groups and their items keep the order."""
     groups: dict[_Key, list[_Item]] = {}

@@ -26,7 +26,7 @@ from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.record import SCHEMA, Outcome, Result
-from weighin.records.coverage import Coverage, coverage, verb_of
+from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
 from weighin.records.repeats import grouped
 from weighin.records.validate import impossible
 
@@ -354,7 +354,7 @@ def _resume(run: Path) -> str:
         verb = verb_of(read_plan(run).settings)
     except RecordError:  # there is no plan, or it is damaged
         verb = "bench"
-    return f"weighin {verb} --resume {quote(str(run))}"
+    return resume_command(verb, run)
 
 
 def _parse_record(path: Path, number: int, line: bytes) -> Result:

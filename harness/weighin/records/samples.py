@@ -1,29 +1,48 @@
-"""Read the samples of a cell, for those who need no table of pandas."""
+"""Read the samples and the allocator traces of a run, which are CSV files of whole numbers."""
 
-import csv
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from operator import attrgetter
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Any, Final
 
-from weighin.record import Result, Sample
+from weighin.record import Sample
 
 _NAMES: Final = tuple(field.name for field in fields(Sample))
+_REQUIRED: Final = sum(field.default is MISSING for field in fields(Sample))
+_TOO_LARGE: Final = 2**63  # no counter of the kernel reaches this value
 
 
-def read_samples(run: Path, result: Result) -> list[Sample]:
-    """Return the samples of a cell, oldest first; empty if there are none. Damaged rows are left out."""
-    path = result.samples_path
+def read_samples(run: Path, path: str | None) -> list[Sample]:
+    """Return the samples in a file of a run, oldest first; empty if there are none.
+
+    A row without a required figure is left out, as are the rows that ``read_columns`` leaves out.
+    """
+    rows = read_columns(run, path, _NAMES)
+    samples = [Sample(*row) for row in rows if None not in row[:_REQUIRED]]
+    return sorted(samples, key=attrgetter("t_ns"))
+
+
+def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the named columns of each row in a file of a run; None is a missing value.
+
+    An incomplete last line and rows with impossible values are left out. A file that is missing,
+    unreadable or outside the run's folder has no rows, because a foreign record is not trusted.
+    """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
-        return []
+        return
     try:
         text = (run / path).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return []
-    samples = []
-    for row in csv.DictReader(text.splitlines()):
+        return
+    head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
+    places = {name: place for place, name in enumerate(head.split(","))}
+    wanted = [places.get(name) for name in names]
+    for line in lines:
+        texts = line.split(",")
         try:
-            figures = {name: int(row[name]) for name in _NAMES if row.get(name)}
-            samples.append(Sample(**figures))
-        except (TypeError, ValueError):  # a figure is missing, or is no number
+            row = tuple(int(texts[at]) if at is not None and texts[at] else None for at in wanted)
+        except (IndexError, ValueError):
             continue
-    return sorted(samples, key=lambda sample: sample.t_ns)
+        if all(value is None or 0 <= value < _TOO_LARGE for value in row):
+            yield row

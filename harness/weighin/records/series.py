@@ -100,6 +100,19 @@ def name_of(cell: Cell) -> str:
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 
 
+def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
+    """Return a strategy's name, with its format, options and environment where those differ in ``cells``."""
+    same = [other for other in cells if other.strategy == cell.strategy]
+    words = [cell.strategy]
+    if any(other.format != cell.format for other in same):
+        words.append(cell.format)
+    if any(other.options != cell.options for other in same):
+        words += [f"{key}={value}" for key, value in cell.options.items()]
+    if any(other.environment != cell.environment for other in same):
+        words += cell.settings
+    return " ".join(words)
+
+
 def _words_of_a_model(cell: Cell) -> list[str]:
     return [cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device]
 

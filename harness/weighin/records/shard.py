@@ -37,4 +37,5 @@ def parse(text: str) -> Shard:
     raise ConfigError(
         f"--shard: cannot read {text!r}",
         "write the shard's number, from 1, and the number of shards: --shard 2/8",
+        option="--shard",
     )

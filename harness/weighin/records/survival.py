@@ -12,6 +12,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.records.repeats import grouped, middle
+from weighin.records.series import label_among
 from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
 from weighin.units import format_seconds
 
@@ -70,16 +71,7 @@ class Matrix:
 
     def label(self, row: int) -> str:
         """Return a row's name: the strategy, with format and options if they vary by row."""
-        cell = self.rows[row]
-        same = [other for other in self.rows if other.strategy == cell.strategy]
-        words = [cell.strategy]
-        if any(other.format != cell.format for other in same):
-            words.append(cell.format)
-        if any(other.options != cell.options for other in same):
-            words += [f"{key}={value}" for key, value in cell.options.items()]
-        if any(other.environment != cell.environment for other in same):
-            words += cell.settings
-        return " ".join(words)
+        return label_among(self.rows[row], self.rows)
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:

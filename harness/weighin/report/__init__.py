@@ -1,7 +1,7 @@
 """Write the report of a run: report.html, report.md, summary.csv, peaks.png and timeline.png.
 
 ``report`` reads only the folder of the run. ``report`` is the only package of weighin that imports
-pandas and matplotlib, and it imports them only when it writes a report.
+matplotlib, to draw a picture, and pandas, to write cells.parquet; other reports need neither.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "
     from rich.console import Group
     from rich.text import Text
 
-    from weighin.report import sections  # pandas takes half a second to import
+    from weighin.report import sections
 
     parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
     for section in sorted(sections.of(results, warnings), key=lambda section: section.is_found):
@@ -50,6 +50,6 @@ def write_report(
         UnknownName: ``writing.FORMATS`` does not contain a requested format.
     """
     from weighin.records import run_folder
-    from weighin.report import writing  # pandas and matplotlib take a second to import
+    from weighin.report import writing
 
     return writing.write(run, records or run_folder.read_whole(run), formats or writing.DEFAULT)

@@ -6,16 +6,14 @@ Memory is a multiple of the model's size, above the memory after the imports.
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import pandas as pd
-
 from weighin.record import Outcome, Result
 from weighin.records import after_load
 from weighin.records.metrics import ready_anon
 from weighin.records.repeats import middle
 from weighin.report import captions
-from weighin.report.dataframe import known, series, varying
 from weighin.report.findings import Found, of_texts
 from weighin.report.markdown import plain
+from weighin.report.rows import Row, series, split, values, varying
 from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
@@ -43,28 +41,27 @@ def found(results: Sequence[Result]) -> list[Found]:
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]], int]:
     """Return the headings, a row for each strategy, and the number of columns with names."""
     results = [one for one in results if one.cell.operation == "load"]
-    frame = series(results)
-    extra = [name for name in varying(frame) if name != "use"]
+    rows = series(results)
+    extra = [name for name in varying(rows) if name != "use"]
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.cell.series, []).append(result)
-    uses = [use for use in dict.fromkeys(frame["use"]) if use != NONE]
-    rows = [
-        [*map(_name, ("strategy", *extra), values), *_cells(group, groups, uses)]
-        for values, group in frame.groupby(["strategy", *extra], sort=False, dropna=False)
+    uses = [use for use in values(rows, "use") if use != NONE]
+    lines = [
+        [*map(_name, ("strategy", *extra), names), *_cells(group, groups, uses)]
+        for names, group in split(rows, ["strategy", *extra]).items()
     ]
     heads = ["RAM limit" if name == "ram_limit_bytes" else name for name in extra]
-    return ["strategy", *heads, _READY, *map(str, uses)], rows, 1 + len(extra)
+    return ["strategy", *heads, _READY, *map(str, uses)], lines, 1 + len(extra)
 
 
 def _name(name: str, value: Any) -> str:
-    value = known(value)
     return captions.size(value) if name == "ram_limit_bytes" else plain(str(value or _MISSING))
 
 
-def _cells(frame: pd.DataFrame, groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:
+def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:
     """Return the memory of one strategy after the load, and then for each use."""
-    of_use = dict(zip(frame["use"], (groups[name] for name in frame["group"]), strict=True))
+    of_use = {row["use"]: groups[row["group"]] for row in rows}
     everything = [result for group in of_use.values() for result in group]
     texts = [_use_text(of_use.get(use, [])) for use in uses]
     return [multiple(everything, ready_anon), *texts]

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-import pandas as pd
-
 from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
-from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.report.operations import Kind
+from weighin.report.rows import DIMENSIONS, Row, values, varying
 from weighin.text import few
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, NONE
@@ -37,7 +35,6 @@ def size(value: int | None) -> str:
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     """Return a dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
-    value = known(value)
     if name == "operation":
         return operations.KINDS[value].doing
     if name == "model":
@@ -53,33 +50,33 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     return f"{words} {value}" if value else f"no {words}"
 
 
-def has_uses(frame: pd.DataFrame) -> bool:
+def has_uses(rows: Sequence[Row]) -> bool:
     """Return whether a model of these series was used in another way than by forward passes."""
-    return not {*frame["use"].dropna()} <= {FORWARD, NONE}
+    return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 
-def model_size(frame: pd.DataFrame) -> int | None:
+def model_size(rows: Sequence[Row]) -> int | None:
     """Return the model's size in bytes, or None if no row has it or the rows differ."""
-    sizes = frame["model_bytes"].dropna().unique()
-    return int(sizes[0]) if len(sizes) == 1 else None
+    sizes: set[int | None] = {*values(rows, "model_bytes")} - {None}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str] = ()) -> str:
+def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str] = ()) -> str:
     """Return one line with the properties that all rows share, the machine and the commit."""
-    if frame.empty:
+    if not rows:
         return "No cells were measured."
-    first = frame.iloc[0]
-    changing = {*varying(frame), *without, *operations.first_of(frame).lacks}
+    first = rows[0]
+    changing = {*varying(rows), *without, *operations.first_of(rows).lacks}
     if first["operation"] in operations.UNNAMED:
         changing.add("operation")
-    if not has_uses(frame):
+    if not has_uses(rows):
         changing.add("use")
     words = [
-        dimension(name, first[name], model_size(frame))
+        dimension(name, first[name], model_size(rows))
         for name in DIMENSIONS
         if name not in changing
-        and frame[name].nunique(dropna=False) == 1
-        and (known(first[name]) or name == "ram_limit_bytes")
+        and len(values(rows, name)) == 1
+        and (first[name] or name == "ram_limit_bytes")
     ]
     return " · ".join([*words, *machine([result.environment for result in results]), code(results)])
 
@@ -107,22 +104,22 @@ def _commit(environment: Mapping[str, Any]) -> str:
     return f"{str(commit)[:_COMMIT_DIGITS]}{changed}" if commit else "unknown"
 
 
-def doing(frame: pd.DataFrame) -> str:
+def doing(rows: Sequence[Row]) -> str:
     """Return the operations of the cells: "loading", "saving", or "loading and saving"."""
-    return " and ".join(kind.doing for kind in operations.of(frame)) if len(frame) else ""
+    return " and ".join(kind.doing for kind in operations.of(rows)) if rows else ""
 
 
-def title(frame: pd.DataFrame) -> str:
+def title(rows: Sequence[Row]) -> str:
     """Return the title of a report: "Loading gpt2-xl", "Running train.py, serve.py"."""
-    named = "strategy" if "model" in operations.first_of(frame).lacks else "model"
-    names = ", ".join(dict.fromkeys(frame[named])) or "nothing"
-    return f"{doing(frame).capitalize() or 'Loading'} {names}"
+    named = "strategy" if "model" in operations.first_of(rows).lacks else "model"
+    names = ", ".join(values(rows, named)) or "nothing"
+    return f"{doing(rows).capitalize() or 'Loading'} {names}"
 
 
-def ending(row: Any) -> str:
+def ending(row: Mapping[str, Any]) -> str:
     """Return the outcome of a series, followed by the phase in which a load was cut off."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
-    phase = None if is_whole else known(row["last_phase"])
+    phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
 
 

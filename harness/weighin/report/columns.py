@@ -1,22 +1,21 @@
 """Define the number columns of a run's tables: their figures, headings, units and formats."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
-
-import pandas as pd
+from typing import Final
 
 from weighin.report import captions, operations
-from weighin.report.dataframe import is_below_import, known
 from weighin.report.markdown import plain
 from weighin.report.operations import ABOVE_IMPORT
+from weighin.report.rows import Row, has, is_below_import
 from weighin.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers: ``key`` is the frame's column, ``scale`` divides its values.
+    """A column of numbers: ``key`` is the rows' column, ``scale`` divides its values.
 
-    ``at_least`` names the frame's column that tells whether a figure is only a lower bound.
+    ``at_least`` names the column that tells whether a figure is only a lower bound.
     """
 
     key: str
@@ -75,39 +74,38 @@ HEADINGS: Final = {
 }
 
 
-def figures_of(frame: pd.DataFrame) -> list[Column]:
+def figures_of(rows: Sequence[Row]) -> list[Column]:
     """Return the number columns for these series, with the headings of their operation."""
-    kinds = operations.of(frame)
+    kinds = operations.of(rows)
     keys = list(dict.fromkeys(key for kind in kinds for key in kind.figures))
     headings = kinds[0].headings if len(kinds) == 1 else {}
     return [
         replace(_COLUMNS[key], heading=headings.get(key, _COLUMNS[key].heading))
         for key in keys
-        if (not any(key in kind.measured for kind in kinds) or frame[key].notna().any())
-        and (key not in operations.OF_USES or captions.has_uses(frame))
-        and (key != ABOVE_IMPORT or not is_below_import(frame))
+        if (not any(key in kind.measured for kind in kinds) or has(rows, key))
+        and (key not in operations.OF_USES or captions.has_uses(rows))
+        and (key != ABOVE_IMPORT or not is_below_import(rows))
     ]
 
 
-def name_text(name: str, row: "pd.Series[Any]") -> str:
+def name_text(name: str, row: Row) -> str:
     """Return the value of a series in one dimension as text."""
-    value = known(row[name])
+    value = row[name]
     return captions.size(value) if name.endswith("_limit_bytes") else plain(str(value or "-"))
 
 
-def figure_text(row: "pd.Series[Any]", figure: Column) -> str:
+def figure_text(row: Row, figure: Column) -> str:
     """Return a figure of a series as text without its unit, with "≥" if the series needs at least this."""
     text = number_text(row[figure.key], figure)
     return f"≥ {text}" if figure.at_least and text != "-" and row[figure.at_least] else text
 
 
-def number_text(value: Any, figure: Column) -> str:
+def number_text(value: float | None, figure: Column) -> str:
     """Return a figure as text without its unit; "-" if it is missing."""
-    value = known(value)
     return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
 
 
-def range_text(row: "pd.Series[Any]", figure: Column) -> str:
+def range_text(row: Row, figure: Column) -> str:
     """Return the range of the repeats' values as text; empty if both ends have the same text."""
     low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
     return "" if low == high else f"{low}..{high}"

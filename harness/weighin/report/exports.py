@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
-import pandas as pd
-
 from weighin.cell import Cell
 from weighin.errors import extra
 from weighin.record import Outcome, Result
@@ -23,7 +21,8 @@ from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
 from weighin.records.repeats import latest
 from weighin.records.series import Series, SeriesRun, name_of, summarise
-from weighin.report import dataframe, operations
+from weighin.report import operations
+from weighin.report.rows import BYTES, LIMITS, NUMBERS, OF_CELLS, cells
 from weighin.text import one_line
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
 
 
 def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
-    """Return a Parquet file with one row per cell: the columns of ``dataframe.cells``, unrounded.
+    """Return a Parquet file with one row per cell: the columns of ``rows.cells``, unrounded.
 
     Every row also has the run's number of missing cells.
 
@@ -108,9 +107,19 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
     """
     with extra("parquet", "parquet"):
         import pyarrow  # noqa: F401  # an extra, because it takes 170 MB and few users need it
+    import pandas as pd  # imported here: it takes half a second, and no other format needs it
+
+    rows = cells(results)
+    names = operations.concerning(rows, OF_CELLS)
+    # As objects: pandas would convert integers beside None to floats, which cannot hold 2**53 + 1.
+    table = pd.DataFrame(
+        [[row[name] for name in names] for row in rows], columns=names, dtype=object
+    )
+    table[_MISSING] = missing
+    types = dict.fromkeys((*BYTES, *LIMITS, "repeat", _MISSING), "Int64")
+    types |= dict.fromkeys(NUMBERS, "Float64")
+    table = table.astype({name: types.get(name, "object") for name in table.columns})
     file = BytesIO()
-    table = operations.concerning(dataframe.cells(results).drop(columns="group"))
-    table[_MISSING] = pd.array([missing] * len(table), dtype="Int64")
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()
 

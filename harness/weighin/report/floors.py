@@ -5,10 +5,11 @@ from typing import Any, Final
 
 from weighin.record import Result
 from weighin.records.floor import Aim, Floor, Life, floors
+from weighin.records.series import label_among
 from weighin.report import captions, operations
-from weighin.report.dataframe import series
 from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
+from weighin.report.rows import series
 from weighin.report.survival import SIGNS
 from weighin.units import GIB, MIB, format_seconds
 
@@ -162,17 +163,15 @@ def _below(floor: Floor) -> str:
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
     """Return the strategy's name, with the properties that distinguish floors of the same strategy."""
-    cell = floor.cell
-    same = [other.cell for other in searched if other.cell.strategy == cell.strategy]
-    words = [cell.strategy]
-    for name in ("format", "options", "model", "isolation", "after_load"):
-        value = getattr(cell, name)
-        if any(getattr(other, name) != value for other in same):
-            texts = {
-                "options": ", ".join(f"{k}={v}" for k, v in cell.options.items()),
-                "model": cell.model.title,
-            }
-            words.append(texts.get(name, value))
+    cell, cells = floor.cell, [each.cell for each in searched]
+    same = [other for other in cells if other.strategy == cell.strategy]
+    words = [label_among(cell, cells)]
+    if any(other.model != cell.model for other in same):
+        words.append(cell.model.title)
+    if any(other.isolation != cell.isolation for other in same):
+        words.append(cell.isolation)
+    if any(other.after_load != cell.after_load for other in same):
+        words.append(cell.after_load)
     return " ".join(words)
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from weighin import __version__
 from weighin.record import Result
 from weighin.report import captions, operations, sections, summary
-from weighin.report.dataframe import series
 from weighin.report.html import bars, facts, scatter, table, timelines
+from weighin.report.rows import has, series
 
 _PACKAGE = "weighin.report.html"  # where the templates are
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:  # a tenth of a second to import
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
     """Return the report of a run as HTML; ``run`` is the folder that has its samples."""
-    frame = series(results)
-    ids = table.ids(frame)
+    rows = series(results)
+    ids = table.ids(rows)
     parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
     return (
         _templates()
         .get_template("report.html")
         .render(
-            title=captions.title(frame) if len(frame) else "A run without cells",
-            paragraphs=summary.paragraphs(frame, results),
-            shared=captions.shared(frame, results),
+            title=captions.title(rows) if rows else "A run without cells",
+            paragraphs=summary.paragraphs(rows, results),
+            shared=captions.shared(rows, results),
             sections=[part for part in parts if part[0] != sections.FIGURES],
             explained=[part for part in parts if part[0] == sections.FIGURES],
-            has_cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
-            kind=operations.first_of(frame),
-            bars=bars.build(frame, ids),
-            scatters=scatter.build(frame),
-            timelines=timelines.build(run, results, frame, ids),
+            has_cuda=has(rows, "peak_cuda_allocated_bytes"),
+            kind=operations.first_of(rows),
+            bars=bars.build(rows, ids),
+            scatters=scatter.build(rows),
+            timelines=timelines.build(run, results, rows, ids),
             environment=facts.environment(results),
             when=facts.when(results),
             version=__version__,

@@ -3,13 +3,12 @@
 No other module of the reports asks which operation a cell has: it asks here for a column or a word.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import pandas as pd
-
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
+from weighin.report.rows import Row
 
 Meaning = tuple[str, str, str, str]
 """The name, unit, meaning and accuracy of a figure."""
@@ -44,7 +43,7 @@ class Kind:
         figures: the keys of the number columns, in order.
         headings: the headings of columns that have another heading for other operations.
         measured: the figures that are left out if no cell has them.
-        lacks: the columns of a frame that say nothing of this operation.
+        lacks: the columns of rows that say nothing of this operation.
         held: the column and the name of the memory that a bar shows first.
         cached: the name of the memory that a bar shows next to it.
         peak: the column and the name of the figure that a bar's marker shows.
@@ -243,19 +242,19 @@ UNNAMED: Final = ("load", "command")
 """The operations that a caption does not name: a load is usual, and a command has a label."""
 
 
-def of(frame: pd.DataFrame) -> list[Kind]:
+def of(rows: Sequence[Row]) -> list[Kind]:
     """Return the operations of these series; those of loads if there is no series."""
-    found = [kind for name, kind in KINDS.items() if (frame["operation"] == name).any()]
-    return found or [KINDS[USUAL]]
+    names = {row["operation"] for row in rows} or {USUAL}
+    return [kind for name, kind in KINDS.items() if name in names]
 
 
-def first_of(frame: pd.DataFrame) -> Kind:
+def first_of(rows: Sequence[Row]) -> Kind:
     """Return the operation of these series; of several operations, that of the first series."""
-    return KINDS[frame["operation"].iloc[0]] if len(frame) else KINDS[USUAL]
+    return KINDS[rows[0]["operation"] if rows else USUAL]
 
 
-def concerning(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame of cells or of series without the columns that none of its operations has."""
-    absent = frozenset.intersection(*(kind.lacks for kind in of(frame)))
-    names = {f"{name}{end}" for name in absent for end in ("", "_min", "_max")}
-    return frame.drop(columns=[name for name in frame.columns if name in names])
+def concerning(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return the columns to export: those that an operation of these cells or series has."""
+    absent = frozenset.intersection(*(kind.lacks for kind in of(rows)))
+    names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
+    return [name for name in columns if name not in names]

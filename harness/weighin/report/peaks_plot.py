@@ -6,12 +6,10 @@ Bars are the sampled maxima of anonymous and file-backed memory; a marker is the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import pandas as pd
-
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report import style as look
-from weighin.report.dataframe import known, series
+from weighin.report.rows import Row, has, series
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -24,11 +22,11 @@ _MARGIN: Final = 1.3  # room right of the bars for the outcomes
 
 def draw_peaks(results: Sequence[Result]) -> "Figure":
     """Return bars of each series' memory, with the exact peak, the limit and the model's size."""
-    frame = series(results)
-    if frame.empty:
+    rows = series(results)
+    if not rows:
         return look.empty_figure("Memory while loading")
-    kind = operations.first_of(frame)
-    scenes = list(look.scenes(frame))
+    kind = operations.first_of(rows)
+    scenes = list(look.scenes(rows))
     drawn = scenes[: look.MAX_PANELS]
     heights = [len(group) + 1.6 for _, group in drawn]
     figure, grid = look.new_figure(
@@ -40,26 +38,26 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
     grid[-1, 0].set_xlabel(f"memory of {kind.subject}, GiB", fontsize=9)
     lines = [
-        captions.shared(frame, results, without=("model", "ram_limit_bytes")),
+        captions.shared(rows, results, without=("model", "ram_limit_bytes")),
         "Bars: the sampled maximum of each part; the parts may peak at different times, and short "
         f"spikes may be missed. Marker and number: {kind.marker} until {kind.until}.",
     ]
-    if (frame["outcome"] != Outcome.OK.value).any():
+    if any(row["outcome"] != Outcome.OK for row in rows):
         lines.append(
             "Hatched: not ok; the figures are the last readings, not the memory that it needs."
         )
-    if frame["repeats"].max() > 1:
+    if any(row["repeats"] > 1 for row in rows):
         lines.append("Medians of the repeats; the line through a marker is their range.")
     if len(scenes) > len(drawn):
         lines.append(f"{len(scenes) - len(drawn)} more panels are not drawn: see summary.csv.")
-    title = look.headline(frame, f"Peak memory while {captions.doing(frame)}")
-    look.dress(figure, title, _legend(frame), lines)
+    title = look.headline(rows, f"Peak memory while {captions.doing(rows)}")
+    look.dress(figure, title, _legend(rows), lines)
     return figure
 
 
-def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:
+def _panel(axes: "Axes", group: Sequence[Row], right: float) -> None:
     labels = [look.verbatim(label) for label in look.row_labels(group)]
-    for place, (_, row) in enumerate(group.iterrows()):
+    for place, row in enumerate(group):
         _bar(axes, place, row, right)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
@@ -69,17 +67,17 @@ def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:
     _references(axes, group, right)
 
 
-def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
+def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
     """Draw one series: both parts of its bar, the exact peak with its range, and the outcome."""
-    shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK.value
+    shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     kind = operations.KINDS[row["operation"]]
-    anonymous = (known(row[kind.held[0]]) or 0) / GIB
-    file_backed = (known(row["file_sampled_bytes"]) or 0) / GIB
+    anonymous = (row[kind.held[0]] or 0) / GIB
+    file_backed = (row["file_sampled_bytes"] or 0) / GIB
     axes.barh(place, anonymous, color=shade, label="anonymous", **style)
     axes.barh(place, file_backed, left=anonymous, color=look.tint(shade), label="file", **style)
     end = max(anonymous + file_backed, *_marks(axes, place, row))
-    peak = known(row[kind.peak[0]])
+    peak = row[kind.peak[0]]
     words = [] if peak is None else [f"{peak / GIB:.2f}"]
     words += [] if is_ok else [captions.ending(row)]
     # On a white box, because the text may cross the line of the limit.
@@ -91,24 +89,24 @@ def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
     )  # fmt: skip
 
 
-def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
+def _marks(axes: "Axes", place: int, row: Row) -> tuple[float, float]:
     """Draw the exact peaks, and return the largest peaks of the process and of the GPU, in GiB."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
     key, name = operations.KINDS[row["operation"]].peak
-    if (peak := known(row[key])) is not None:
+    if (peak := row[key]) is not None:
         low, rss = row[f"{key}_min"] / GIB, row[f"{key}_max"] / GIB
         axes.plot([low, rss], [place, place], color="black", linewidth=1.2, label="range")
         axes.plot(peak / GIB, place, marker="D", mfc="white", label=name, **style)
-    if (allocated := known(row["peak_cuda_allocated_bytes"])) is not None:
+    if (allocated := row["peak_cuda_allocated_bytes"]) is not None:
         cuda = allocated / GIB
         axes.plot(cuda, place, marker="^", label="CUDA peak", **style)
     return rss, cuda
 
 
-def _references(axes: "Axes", group: pd.DataFrame, right: float) -> None:
+def _references(axes: "Axes", group: Sequence[Row], right: float) -> None:
     """Draw the model's size and the RAM limit as lines with labels above the panel."""
-    limit, model = known(group["ram_limit_bytes"].iloc[0]), captions.model_size(group)
+    limit, model = group[0]["ram_limit_bytes"], captions.model_size(group)
     across = axes.get_xaxis_transform()
     style: dict[str, Any] = {"transform": across, "va": "bottom", "fontsize": 8, "color": look.INK}
     if model:
@@ -123,20 +121,20 @@ def _references(axes: "Axes", group: pd.DataFrame, right: float) -> None:
         axes.text(right * _MARGIN, 1.02, f"RAM limit {captions.size(limit)} →", ha="right", **style)
 
 
-def _legend(frame: pd.DataFrame) -> list[Any]:
+def _legend(rows: Sequence[Row]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     marker: dict[str, Any] = {"linestyle": "", "color": "black", "markersize": 5}
-    kind = operations.first_of(frame)
+    kind = operations.first_of(rows)
     peak = f"{kind.peak[1]} ({kind.peak_accuracy})"
     handles: list[Any] = [
         Patch(facecolor=look.GREY, label=f"{kind.held[1]} (sampled)", **look.EDGE),
         Patch(facecolor=look.tint(look.GREY), label=f"{kind.cached} (sampled)", **look.EDGE),
         Line2D([], [], marker="D", markerfacecolor="white", label=peak, **marker),
     ]
-    if (frame["outcome"] != Outcome.OK.value).any():
+    if any(row["outcome"] != Outcome.OK for row in rows):
         handles.append(Patch(facecolor="white", hatch="////", label="not ok", **look.EDGE))
-    if frame["peak_cuda_allocated_bytes"].notna().any():
+    if has(rows, "peak_cuda_allocated_bytes"):
         handles.append(Line2D([], [], marker="^", label="CUDA peak, on the GPU (exact)", **marker))
     return handles

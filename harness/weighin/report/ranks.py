@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.record import Result
 from weighin.records.rank_growth import RankSeries, over_ranks, sum_of_peaks, unreclaimable
 from weighin.records.repeats import middle
+from weighin.records.series import label_among
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.dataframe import series
 from weighin.report.findings import Found, of_texts
+from weighin.report.rows import series
 from weighin.units import GIB
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 def draw_ranks(results: Sequence[Result]) -> "Figure":
     """Return a figure of the memory of all ranks together over the number of ranks."""
     measured = over_ranks(results)
+    cells = [each.cell for each in measured]
     figure, grid = look.new_figure(3.4, 1, 1)
     axes = grid[0][0]
     handles: list[Any] = []
@@ -54,7 +56,7 @@ def draw_ranks(results: Sequence[Result]) -> "Figure":
         (handle,) = axes.plot(
             [x for x, _ in points], [y for _, y in points], "o-",
             color=look.colour(each.cell.strategy), linewidth=1.8, markersize=5,
-            label=look.verbatim(_label(each, measured)),
+            label=look.verbatim(label_among(each.cell, cells)),
         )  # fmt: skip
         handles.append(handle)
     numbers = sorted({ranks for each in measured for ranks in each.charges})
@@ -79,13 +81,14 @@ def draw_ranks(results: Sequence[Result]) -> "Figure":
 
 def _rows(results: Sequence[Result]) -> list[list[str]]:
     measured, rows = over_ranks(results), []
+    cells = [each.cell for each in measured]
     for each in measured:
         for ranks, repeats in each.by_ranks.items():
             charge = each.charges.get(ranks)
             above = _multiple([charge], each.model_bytes)
             rows.append(
                 [
-                    _label(each, measured),
+                    label_among(each.cell, cells),
                     str(ranks),
                     _gib([one.peaks.cgroup_bytes for one in repeats]),
                     above,
@@ -102,18 +105,6 @@ def _growth(each: RankSeries) -> str:
     if each.growth is None:
         return "-"
     return f"{each.growth} ({each.copies_per_rank:.2f}x a rank)"
-
-
-def _label(each: RankSeries, measured: Sequence[RankSeries]) -> str:
-    """Return a series' name: the strategy, with the format if the strategy has several."""
-    cell = each.cell
-    same = [one.cell for one in measured if one.cell.strategy == cell.strategy]
-    words = [cell.strategy]
-    if any(one.format != cell.format for one in same):
-        words.append(cell.format)
-    if any(one.options != cell.options for one in same):
-        words += [f"{key}={value}" for key, value in cell.options.items()]
-    return " ".join(words)
 
 
 def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:

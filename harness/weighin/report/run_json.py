@@ -6,17 +6,15 @@ Bytes are integers. None means that a figure was not measured.
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from weighin.record import Result
 from weighin.records.explanation import answer
 from weighin.records.floor import floors
-from weighin.report import dataframe, operations
-from weighin.report.dataframe import known
+from weighin.report import operations
 from weighin.report.floors import as_dict
 from weighin.report.history import History, HistoryPoint
-
-SCHEMA: Final = 1
+from weighin.report.rows import OF_SERIES, series
 
 
 def of_run(
@@ -32,12 +30,11 @@ def of_run(
     is the explanation in words, a list of lines.
     """
     is_one_command = len(results) == 1 and bool(results[0].cell.command)
-    frame = dataframe.series(results).drop(columns="group")
-    rows = operations.concerning(frame).to_dict("records")
+    rows = series(results)
+    names = operations.concerning(rows, OF_SERIES)
     return {
-        "schema": SCHEMA,
         "run": str(run),
-        "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
+        "series": [{name: _plain(row[name]) for name in names} for row in rows],
         "missing_cells": missing,
         "warnings": list(warnings),
         "files": [str(path) for path in files],
@@ -48,7 +45,6 @@ def of_run(
 def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> dict[str, Any]:
     """Return the RAM floors that a search found, and the paths of written files."""
     return {
-        "schema": SCHEMA,
         "run": str(run),
         "floors": [as_dict(floor) for floor in floors(results)],
         "files": [str(path) for path in files],
@@ -58,7 +54,6 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
 def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
     """Return a metric over runs: all points, and the runs where its level or an outcome changed."""
     return {
-        "schema": SCHEMA,
         "metric": history.metric.name,
         "unit": history.metric.unit,
         "runs": [
@@ -96,8 +91,7 @@ def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a frame's value for JSON, and a whole float (a median of bytes) as an integer."""
-    value = known(value)
+    """Return a row's value for JSON, and a whole float as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
@@ -24,11 +23,11 @@ from weighin.report import (
 )
 from weighin.report import terminal as terminals
 from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
-from weighin.report.dataframe import series
 from weighin.report.findings import Found, markdown, terminal
 from weighin.report.html import facts
 from weighin.report.html.table import build
 from weighin.report.markdown import plain
+from weighin.report.rows import Row, series
 from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:
@@ -59,18 +58,18 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
     Findings come before the long table, because a reader looks for findings first.
     """
-    frame = series(results)
-    if frame.empty:
+    rows = series(results)
+    if not rows:
         return [*_listed("Warnings", [("", text) for text in warnings], style="yellow")]
     all_warnings = captions.warnings(results, warnings)
     return [
         *findings(results),
-        _cells(frame, results),
-        *_listed("Not ok", tables.what_went_wrong(frame)),
+        _cells(rows, results),
+        *_listed("Not ok", tables.what_went_wrong(rows)),
         *_of_commands(results),
         *_refused(results),
         *_listed("Warnings", [("", text) for text in all_warnings], style="yellow"),
-        _figures(frame, results),
+        _figures(rows, results),
     ]
 
 
@@ -108,12 +107,12 @@ def _tables(
     return Section(heading, *shown, is_found, pictures)
 
 
-def _cells(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
+def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     return Section(
         "All results",
-        lambda: terminals.cells(frame, results),
-        lambda: "\n".join(tables.markdown_cells(frame, "### {}")).rstrip("\n"),
-        lambda: [Cells(build(frame))],
+        lambda: terminals.cells(rows, results),
+        lambda: "\n".join(tables.markdown_cells(rows, "### {}")).rstrip("\n"),
+        lambda: [Cells(build(rows))],
     )
 
 
@@ -158,14 +157,14 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
         )
 
 
-def _figures(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
+def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     unused = captions.note_unused(results)
-    notes = [*unused, *tables.note_lines(frame)]
+    notes = [*unused, *tables.note_lines(rows)]
     return Section(
         FIGURES,
         lambda: Group(*(Text(line, style="dim") for line in notes)),
         lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [*_items(unused), Explained(facts.figures(frame))],
+        lambda: [*_items(unused), Explained(facts.figures(rows))],
     )
 
 

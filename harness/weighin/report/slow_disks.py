@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.series import label_among
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import captions
 from weighin.report import style as look
-from weighin.report.dataframe import series
 from weighin.report.findings import Found, of_texts
+from weighin.report.rows import series
 from weighin.units import format_latency, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -145,25 +146,13 @@ def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None
 
 def _rows(results: Sequence[Result]) -> list[_Row]:
     groups: dict[tuple[str, str], _Row] = {}
+    cells = [result.cell for result in results]
     for result in latest(results):
         cell = result.cell
-        name, scene = _name(cell, results), _scene(cell)
+        name, scene = label_among(cell, cells), _scene(cell)
         row = groups.setdefault((name, scene), _Row(name, scene, cell.strategy, {}))
         row.by_disk.setdefault((cell.disk_bytes_per_s, cell.disk_latency_ns), []).append(result)
     return list(groups.values())
-
-
-def _name(cell: Cell, results: Sequence[Result]) -> str:
-    """Return a strategy's name, with its format and options if those vary."""
-    same = [each.cell for each in results if each.cell.strategy == cell.strategy]
-    words = [cell.strategy]
-    if any(each.format != cell.format for each in same):
-        words.append(cell.format)
-    if any(each.options != cell.options for each in same):
-        words += [f"{key}={value}" for key, value in cell.options.items()]
-    if any(each.environment != cell.environment for each in same):
-        words += cell.settings
-    return " ".join(words)
 
 
 def _scene(cell: Cell) -> str:

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-import pandas as pd
-
 from weighin.report import captions, operations
-from weighin.report.dataframe import known, varying
+from weighin.report.rows import Row, split, values, varying
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -150,37 +148,35 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
         )  # fmt: skip
 
 
-def headline(frame: pd.DataFrame, subject: str) -> str:
+def headline(rows: Sequence[Row], subject: str) -> str:
     """Return the figure's title: the subject, and the model and the limit if all rows share them."""
-    changing, first = varying(frame), frame.iloc[0]
-    size = captions.model_size(frame)
-    changing += [name for name in operations.first_of(frame).lacks if name == "model"]
+    changing, first = varying(rows), rows[0]
+    size = captions.model_size(rows)
+    changing += [name for name in operations.first_of(rows).lacks if name == "model"]
     model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
     limit = captions.dimension("ram_limit_bytes", first["ram_limit_bytes"])
     return f"{subject}{model}" + ("" if "ram_limit_bytes" in changing else f", {limit}")
 
 
-def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+def scenes(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Split the series into comparable groups, and yield the title and the rows of each group."""
-    by = [name for name in SCENE if name in varying(frame)]
-    if not by:
-        yield "", frame
-        return
-    for values, group in frame.groupby(by, sort=False, dropna=False):
+    changing = varying(rows)
+    by = [name for name in SCENE if name in changing]
+    for found, group in split(rows, by).items():
         size = captions.model_size(group)
-        pairs = zip(by, values, strict=True)
+        pairs = zip(by, found, strict=True)
         yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
 
 
-def extent_gib(group: pd.DataFrame) -> float:
+def extent_gib(group: Sequence[Row]) -> float:
     """Return the largest value that a panel's axis must show, in GiB."""
     kind = operations.first_of(group)
-    parts = group[kind.held[0]].fillna(0) + group["file_sampled_bytes"].fillna(0)
     marks = (f"{kind.peak[0]}_max", "peak_cuda_allocated_bytes", "model_bytes")
-    data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
-    limit = known(group["ram_limit_bytes"].iloc[0]) or 0
+    bars = ((row[kind.held[0]] or 0) + (row["file_sampled_bytes"] or 0) for row in group)
+    data: int = max(*bars, *(row[name] or 0 for row in group for name in marks))
+    limit: int = group[0]["ram_limit_bytes"] or 0
     # A limit far beyond the data would squeeze the bars; a label at the edge names it instead.
-    return float(max(data, limit if limit <= 2 * data else 0)) / GIB or 1.0
+    return max(data, limit if limit <= 2 * data else 0) / GIB or 1.0
 
 
 def empty_figure(title: str) -> "Figure":
@@ -192,11 +188,11 @@ def empty_figure(title: str) -> "Figure":
     return figure
 
 
-def row_labels(group: pd.DataFrame) -> list[str]:
+def row_labels(group: Sequence[Row]) -> list[str]:
     """Return a label for each row: the strategy, with format and options if these vary."""
     labels = []
-    for _, row in group.iterrows():
-        same = group[group["strategy"] == row["strategy"]]
-        extra = [row[name] for name in ("format", "options") if same[name].nunique() > 1]
-        labels.append(" ".join([str(row["strategy"]), *(str(word) for word in extra if word)]))
+    for row in group:
+        same = [other for other in group if other["strategy"] == row["strategy"]]
+        extra = [row[name] for name in ("format", "options") if len(values(same, name)) > 1]
+        labels.append(" ".join(filter(None, [row["strategy"], *extra])))
     return labels

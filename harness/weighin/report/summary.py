@@ -1,16 +1,15 @@
 """Summarise a run in sentences: the strategies that work under each limit, and the fastest one."""
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Final
-
-import pandas as pd
 
 from weighin.record import Outcome, Result
 from weighin.records.floor import Aim, Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
 from weighin.report import captions, floors, operations, style
-from weighin.report.dataframe import is_below_import, known, varying
+from weighin.report.rows import Row, is_below_import, values, varying
 from weighin.units import GIB
 
 _MOST: Final = 16  # paragraphs; a longer text would not be a summary
@@ -29,13 +28,13 @@ _ENDINGS: Final = {
 }
 
 
-def paragraphs(frame: pd.DataFrame, results: Sequence[Result] = ()) -> list[str]:
+def paragraphs(rows: Sequence[Row], results: Sequence[Result] = ()) -> list[str]:
     """Return one paragraph for each limit, device and other setting of a run.
 
     For a search for RAM floors, return the floors and the cells without a limit. Verdicts and
     floors are computed from ``results``.
     """
-    if frame.empty:
+    if not rows:
         return ["No cells were measured."]
     judged = judge_all(results)
     thrashing = {
@@ -43,44 +42,44 @@ def paragraphs(frame: pd.DataFrame, results: Sequence[Result] = ()) -> list[str]
         for result in results
         if (judgement := judged[result.cell.id]) and judgement.verdict is Verdict.THRASHES
     }
-    frame = frame.assign(thrashes=[group in thrashing for group in frame["group"]])
-    scenes = [group for _, group in style.scenes(frame)]
+    rows = [row | {"thrashes": row["group"] in thrashing} for row in rows]
+    scenes = [group for _, group in style.scenes(rows)]
     if floors_text := _floors(results):
-        unlimited = [group for group in scenes if known(group["ram_limit_bytes"].iloc[0]) is None]
+        unlimited = [group for group in scenes if group[0]["ram_limit_bytes"] is None]
         return [floors_text, *(_paragraph(group, []) for group in unlimited)]
-    changing = [name for name in style.SCENE if name in varying(frame)]
+    changing = [name for name in style.SCENE if name in varying(rows)]
     texts = [_paragraph(group, changing) for group in scenes[:_MOST]]
     if len(scenes) > _MOST:
         texts.append(f"{len(scenes) - _MOST} more settings are in the table.")
     return texts
 
 
-def _paragraph(group: pd.DataFrame, changing: Sequence[str]) -> str:
+def _paragraph(group: Sequence[Row], changing: Sequence[str]) -> str:
     return " ".join([_works(group, changing), *_best(group), *_others(group)])
 
 
-def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
+def _works(group: Sequence[Row], changing: Sequence[str]) -> str:
     """Return the number of series that work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
-    row = group.iloc[0]
-    limit = known(row["ram_limit_bytes"])
+    row = group[0]
+    limit = row["ram_limit_bytes"]
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
     words = operations.KINDS[row["operation"]].words
     others = [name for name in changing if name not in {"model", "ram_limit_bytes"}]
     setting = [captions.dimension(name, row[name]) for name in others]
     start += f" ({', '.join(setting)})" if setting else ""
-    run = group[group["outcome"] != Outcome.SKIPPED.value]
-    good = run[run["ok"] == run["repeats"]]
+    run = [one for one in group if one["outcome"] != Outcome.SKIPPED]
+    good = [one for one in run if one["ok"] == one["repeats"]]
     # A strategy with several formats or options has several rows.
-    noun = words["several"] if run["strategy"].is_unique else words["variants"]
+    noun = words["several"] if len(values(run, "strategy")) == len(run) else words["variants"]
     model = f" {row['model']}" if row["model"] else ""
-    if run.empty:
+    if not run:
         return f"{start}, nothing was run."
     if len(run) == 1:
-        does = "works" if len(good) else "does not work"
+        does = "works" if good else "does not work"
         return (
             f"{start}, the only {words['what']} that was tried, {style.row_labels(run)[0]}, {does}."
         )
-    if good.empty:
+    if not good:
         return f"{start}, none of {len(run)} {noun} {words['does']}s{model}."
     share = "all" if len(good) == len(run) else f"{len(good)} of"
     count = f"{share} {len(run)} {noun} {words['does']}"
@@ -88,39 +87,41 @@ def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
     return f"{start}, {count}{model}: {_list(style.row_labels(good))}."
 
 
-def _best(group: pd.DataFrame) -> Iterator[str]:
+def _best(group: Sequence[Row]) -> Iterator[str]:
     """Yield the fastest working series, and the working series with the smallest peak RSS."""
-    good = group[(group["ok"] > 0) & (group["ok"] == group["repeats"])]
-    good = good.assign(label=style.row_labels(good))
+    good = [row for row in group if row["ok"] > 0 and row["ok"] == row["repeats"]]
+    labels = style.row_labels(good)
+    good = [row | {"label": label} for row, label in zip(good, labels, strict=True)]
     words = operations.first_of(group).words
-    timed = good[good["ready_s"].notna()].sort_values("ready_s")
-    if len(timed):
-        first = timed.iloc[0]
-        start = "The fastest is {}, {} in" if len(timed) > 1 else "{} is {} in"
+    if timed := sorted(
+        (row for row in good if row["ready_s"] is not None), key=itemgetter("ready_s")
+    ):
+        first, *others = timed
+        start = "The fastest is {}, {} in" if others else "{} is {} in"
         text = f"{start.format(first['label'], words['ready'])} {first['ready_s']:.2f} s"
-        near = timed.iloc[1:][timed["ready_s_min"].iloc[1:] <= first["ready_s_max"]]
-        if len(near) and first["repeats"] > 1:
-            text += f" (the times of its repeats overlap with {_list(near['label'].tolist())})"
+        near = [row["label"] for row in others if row["ready_s_min"] <= first["ready_s_max"]]
+        if near and first["repeats"] > 1:
+            text += f" (the times of its repeats overlap with {_list(near)})"
         yield text + "."
     key, name = operations.first_of(group).peak
-    sized = good[good[key].notna()].sort_values(key)
+    sized = sorted((row for row in good if row[key] is not None), key=itemgetter(key))
     if len(sized) > 1:
-        least = sized.iloc[0]
-        ratio = known(least["above_import_per_model"])
+        least = sized[0]
+        ratio = least["above_import_per_model"]
         is_left_out = ratio is None or is_below_import(sized)
         above = "" if is_left_out else f", {ratio:.2f} x the model above {words['before']}"
         peak = f"{least[key] / GIB:.3f} GiB"
         yield f"The smallest {name} is that of {least['label']}: {peak}{above}."
 
 
-def _others(group: pd.DataFrame) -> Iterator[str]:
+def _others(group: Sequence[Row]) -> Iterator[str]:
     """Yield the outcomes of the series that work in no repeat or only in some repeats."""
-    pairs = list(zip(style.row_labels(group), group["outcome"].tolist(), strict=True))
+    labels = style.row_labels(group)
+    pairs = [(label, row["outcome"]) for label, row in zip(labels, group, strict=True)]
     for outcome, words in _ENDINGS.items():
-        if names := [label for label, ended in pairs if ended == outcome.value]:
+        if names := [label for label, ended in pairs if ended == outcome]:
             yield f"{words}: {_list(names)}."
-    slow = [label for (label, _), is_slow in zip(pairs, group["thrashes"], strict=True) if is_slow]
-    if slow:
+    if slow := [label for label, row in zip(labels, group, strict=True) if row["thrashes"]]:
         yield f"Thrashing (the same pages are read again and again): {_list(slow)}."
     for label, ended in pairs:
         if " " in ended:

@@ -7,9 +7,9 @@ from weighin.record import Outcome, Result
 from weighin.records.survival import Matrix, matrices
 from weighin.records.verdict import Verdict
 from weighin.report import captions, operations
-from weighin.report.dataframe import series
 from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
+from weighin.report.rows import series
 
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}

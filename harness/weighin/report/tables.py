@@ -9,13 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TextIO
 
-import pandas as pd
-
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
-from weighin.report.dataframe import is_below_import, known, series, varying
 from weighin.report.markdown import plain, table_lines
+from weighin.report.rows import OF_SERIES, Row, has, is_below_import, series, split, varying
 from weighin.text import markdown as escaped
 
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.
@@ -38,14 +36,14 @@ class TextTable:
 
 def markdown_table(results: Sequence[Result]) -> str:
     """Return the tables of a run as markdown, with the caption below the tables."""
-    frame = series(results)
-    lines = [*markdown_cells(frame, "**{}**")] if not frame.empty else []
-    return "\n".join([*lines, escaped(captions.shared(frame, results))])
+    rows = series(results)
+    lines = markdown_cells(rows, "**{}**")
+    return "\n".join([*lines, escaped(captions.shared(rows, results))])
 
 
-def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
+def markdown_cells(rows: Sequence[Row], heading: str) -> Iterator[str]:
     """Yield the lines of each table; ``heading`` is the format string of a table's heading."""
-    for table in text_tables(frame):
+    for table in text_tables(rows):
         if table.heading:
             yield from (heading.format(escaped(table.heading)), "")
         yield from (*markdown_lines(table), "")
@@ -58,24 +56,22 @@ def write_summary(results: Sequence[Result], file: TextIO, missing: int | None =
 
     A text that a spreadsheet would read as a formula gets a leading apostrophe.
     """
-    frame = operations.concerning(series(results).drop(columns="group")).assign(
-        missing_cells=missing
-    )
+    rows = series(results)
+    names = operations.concerning(rows, OF_SERIES)
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(frame.columns)
-    for row in frame.to_dict("records"):
-        writer.writerow(_csv_cell(known(value)) for value in row.values())
+    writer.writerow([*names, "missing_cells"])
+    for row in rows:
+        writer.writerow(_csv_cell(value) for value in (*(row[name] for name in names), missing))
 
 
-def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
+def text_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Yield a table for each operation, model and device; other varying properties are columns."""
-    if frame.empty:
+    if not rows:
         return
-    changing = varying(frame)
+    changing = varying(rows)
     by = [name for name in _APART if name in changing]
     names = ["strategy", *(name for name in changing if name not in by)]
-    groups = frame.groupby(by, sort=False) if by else [((), frame)]
-    for values, group in groups:
+    for values, group in split(rows, by).items():
         size = captions.model_size(group)
         pairs = zip(by, values, strict=True)
         heading = " · ".join(captions.dimension(name, value, size) for name, value in pairs)
@@ -83,12 +79,12 @@ def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
 
 
 def text_table(
-    heading: str, group: pd.DataFrame, names: Sequence[str], figures: Sequence[Column]
+    heading: str, group: Sequence[Row], names: Sequence[str], figures: Sequence[Column]
 ) -> TextTable:
     """Return one table of these series, with the given columns of names and of numbers."""
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
-    for _, row in group.iterrows():
+    for row in group:
         texts = [*(name_text(name, row) for name in names), plain(captions.ending(row))]
         rows.append([*texts, *(figure_text(row, f) for f in figures)])
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
@@ -104,39 +100,39 @@ def markdown_lines(table: TextTable) -> Iterator[str]:
     return table_lines(heads, rows, names=table.names)
 
 
-def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
+def what_went_wrong(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return the name of each series that is not ok, and where and why the series ended."""
-    names = ["strategy", *varying(frame)]
+    names = ["strategy", *varying(rows)]
     troubles = []
-    for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():
+    for row in (row for row in rows if row["outcome"] != Outcome.OK):
         title = " · ".join(name_text(name, row) for name in names)
         why = plain(row["message"])
         why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
         # Most messages already name the phase.
-        names_phase = bool(known(row["last_phase"])) and repr(row["last_phase"]) in why
+        names_phase = bool(row["last_phase"]) and repr(row["last_phase"]) in why
         ending = plain(row["outcome"] if names_phase else captions.ending(row))
         troubles.append((title, ending + (f": {why}" if why else "")))
     return troubles
 
 
-def note_lines(frame: pd.DataFrame) -> list[str]:
+def note_lines(rows: Sequence[Row]) -> list[str]:
     """Return explanations of the figures, one per line."""
-    if frame.empty:
+    if not rows:
         return []
     return captions.note_figures(
-        operations.of(frame),
-        cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
-        repeats=int(frame["repeats"].max()),
-        ranks=bool(frame["ranks"].notna().any()),
-        below_import=is_below_import(frame),
-        uses=captions.has_uses(frame),
+        operations.of(rows),
+        cuda=has(rows, "peak_cuda_allocated_bytes"),
+        repeats=max(row["repeats"] for row in rows),
+        ranks=has(rows, "ranks"),
+        below_import=is_below_import(rows),
+        uses=captions.has_uses(rows),
     )
 
 
 def _csv_cell(value: object) -> object:
     if value is None:
         return ""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, float) and value.is_integer() else value
     text = plain(str(value))
     return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

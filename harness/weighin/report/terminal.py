@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeVar
 
-import pandas as pd
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,6 +14,7 @@ from rich.text import Text
 from weighin.record import Outcome, Result
 from weighin.report import captions
 from weighin.report.columns import HEADINGS, LEFT_OUT_FIRST
+from weighin.report.rows import Row
 from weighin.report.tables import TextTable, text_tables
 
 T = TypeVar("T")
@@ -39,14 +39,14 @@ class _Layout(NamedTuple):
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
 
 
-def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
+def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
     """Return one row per series, in one table per operation, model and device."""
     parts: list[RenderableType] = []
-    for table in map(_stacked, text_tables(frame)):
+    for table in map(_stacked, text_tables(rows)):
         if table.heading:
             parts.append(Text(table.heading, style="underline"))
         parts.append(_Fitted(table))
-    return Group(*parts, Text(captions.shared(frame, results), style="dim"))
+    return Group(*parts, Text(captions.shared(rows, results), style="dim"))
 
 
 @dataclass(frozen=True, slots=True)

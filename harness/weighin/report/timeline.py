@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import pandas as pd
-
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report import style as look
 from weighin.report.commands import stacks_at_peak
-from weighin.report.dataframe import series
+from weighin.report.rows import Row, series
 from weighin.report.timeline_data import (
     CUT_OFF,
     PARTS,
@@ -19,11 +17,13 @@ from weighin.report.timeline_data import (
     anonymous_by_rank,
     choose,
     cut_at,
+    has_part,
     highest,
     longest,
     marks,
     spans,
     thin,
+    thin_gpu,
 )
 from weighin.units import GIB, format_bytes, format_seconds
 
@@ -47,12 +47,12 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     """
     if not results:
         return look.empty_figure("Memory over time while loading")
-    frame = series(results)
-    tracks = choose(run, results, frame)
+    rows = series(results)
+    tracks = choose(run, results, rows)
     drawn = tracks[: look.MAX_PANELS]
     columns = min(2, len(drawn))
-    rows = -(-len(drawn) // columns)
-    figure, grid = look.new_figure(rows * 2.2 + 0.2, rows, columns, sharex=True, sharey=True)
+    lines = -(-len(drawn) // columns)
+    figure, grid = look.new_figure(lines * 2.2 + 0.2, lines, columns, sharex=True, sharey=True)
     span, top = longest(drawn), highest(drawn)
     for axes, track in zip(grid.flat, drawn, strict=False):
         axes.set_xlim(0, span)
@@ -60,16 +60,16 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
         _panel(axes, track, span)
     for axes in grid.flat[len(drawn) :]:
         axes.axis("off")
-    kind = operations.first_of(frame)
+    kind = operations.first_of(rows)
     for axes in grid[:, 0]:
         axes.set_ylabel(kind.axis, fontsize=9)
     for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
         axes.tick_params(labelbottom=True)  # even if the panel below is empty
-    for axes in grid.flat[(rows - 1) * columns : len(drawn)]:
+    for axes in grid.flat[(lines - 1) * columns : len(drawn)]:
         axes.set_xlabel(f"time since {kind.zero}, s", fontsize=9)
-    title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
+    title = look.headline(rows, f"Memory over time while {captions.doing(rows)}")
     handles = _legend(drawn, top * _HEADROOM, kind.cached)
-    look.dress(figure, title, handles, _caption(frame, results, tracks))
+    look.dress(figure, title, handles, _caption(rows, results, tracks))
     return figure
 
 
@@ -79,15 +79,15 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
         look.verbatim(f"{track.label}: {track.result.outcome}"), fontsize=9, loc="left", pad=13
     )
     _limit(axes, track.result.cell.ram_limit_bytes)
-    if track.table is None:
+    if not track.samples:
         why = "not run" if track.result.outcome is Outcome.SKIPPED else "no samples"
         axes.text(0.5, 0.4, why, transform=axes.transAxes, ha="center", fontsize=9, color=look.INK)
         if not track.end_s:
             return
     else:
-        _areas(axes, track, track.table)
-    if track.gpu is not None:
-        _gpu_line(axes, track, track.gpu)
+        _areas(axes, track)
+    if track.gpu:
+        _gpu_line(axes, track)
     _phases(axes, track, span)
     _marks(axes, track, span)
     if track.result.outcome in CUT_OFF:
@@ -103,19 +103,19 @@ def _limit(axes: "Axes", limit: int | None) -> None:
         axes.annotate(note, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
 
 
-def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
+def _areas(axes: "Axes", track: Track) -> None:
     """Stack anonymous, file-backed and shared memory."""
-    drawn_points = thin(table, _POINTS)
-    seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
+    points = thin(track.samples, _POINTS)
+    seconds = [(point.t_ns - track.zero_ns) / 1e9 for point in points]
     shade = look.colour(track.result.cell.strategy)
     fills: dict[str, Any] = dict(zip(PARTS, (shade, look.tint(shade), "white"), strict=True))
     # A layer of zeros is not drawn: an SVG would contain each of its points.
-    parts = [name for name in PARTS if name == PARTS[0] or drawn_points[name].any()]
-    layers = [drawn_points[name] / GIB for name in parts]
+    parts = [name for name in PARTS if name == PARTS[0] or has_part(points, name)]
+    layers = [[getattr(point, name) / GIB for point in points] for name in parts]
     colours, labels = [fills[name] for name in parts], list(parts)
-    total = sum(layers)
+    total = [sum(heights) for heights in zip(*layers, strict=True)]
     if track.ranks:  # a layer of anonymous memory for each rank, in two shades in turn
-        by_rank = [layer / GIB for layer in anonymous_by_rank(track, drawn_points)]
+        by_rank = [[size / GIB for size in layer] for layer in anonymous_by_rank(track, points)]
         shades = [shade if number % 2 == 0 else look.tint(shade) for number in range(len(by_rank))]
         layers, parts = [*by_rank, *layers[1:]], [*[PARTS[0]] * len(by_rank), *parts[1:]]
         colours, labels = [*shades, *["#DDDDDD" for _ in colours[1:]]], list(parts)
@@ -125,12 +125,11 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     axes.plot(seconds, total, color=look.INK, linewidth=0.8)
 
 
-def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
-    step = -(-len(table) // _POINTS)
-    thin = table.loc[table.groupby(table.index // step)["bytes"].idxmax()]
-    seconds = (thin["t_ns"] - track.zero_ns) / 1e9
+def _gpu_line(axes: "Axes", track: Track) -> None:
+    points = thin_gpu(track, _POINTS)
+    seconds = [(t_ns - track.zero_ns) / 1e9 for t_ns, _ in points]
     style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
-    axes.step(seconds, thin["bytes"] / GIB, where="post", **style)
+    axes.step(seconds, [used / GIB for _, used in points], where="post", **style)
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
@@ -208,9 +207,9 @@ def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
         Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
         Patch(facecolor=look.tint(look.GREY), label=cached, **look.EDGE),
     ]
-    if any(track.table is not None and track.table[_SHARED].any() for track in tracks):
+    if any(has_part(track.samples, _SHARED) for track in tracks):
         handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
-    if any(track.gpu is not None for track in tracks):
+    if any(track.gpu for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     if any(marks(track) for track in tracks):
         handles.append(Line2D([], [], color=look.INK, linestyle=":", label="line of output"))
@@ -222,10 +221,10 @@ def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
     return handles
 
 
-def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
+def _caption(rows: Sequence[Row], results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
     lines = [
-        captions.shared(frame, results, without=("model", "ram_limit_bytes")),
-        f"All memory is sampled from outside {operations.first_of(frame).outside}; short spikes may be"
+        captions.shared(rows, results, without=("model", "ram_limit_bytes")),
+        f"All memory is sampled from outside {operations.first_of(rows).outside}; short spikes may be"
         " missed. Bands: phases.",
         *_stacks(tracks),
     ]
@@ -236,9 +235,9 @@ def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Tr
         )
     if any(track.result.trace_path for track in tracks):
         lines.append("On the GPU: requested bytes, exact, from a trace of every allocator event.")
-    elif any(track.gpu is not None for track in tracks):
+    elif any(track.gpu for track in tracks):
         lines.append("On the GPU: allocated bytes, sampled.")
-    if frame["repeats"].max() > 1:
+    if any(row["repeats"] > 1 for row in rows):
         lines[1] += " The first repeat of each."
     if len(tracks) > look.MAX_PANELS:
         lines.append(f"{len(tracks) - look.MAX_PANELS} more panels are not drawn: see samples/.")

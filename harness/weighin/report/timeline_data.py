@@ -1,17 +1,17 @@
 """Select the data of timelines: samples and phases of each series' first repeat, on shared axes."""
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-import pandas as pd
-
-from weighin.record import Outcome, Phase, Result
+from weighin.record import Outcome, Phase, Result, Sample
 from weighin.records.repeats import latest
+from weighin.records.samples import read_columns, read_samples
 from weighin.report import captions, style
-from weighin.report.dataframe import possible, rank_samples, samples
+from weighin.report.rows import Row, values
 from weighin.units import GIB
 
 # Outcomes that end a cell early; a timeline marks the time of the end.
@@ -31,35 +31,36 @@ CUT_OFF: Final = frozenset(
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
+_Point = TypeVar("_Point")
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
     """One cell's memory over time from ``zero_ns``, the start of its first phase or first sample.
 
-    ``gpu`` has the columns t_ns and bytes, with exact values from a trace or else samples. ``ranks``
-    has the samples of each rank of a cell of several ranks. Of a command in a cgroup, the file-backed
-    memory of ``table`` is all page cache that is charged to the group.
+    ``gpu`` has pairs of a time and bytes, exact from a trace or else sampled. ``ranks`` has the
+    samples of each rank of a cell of several ranks. Of a command in a cgroup, the file-backed memory
+    of ``samples`` is all page cache that is charged to the group.
     """
 
     label: str
     result: Result
-    table: pd.DataFrame | None
+    samples: Sequence[Sample]
     zero_ns: int
     end_s: float
-    gpu: pd.DataFrame | None = None
-    ranks: Sequence[pd.DataFrame] = ()
+    gpu: Sequence[tuple[int, int]] = ()
+    ranks: Sequence[Sequence[Sample]] = ()
 
 
-def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Track]:
-    """Return the first repeat of each series of ``frame``, with its samples."""
+def choose(run: Path, results: Sequence[Result], rows: Sequence[Row]) -> list[Track]:
+    """Return the first repeat of each series of ``rows``, with its samples."""
     first: dict[str, Result] = {}
     for result in latest(results):
         first.setdefault(result.cell.series, result)
-    labels = style.row_labels(frame)
-    scene = [name for name in style.SCENE if frame[name].nunique(dropna=False) > 1]
+    labels = style.row_labels(rows)
+    scene = [name for name in style.SCENE if len(values(rows, name)) > 1]
     tracks = []
-    for label, (_, row) in zip(labels, frame.iterrows(), strict=True):
+    for label, row in zip(labels, rows, strict=True):
         result = first[row["group"]]
         words = [captions.dimension(name, row[name]) for name in scene]
         tracks.append(_track(" · ".join([label, *words]), run, result))
@@ -83,16 +84,13 @@ def cut_at(track: Track) -> tuple[float, float]:
 
     The last samples of a killed command come after the kill: its place is the sample with the most memory.
     """
-    table = track.table
-    if table is None:
+    if not track.samples:
         return track.end_s, 0.0
-    ran, at = track.result.ran, table.index[-1]
-    if ran and ran.peak_ns is not None and track.result.outcome is Outcome.OOM_KILLED:
-        at = int((table["t_ns"] - ran.peak_ns).abs().to_numpy().argmin())
-        return (table["t_ns"].iloc[at] - track.zero_ns) / 1e9, float(
-            table["rss_bytes"].iloc[at]
-        ) / GIB
-    return track.end_s, float(table["rss_bytes"][at]) / GIB
+    peak_ns = track.result.ran.peak_ns if track.result.ran else None
+    if peak_ns is not None and track.result.outcome is Outcome.OOM_KILLED:
+        nearest = min(track.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+        return (nearest.t_ns - track.zero_ns) / 1e9, nearest.rss_bytes / GIB
+    return track.end_s, track.samples[-1].rss_bytes / GIB
 
 
 def marks(track: Track) -> list[tuple[float, str]]:
@@ -115,67 +113,82 @@ def longest(tracks: Sequence[Track]) -> float:
 
 def highest(tracks: Sequence[Track]) -> float:
     """Return the top of the shared memory axis in GiB, which includes a limit near the data."""
-    tables = [track.table for track in tracks if track.table is not None]
+    sampled = [sample.rss_bytes for track in tracks for sample in track.samples]
     peaks = [
         phase_peak(track.result, phase) or 0 for track in tracks for phase in track.result.phases
     ]
-    gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
-    data = max([*(float(table["rss_bytes"].max()) for table in tables), *peaks, *gpu], default=0.0)
+    gpu = [used for track in tracks for _, used in track.gpu]
+    data = max([*sampled, *peaks, *gpu], default=0)
     limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
     near = [limit for limit in limits if not data or limit <= 2 * data]
     return max([data, *near]) / GIB or 1.0
 
 
-def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
+def has_part(samples: Sequence[Sample], part: str) -> bool:
+    """Return whether a sample has memory of this part, one of ``PARTS``."""
+    return any(getattr(sample, part) for sample in samples)
+
+
+def thin(samples: Sequence[Sample], points: int) -> list[Sample]:
     """Return at most ``points`` samples: from each time bin, the sample with the most memory."""
-    step = -(-len(table) // points)
-    return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
+    return _thin(samples, points, attrgetter("rss_bytes"))
 
 
-def anonymous_by_rank(track: Track, points: pd.DataFrame) -> "list[pd.Series[float]]":
+def thin_gpu(track: Track, points: int) -> list[tuple[int, int]]:
+    """Return at most ``points`` points of the GPU's memory, chosen as ``thin`` chooses samples."""
+    return _thin(track.gpu, points, itemgetter(1))
+
+
+def anonymous_by_rank(track: Track, points: Sequence[Sample]) -> list[list[int]]:
     """Return the anonymous memory of each rank, in bytes, at the times of ``points``."""
-    return [
-        pd.merge_asof(points[["t_ns"]], table[["t_ns", "anon_bytes"]], on="t_ns")[
-            "anon_bytes"
-        ].fillna(0)
-        for table in track.ranks
-    ]
+    layers = []
+    for samples in track.ranks:
+        times = [sample.t_ns for sample in samples]
+        places = [bisect_right(times, point.t_ns) for point in points]
+        layers.append([samples[at - 1].anon_bytes if at else 0 for at in places])
+    return layers
+
+
+def _thin(points: Sequence[_Point], most: int, memory: Callable[[_Point], int]) -> list[_Point]:
+    step = max(1, -(-len(points) // most))
+    bins = (points[start : start + step] for start in range(0, len(points), step))
+    return [max(one, key=memory) for one in bins]
 
 
 def _track(label: str, run: Path, result: Result) -> Track:
-    table = samples(run, result)
-    if table is not None and result.ran:
-        table = _of_group(table)
-    starts = [phase.start_ns for phase in result.phases]
-    ends = [phase.end_ns for phase in result.phases]
-    if table is not None:
-        starts.append(int(table["t_ns"].iloc[0]))
-        ends.append(int(table["t_ns"].iloc[-1]))
-    zero = min(starts, default=0)
-    end_s = (max(ends, default=0) - zero) / 1e9
-    gpu, ranks = _gpu(run, result, table), rank_samples(run, result)
-    return Track(label, result, table, zero, end_s, gpu, ranks)
-
-
-def _of_group(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the samples of a command with the page cache of its group as file-backed memory."""
-    if not {"cgroup_file_bytes", "cgroup_shmem_bytes"} <= set(table.columns):
-        return table
-    cached = (table["cgroup_file_bytes"] - table["cgroup_shmem_bytes"]).clip(lower=0)
-    file = cached.fillna(table["file_bytes"])
-    return table.assign(
-        file_bytes=file, rss_bytes=table["anon_bytes"] + table["shmem_bytes"] + file
+    samples = read_samples(run, result.samples_path)
+    if result.ran:
+        samples = list(map(_of_group, samples))
+    times = [sample.t_ns for sample in (*samples[:1], *samples[-1:])]
+    zero = min([*(phase.start_ns for phase in result.phases), *times], default=0)
+    end = max([*(phase.end_ns for phase in result.phases), *times], default=0)
+    ranks = [read_samples(run, rank.samples_path) for rank in result.ranks]
+    return Track(
+        label,
+        result,
+        samples,
+        zero,
+        (end - zero) / 1e9,
+        _gpu(run, result, samples),
+        ranks if all(ranks) else (),
     )
 
 
-def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:
-    """Return the GPU's memory over time from the trace or the samples; None if neither has it."""
-    if result.trace_path is not None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: no table, or other columns
-            traced = possible(pd.read_csv(run / result.trace_path, usecols=_TRACED)).dropna()
-            if not traced.empty:
-                return traced.rename(columns={"requested_bytes": "bytes"})
-    if table is None or "cuda_allocated_bytes" not in table:
-        return None
-    sampled = table[["t_ns", "cuda_allocated_bytes"]].dropna()
-    return None if sampled.empty else sampled.rename(columns={"cuda_allocated_bytes": "bytes"})
+def _of_group(sample: Sample) -> Sample:
+    """Return a sample of a command with the page cache of its group as file-backed memory."""
+    if sample.cgroup_file_bytes is None or sample.cgroup_shmem_bytes is None:
+        return sample
+    file = max(0, sample.cgroup_file_bytes - sample.cgroup_shmem_bytes)
+    total = sample.anon_bytes + sample.shmem_bytes + file
+    return replace(sample, file_bytes=file, rss_bytes=total)
+
+
+def _gpu(run: Path, result: Result, samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """Return the GPU's memory over time from the trace, or else from the samples."""
+    rows = read_columns(run, result.trace_path, _TRACED)
+    traced = [(t_ns, used) for t_ns, used in rows if None not in (t_ns, used)]
+    return traced or [
+        (sample.t_ns, sample.cuda_allocated_bytes)
+        for sample in samples
+        if sample.cuda_allocated_bytes is not None
+    ]

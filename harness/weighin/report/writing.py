@@ -4,13 +4,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
 from weighin.records.run_folder import Records
-from weighin.report import exports, html_page, peaks_plot, sections, style, tables, timeline
-from weighin.report.document import write_markdown
+from weighin.report import (
+    captions,
+    exports,
+    html_page,
+    peaks_plot,
+    sections,
+    style,
+    tables,
+    timeline,
+)
+from weighin.report.markdown import plain
+from weighin.report.rows import series
+from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +55,23 @@ def write(run: Path, records: Records, formats: Iterable[str] = DEFAULT) -> list
     for name in wanted:
         paths += [_write(run / file, text) for file, text in FORMATS[name](material).items()]
     return paths
+
+
+def write_markdown(
+    results: Sequence[Result],
+    file: TextIO,
+    *,
+    warnings: Sequence[str] = (),
+    images: Sequence[str] = (),
+) -> None:
+    """Write the report of a run as markdown, with links to ``images`` at the end."""
+    rows = series(results)
+    title = escaped(plain(captions.title(rows)))
+    print(f"# {title}\n\n{escaped(captions.shared(rows, results))}", file=file)
+    for section in sections.of(results, warnings):
+        print(f"\n## {escaped(section.heading)}\n\n{section.markdown()}", file=file)
+    for image in images:
+        print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)
 
 
 def _markdown(run: _Run) -> dict[str, bytes]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weighin.cell import Job
-from weighin.errors import HarnessError
-from weighin.isolation.base import Isolation, Running
+from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
 from weighin.probes.sampler import DEFAULT_INTERVAL_S
@@ -20,7 +19,7 @@ from weighin.records import run_folder, sources
 from weighin.records.thrashing import Reference
 from weighin.run import interrupts, slow_disk
 from weighin.run import page_preconditioning as steady
-from weighin.run.measurement import CellMeasurement
+from weighin.run.measurement import CellMeasurement, trouble_of
 from weighin.run.supervisor import Watch
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
@@ -111,7 +110,7 @@ def take(
                 running.close()
                 raise
             disk.close()
-            trouble = _close(running)
+            trouble = trouble_of(running.close)
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
     if watch.escape:
@@ -185,15 +184,6 @@ def _void(result: Result, outcome: Outcome, why: str) -> Result:
     """Return a result with another outcome; its message names the outcome until now as well."""
     end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
     return replace(result, outcome=outcome, message=f"{why}; {end}")
-
-
-def _close(running: Running) -> HarnessError | None:
-    """Remove a worker; return an error instead of raising it, so that the result is recorded."""
-    try:
-        running.close()
-    except HarnessError as trouble:
-        return trouble
-    return None
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:

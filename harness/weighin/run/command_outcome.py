@@ -70,7 +70,7 @@ def _failure(facts: Facts) -> str:
     if ended.signal == signal.SIGKILL:
         return f"killed by SIGKILL, not for lack of memory{_room(facts)}"
     if ended.signal:
-        return f"ended by {signal_name(ended.signal)}"
+        return f"ended by {ended.signal_name}"
     if facts.ready is False:
         return f"exit code {ended.code} before it was ready"
     return f"exit code {ended.code}" if ended.code else ""
@@ -171,24 +171,3 @@ def command_line(pid: int) -> str:
     except OSError:
         text = ""
     return one_line(text, _COMMAND_LENGTH) or f"process {pid}"
-
-
-def signal_name(number: int) -> str:
-    """Return "SIGTERM" for 15; "signal 40" for a real-time signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def code_of(ended: Exit) -> int | None:
-    """Return the exit code as a shell gives it: 128 + n for signal n."""
-    return ended.code if ended.signal is None else 128 + ended.signal
-
-
-def grown(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
-
-
-def largest(*values: int | None) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -5,9 +5,8 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from typing import TYPE_CHECKING, Final
 
 from weighin.cell import Cell
@@ -15,14 +14,15 @@ from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import run_folder
+from weighin.records.coverage import resume_command
 from weighin.run import readiness
 from weighin.run.command_runner import files_in
 from weighin.run.command_settings import CommandSettings
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.output_lines import Pattern
 from weighin.run.settings import RunSettings
-from weighin.run.site import THIS_MACHINE, Site
-from weighin.run.task import PlannedCommand, Run, check_folder
-from weighin.units import complaint_of_limit, format_exact
+from weighin.run.task import PlannedCommand, Run, new_folder, write_plan
+from weighin.units import complaint_of_limit
 
 if TYPE_CHECKING:
     from weighin.suite.commands import CommandSuite
@@ -56,16 +56,18 @@ class CommandRequest:
     folder: Path | None = None
 
 
-def start(request: CommandRequest, site: Site = THIS_MACHINE) -> tuple[Run, str]:
+def start(request: CommandRequest, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run with a note on the isolation.
 
     Raises:
         ConfigError, IsolationUnavailable, RecordError: the run cannot start.
     """
-    return start_all([request], site)
+    return start_all([request], machines)
 
 
-def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> tuple[Run, str]:
+def start_all(
+    requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE
+) -> tuple[Run, str]:
     """Plan one run of several commands, as ``start`` does for one.
 
     The requests differ only in the command, its label, its environment, and in the ``cold`` and
@@ -73,8 +75,8 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
     """
     request = requests[0]
     for each in requests:
-        _check_program(each, site)
-        if site is THIS_MACHINE:
+        _check_program(each, machines)
+        if machines is THIS_MACHINE:
             files_in(each.how.cold)
         for pattern in each.how.marks:
             Pattern("--mark", pattern)
@@ -87,9 +89,11 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
             f"--image {request.how.image} needs a container, not --isolation {request.isolation}",
             "leave out --isolation, or leave out --image",
         )
-    site.check_ram(request.limits)
+    machines.check_ram(request.limits)
     limited = any(limit is not None for limit in request.limits)
-    isolation, note = _choose(request, site, limited=limited or request.settings.within is not None)
+    isolation, note = _choose(
+        request, machines, limited=limited or request.settings.within is not None
+    )
     cells = [
         Cell.of_command(
             each.label or label_of(each.command),
@@ -106,16 +110,9 @@ def start_all(requests: Sequence[CommandRequest], site: Site = THIS_MACHINE) -> 
     ]
     settings = replace(request.settings, command=_shared(requests))
     label = "-".join(dict.fromkeys(cell.strategy for cell in cells))[:_LABEL_LENGTH]
-    folder = request.folder or Path("results") / _name(label, request)
-    check_folder(folder, settings.verb)
-    planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
-    if settings.shard and not (planned := settings.shard.of(planned)):
-        raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(cells)} cells",
-            f"divide it into {len(cells)} shards at most",
-        )
-    run_folder.write_plan(folder, cells, settings.as_json())
-    return Run(folder, planned, isolation, settings, is_new=True), note
+    folder = new_folder([label], request.limits, is_search=settings.within is not None)
+    planned = [PlannedCommand(cell) for cell in cells]
+    return write_plan(request.folder or folder, planned, isolation, settings), note
 
 
 def _check_limits(limits: Sequence[int | None]) -> None:
@@ -171,7 +168,7 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
         trust.check(
             foreign(cells, settings.command),
             place=folder / run_folder.PLAN,
-            again=f"weighin {settings.verb} --resume {quote(str(folder))}",
+            again=resume_command(settings.verb, folder),
         )
     planned: Sequence[PlannedCommand] = [PlannedCommand(cell) for cell in cells]
     if settings.shard:
@@ -213,13 +210,13 @@ def label_of(command: Sequence[str]) -> str:
     return name
 
 
-def _check_program(request: CommandRequest, site: Site) -> None:
+def _check_program(request: CommandRequest, machines: Machines) -> None:
     if not request.command:
         raise ConfigError(
             "there is no command to run", "write it after --: weighin run --ram 4g -- python x.py"
         )
     program = request.command[0]
-    if request.isolation == "docker" or request.how.image or site is not THIS_MACHINE:
+    if request.isolation == "docker" or request.how.image or machines is not THIS_MACHINE:
         return  # it is looked for in the image, or on the node
     path = request.environment.get("PATH", os.environ.get("PATH"))
     if shutil.which(program, path=path) is None:
@@ -229,10 +226,10 @@ def _check_program(request: CommandRequest, site: Site) -> None:
         )
 
 
-def _choose(request: CommandRequest, site: Site, *, limited: bool) -> tuple[Isolation, str]:
+def _choose(request: CommandRequest, machines: Machines, *, limited: bool) -> tuple[Isolation, str]:
     """Choose the isolation. A container lacks this machine's programs, so it must be asked for."""
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
-    return site.choose(
+    return machines.choose(
         name,
         limited=limited,
         base_image=request.settings.base_image,
@@ -240,13 +237,3 @@ def _choose(request: CommandRequest, site: Site, *, limited: bool) -> tuple[Isol
         containers=name != "auto",
         image=request.how.image,
     )
-
-
-def _name(label: str, request: CommandRequest) -> str:
-    limits = [format_exact(limit) for limit in request.limits if limit is not None]
-    words = [
-        datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"),
-        re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "command",
-        *(["floor"] if request.settings.within is not None else limits),
-    ]
-    return "-".join(words)

@@ -13,15 +13,15 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError
-from weighin.isolation.base import Isolation, RunningCommand
+from weighin.errors import ConfigError
+from weighin.isolation.base import Isolation
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
 from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
-from weighin.run.measurement import CellMeasurement
+from weighin.run.measurement import CellMeasurement, trouble_of
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
@@ -70,7 +70,7 @@ def take(
             end_ns = watch.readiness.ready_ns or time.monotonic_ns()
             watch.end(in_time=in_time)
         finally:
-            trouble = _close(running)
+            trouble = trouble_of(running.close)
         output.finish()
     result = watch.result(end_ns - start_ns, timeout_s)
     assert result.ran
@@ -146,11 +146,3 @@ def _passing_signals_on() -> Iterator[_Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _close(running: RunningCommand) -> HarnessError | None:
-    try:
-        running.close()
-    except HarnessError as trouble:
-        return trouble
-    return None

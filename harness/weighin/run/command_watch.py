@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.observer import Observation
+from weighin.probes.observer import Observation, grown, observe
 from weighin.record import (
     SCHEMA,
     Cost,
@@ -33,6 +34,7 @@ from weighin.record import (
     Stack,
     Stopped,
 )
+from weighin.records.repeats import largest
 from weighin.run import command_outcome, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener
@@ -102,26 +104,14 @@ class CommandWatch:
 
     def _thrashes(self) -> bool:
         assert self._guard
-        self._stopped = self._guard.proof(self._look, Observation())
+        look = partial(observe, self._cgroup, self._mark)
+        self._stopped = self._guard.proof(look, Observation())
         return self._stopped is not None
-
-    def _look(self) -> Observation:
-        some_ns, full_ns = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
-        return Observation(
-            peak_bytes=self._mark.read() if self._mark else None,
-            refaults=self._cgroup.read_refaults() if self._cgroup else None,
-            some_ns=some_ns,
-            full_ns=full_ns,
-        )
 
     def _read_figures(self) -> None:
         """Read the kernel's figures of the cell, at its end."""
-        peak_bytes = self._mark.read() if self._mark else None
-        self._peak_bytes = command_outcome.largest(peak_bytes, self._listener.peak_bytes)
-        self._pressure = self._cgroup.read_pressure_ns() if self._cgroup else (None, None)
-        self._refaults = self._cgroup.read_refaults() if self._cgroup else None
-        self._limit_events = self._cgroup.read_limit_events() if self._cgroup else None
-        self._oom_kills = self._cgroup.read_oom_kills() if self._cgroup else None
+        self._last = observe(self._cgroup, self._mark)
+        self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
 
     def end(self, *, in_time: bool) -> None:
         """Read the last figures, end what is left of the command, and reap its first process."""
@@ -140,19 +130,19 @@ class CommandWatch:
         if in_time:
             self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
         if not is_ready and self._cgroup:
-            self._oom_kills = self._cgroup.read_oom_kills()
+            self._last = replace(self._last, oom_kills=self._cgroup.read_oom_kills())
         self._exit = running.reap()
         # Its last sample sees all page cache, which stays in the group after the process.
         self.samples = self.samples or self._sampler.stop()
         self._phases, self._tracks = self._listener.close()
         if not is_ready:
-            self._peak_bytes = command_outcome.largest(self._peak_bytes, self._listener.peak_bytes)
+            self._peak_bytes = largest((self._peak_bytes, self._listener.peak_bytes))
         if self._mark:
             self._mark.close()
 
     def result(self, elapsed_ns: int, timeout_s: float) -> Result:
         sampler, running = self._sampler, self._running
-        machine_oom_kills = command_outcome.grown(self._machine_oom_kills, read_machine_oom_kills())
+        machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         processes = sampler.processes()
         kills = self._kills(processes) if machine_oom_kills != 0 else ()
         facts = command_outcome.Facts(
@@ -160,7 +150,7 @@ class CommandWatch:
             ended=self._exit,
             in_time=self._in_time,
             timeout_s=timeout_s,
-            oom_kills=command_outcome.largest(self._oom_kills, sampler.oom_kills),
+            oom_kills=largest((self._last.oom_kills, sampler.oom_kills)),
             machine_oom_kills=machine_oom_kills,
             kills=kills,
             peak_bytes=self._peak_bytes,
@@ -178,8 +168,8 @@ class CommandWatch:
                 0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0)
             )
         )
-        needed = command_outcome.largest(sampled, by_peak)
-        some_ns, full_ns = self._pressure
+        needed = largest((sampled, by_peak))
+        some_ns, full_ns = self._last.some_ns, self._last.full_ns
         why = self._stacks.why if self._stacks else ""
         return Result(
             schema=SCHEMA,
@@ -200,8 +190,8 @@ class CommandWatch:
             faults=self._faults(),
             pressure=None if some_ns is full_ns is None else Pressure(some_ns, full_ns),
             oom_kills=facts.oom_kills,
-            limit_events=self._limit_events,
-            exit_code=command_outcome.code_of(self._exit),
+            limit_events=self._last.limit_events,
+            exit_code=self._exit.shell_code,
             cost=Cost(wall_ns=0, load_ns=spent_ns),
             warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
             ran=Ran(
@@ -232,7 +222,7 @@ class CommandWatch:
     def _with_highest(self, process: Process) -> Process:
         """Return a process with its highest RSS: each of its phases resets the kernel's mark."""
         highest = self._listener.highest_rss_bytes.get(process.pid)
-        seen = command_outcome.largest(highest, process.highest_rss_bytes)
+        seen = largest((highest, process.highest_rss_bytes))
         return replace(process, highest_rss_bytes=seen)
 
     def _taken_stacks(self) -> tuple[Stack, ...]:
@@ -246,7 +236,7 @@ class CommandWatch:
         if not self._cgroup or not self.samples:
             return None
         last = self.samples[-1]
-        return Faults(last.minor_faults, last.major_faults, self._refaults)
+        return Faults(last.minor_faults, last.major_faults, self._last.refaults)
 
 
 def _stack_taker(running: RunningCommand) -> "StackTaker":

@@ -154,7 +154,7 @@ class EventLog:
         if ended.still_runs:
             how = "does not end, not even after SIGKILL,"
         elif ended.signal:
-            how = f"was ended by {_name(ended.signal)}"
+            how = f"was ended by {ended.signal_name}"
         lines = printed_lines(stderr_tail)
         if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
             lines.pop()  # a container's shell also prints the signal
@@ -166,10 +166,3 @@ class EventLog:
         if in_load and self.current != FORWARD and is_of_use(self.current or ""):
             outcome = Outcome.USE_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
 from weighin.record import Result
 from weighin.records.bisection import next_cell
+from weighin.records.coverage import resume_command
 from weighin.records.floor import (
     COARSEST,
     Aim,
@@ -111,7 +111,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     if (within := run.settings.within) is None:
         raise RecordError(
             f"{folder} is not a search for floors",
-            f"resume it: weighin bench --resume {quote(str(folder))}",
+            f"resume it: {resume_command('bench', folder)}",
         )
     return Search(run, within)
 

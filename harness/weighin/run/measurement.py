@@ -49,6 +49,15 @@ class CellMeasurement:
             raise self.trouble
 
 
+def trouble_of(close: Callable[[], None]) -> HarnessError | None:
+    """Remove what ran in a cell; return an error instead of raising it, so that the result is recorded."""
+    try:
+        close()
+    except HarnessError as trouble:
+        return trouble
+    return None
+
+
 def _write_beside(path: Path, write: Callable[[], None]) -> None:
     with run_folder.writing(path, "; the record of its cell is kept"):
         try:

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any, Final
 
 from weighin.cell import Cell
@@ -15,24 +14,26 @@ from weighin.records import coverage, run_folder
 from weighin.records.run_folder import Plan
 from weighin.records.shard import Shard, parse
 
-SCHEMA: Final = 1
 _OF_A_PART: Final = ("shard", "engine")
 """Settings in which the parts of one plan may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge. ``missing`` are the cells of the plan that no run has measured."""
+    """The result of a merge.
+
+    ``missing`` are the cells of the plan that no run has measured; ``again`` is the command for them.
+    """
 
     folder: Path
     results: tuple[Result, ...]
     missing: tuple[Cell, ...]
     missing_shards: tuple[Shard, ...]
+    again: str
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "run": str(self.folder),
             "records": len(self.results),
             "missing": [cell.id for cell in self.missing],
@@ -76,6 +77,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
         results=tuple(results),
         missing=tuple(missing),
         missing_shards=_missing_shards(parts),
+        again=coverage.resume_command(coverage.verb_of(plan.settings), out),
         warnings=tuple(warning for part in parts for warning in part.warnings),
     )
 
@@ -157,9 +159,3 @@ def _copy_files(source: Path, result: Result, target: Path) -> None:
         if (source / name).exists():
             (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
-
-
-def resume_command(folder: Path) -> str:
-    """Return the command that measures the missing cells of a merged run."""
-    verb = coverage.verb_of(run_folder.read_plan(folder).settings)
-    return f"weighin {verb} --resume {quote(str(folder))}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.observer import grown
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.record import Memory, Phase
 from weighin.text import one_line
@@ -200,9 +201,7 @@ class ProcessTrack:
             minor_faults=end.faults[0] - first.faults[0],
             major_faults=end.faults[1] - first.faults[1],
             peak_cgroup_bytes=phase.peak_cgroup_bytes if self._resets_group else None,
-            workingset_refault_file=(
-                None if refaults is None or phase.refaults is None else refaults - phase.refaults
-            ),
+            workingset_refault_file=grown(phase.refaults, refaults),
         )
         self._keep(added)
 

@@ -53,7 +53,7 @@ def ranks(logs: Sequence[EventLog], ends: Mapping[int, Exit]) -> tuple[Rank, ...
             ready_ns=log.ready_ns(),
             peak_rss_bytes=max((each.peak_rss_bytes for each in log.load_phases()), default=None),
             pss_bytes=log.facts.get("pss_bytes"),
-            exit_code=0 if log.done else _exit_code(ends.get(number)),
+            exit_code=0 if log.done else ends[number].shell_code if number in ends else None,
         )
         for number, log in enumerate(logs)
     )
@@ -167,12 +167,6 @@ def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:
         numbers.items(),
         key=lambda item: (logs[item[1][0]].done, len(logs[item[1][0]].phases), len(item[1])),
     )
-
-
-def _exit_code(end: Exit | None) -> int | None:
-    if end is None:
-        return None
-    return end.code if end.signal is None else 128 + end.signal
 
 
 def _named(numbers: Sequence[int]) -> str:

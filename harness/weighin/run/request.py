@@ -1,11 +1,8 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore a ``Run`` from its folder."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from weighin import formats
@@ -23,14 +20,14 @@ from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
+from weighin.records.coverage import resume_command
 from weighin.run import command_request, trust
+from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.settings import RunSettings
-from weighin.run.site import THIS_MACHINE, Site
-from weighin.run.task import Run, check_folder
+from weighin.run.task import Run, new_folder, write_plan
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.config import Suite
-from weighin.suite.matrix import CellMatrix, Planned, plan
-from weighin.units import format_exact
+from weighin.suite.matrix import Planned, plan
 from weighin.uses import TO_DEVICE
 
 
@@ -51,10 +48,10 @@ class Request:
     choice: FolderChoice = AS_SAVED
 
 
-def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
+def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
 
-    ``site`` is the machine or machines that will measure.
+    ``machines`` is the machine or machines that will measure.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
@@ -73,11 +70,12 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = uses.chosen(suite.uses)
-    format_names = tuple(formats.known(name) for name in suite.format)
-    site.check_ram(suite.ram)
-    _check_gpu(suite, site)
+    for name in suite.format:
+        formats.known(name)  # an unknown one is named before anything is tried
+    machines.check_ram(suite.ram)
+    _check_gpu(suite, machines)
     limited = settings.within is not None or any(limit is not None for limit in suite.ram)
-    isolation, note = site.choose(
+    isolation, note = machines.choose(
         suite.isolation,
         limited=limited,
         base_image=settings.base_image,
@@ -85,31 +83,16 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
-        site.check_soft_limit(isolation)
+        machines.check_soft_limit(isolation)
     planned = plan(
-        CellMatrix(
-            models=models,
-            strategies=strategies,
-            ram_limits=tuple(suite.ram),
-            vram_limits=tuple(suite.vram),
-            isolation=isolation.name,
-            device=suite.device,
-            dtypes=chosen.dtypes,
-            cache=suite.cache,
-            repeats=suite.repeats,
-            passes=suite.passes,
-            ram_high_bytes=suite.ram_high,
-            formats=format_names,
-            operation=suite.operation,
-            own_formats=chosen.own_formats,
-            environments=tuple(suite.environment),
-            ranks=tuple(suite.ranks),
-            uses=tuple(use_paths),
-            disks=tuple(suite.disk),
-            disk_latencies=tuple(suite.disk_latency),
-        )
+        suite,
+        models,
+        strategies,
+        isolation.name,
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
     )
-    planned = _without_gpu_uses(planned, site)
+    planned = _without_gpu_uses(planned, machines)
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
@@ -117,8 +100,6 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
-    folder = request.folder or Path("results") / _name(request, models)
-    check_folder(folder, settings.verb)
     settings = replace(
         settings,
         checkpoint=checkpoint,
@@ -133,14 +114,10 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         mounts=mounts,
         storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
-    if settings.shard and not settings.shard.of(planned):
-        raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
-            f"divide it into {len(planned)} shards at most",
-        )
-    run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
-    cells = settings.shard.of(planned) if settings.shard else planned
-    return Run(folder, cells, isolation, settings, is_new=True), note
+    labels = [replace(model, kwargs={}).title for model in models]
+    labels += ["saving"] if suite.operation == "save" else []
+    folder = new_folder(labels, suite.ram, is_search=settings.within is not None)
+    return write_plan(request.folder or folder, planned, isolation, settings), note
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
@@ -155,7 +132,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     if run.settings.within is not None:
         raise RecordError(
             f"{folder} is a search for floors",
-            f"resume it: weighin floor --resume {quote(str(folder))}",
+            f"resume it: {resume_command('floor', folder)}",
         )
     return run
 
@@ -179,7 +156,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
                 mounts=settings.mounts,
             ),
             place=folder / run_folder.PLAN,
-            again=f"weighin {settings.verb} --resume {quote(str(folder))}",
+            again=resume_command(settings.verb, folder),
         )
     infos = {
         name: registry.read_strategy(Path(path), found.cells[0].operation)
@@ -244,7 +221,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
     if checkpoint is None or not any(reads):
         return planned
     selection = next(each.selection for each in planned if each.selection)
-    refused = getattr(formats.read(checkpoint, selection)[1], "refused", "")
+    refused = formats.read(checkpoint, selection)[1].refused
     skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
     planned = [
         replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
@@ -256,12 +233,12 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
     return planned
 
 
-def _without_gpu_uses(planned: list[Planned], site: Site) -> list[Planned]:
+def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planned]:
     """Skip the cells that move a model to a GPU where there is none."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
-        site.check_gpu("cuda", ())
+        machines.check_gpu("cuda", ())
     except (ConfigError, IsolationUnavailable) as error:
         skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
@@ -295,10 +272,10 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         )
 
 
-def _check_gpu(suite: Suite, site: Site) -> None:
+def _check_gpu(suite: Suite, machines: Machines) -> None:
     """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
     if suite.device != "cpu":
-        site.check_gpu(suite.device, suite.vram)
+        machines.check_gpu(suite.device, suite.vram)
         return
     is_limited = any(limit is not None for limit in suite.vram)
     needs_gpu = [
@@ -309,19 +286,3 @@ def _check_gpu(suite: Suite, site: Site) -> None:
         raise ConfigError(
             f"{needs_gpu[0]}, but the device is cpu", "add --device cuda, or leave it out"
         )
-
-
-def _name(request: Request, models: Iterable[ModelSpec]) -> str:
-    """Return the name of a new run's folder: the time, the models and the limits."""
-    limits = [limit for limit in request.suite.ram if limit is not None]
-    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *map(_label, models)]
-    words += ["saving"] if request.suite.operation == "save" else []
-    words += (
-        [format_exact(limit) for limit in limits] if request.settings.within is None else ["floor"]
-    )
-    return "-".join(words)
-
-
-def _label(model: ModelSpec) -> str:
-    """Return a model's title as a part of a folder's name: "nets_build" for "nets:build(width=64)"."""
-    return re.sub(r"[^\w.+-]+", "_", replace(model, kwargs={}).title).strip("._-")

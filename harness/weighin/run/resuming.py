@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from shlex import quote
 
 from weighin.errors import (
     Interrupted,
@@ -11,14 +10,14 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
-from weighin.records import run_folder
+from weighin.records import coverage, run_folder
 from weighin.run.task import Run
 
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
-    again = f"weighin {verb} --resume {quote(str(task.folder))}"
+    again = coverage.resume_command(verb, task.folder)
     if _needs_trust(task):
         again += " --trust"
     try:

@@ -6,8 +6,6 @@ it.
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 import stat
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import ConfigError, MachineBusy
+from weighin.locks import try_lock
 from weighin.probes.cgroup import LOCK_VARIABLE
 
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
@@ -60,7 +59,7 @@ def only_run(
             f"check its owner (ls -l), or name another file: {LOCK_VARIABLE}=/path weighin ...",
         ) from None
     try:
-        if not _try_lock(file):
+        if not try_lock(file):
             if patience_s > 0:
                 waiting(f"waiting for another run on this machine to end (it holds {path})")
             _wait(file, path, time.monotonic() + patience_s)
@@ -90,21 +89,10 @@ def _wait(file: int, path: Path, deadline: float) -> None:
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)
-        if _try_lock(file):
+        if try_lock(file):
             return
         pause_s = min(2 * pause_s, longest_s)
     raise MachineBusy(
         f"another run is measuring on this machine (it holds {path})",
         "two runs at once would distort each other's figures: weighin bench --wait starts after its end",
     )
-
-
-def _try_lock(file: int) -> bool:
-    """Take the lock if it is free, and return whether this process now holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        return False
-    return True

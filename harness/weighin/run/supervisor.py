@@ -7,7 +7,7 @@ from outside while the worker waits at the end of a phase, and again after the w
 import bisect
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-from weighin.probes.observer import LocalObserver, Observation, Observer
+from weighin.probes.observer import LocalObserver, Observation, Observer, grown
 from weighin.probes.rank_samplers import RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.record import (
@@ -35,6 +35,7 @@ from weighin.record import (
     Use,
 )
 from weighin.records import thrashing
+from weighin.records.repeats import largest
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
@@ -184,7 +185,7 @@ class Watch:
                 ended,
                 self._oom_kills,
                 self._running.channel.stderr_tail,
-                _grown(self._machine_oom_kills, read_machine_oom_kills()),
+                grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
         is_cut = outcome is Outcome.THRASHING  # no time of it counts
         if outcome is Outcome.OOM_KILLED:
@@ -206,7 +207,7 @@ class Watch:
             pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
             limit_events=self._at_end.limit_events,
-            exit_code=ended.code if ended.signal is None else 128 + ended.signal,
+            exit_code=ended.shell_code,
             written=event_log.written,
             cost=rank_logs.slowest(self._logs).cost(),
             watcher=self._observer.watcher if self._observer else None,
@@ -224,12 +225,12 @@ class Watch:
             return None
         start_ns, end_ns = phases[0].start_ns, phases[-1].end_ns
         seen = [each.anon_bytes for each in self.samples if start_ns <= each.t_ns <= end_ns]
-        sampled = _largest([*seen, *(phase.end.anon_bytes for phase in phases)])
+        sampled = largest([*seen, *(phase.end.anon_bytes for phase in phases)])
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
         """Return which limit the kernel met if it was not the cell's own, else an empty string."""
-        peak = _largest((self._peak_bytes, self._at_end.peak_bytes))  # each phase resets the mark
+        peak = largest((self._peak_bytes, self._at_end.peak_bytes))  # each phase resets the mark
         if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
             return ""
         charge = f", at a charge of {format_bytes(peak)}"
@@ -254,7 +255,7 @@ class Watch:
             for kill in kills[:_NAMED]
             if not kill.is_main
         )
-        peak = _largest((self._peak_bytes, self._at_end.peak_bytes))
+        peak = largest((self._peak_bytes, self._at_end.peak_bytes))
         return f"{text}; the cell's peak was {format_bytes(peak)}" if peak else text
 
     @property
@@ -317,7 +318,7 @@ class Watch:
         outside = {
             "end": end,
             "peak_cgroup_bytes": peak,
-            "workingset_refault_file": _grown(before.refaults, now.refaults),
+            "workingset_refault_file": grown(before.refaults, now.refaults),
         }
         log.take_phase(Phase(**fields | outside))
 
@@ -345,7 +346,7 @@ class Watch:
             environment["gpu_driver"] = self._driver.driver_version
 
     def _raise_peak(self, peak: int | None) -> None:
-        self._peak_bytes = _largest((self._peak_bytes, peak))
+        self._peak_bytes = largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
         event_log, phases = self.event_log, rank_logs.load_phases(self._logs)
@@ -366,24 +367,24 @@ class Watch:
             seen += [each for each in self.samples if baseline_ns <= each.t_ns <= last_ns]
         number, private_bytes = self._observer.others if self._observer else (0, 0)
         return Peaks(
-            rss_bytes=_largest(rss),
+            rss_bytes=largest(rss),
             cgroup_bytes=self._peak_bytes,
-            anon_sampled_bytes=_largest(each.anon_bytes for each in seen),
-            file_sampled_bytes=_largest(each.file_bytes for each in seen),
+            anon_sampled_bytes=largest(each.anon_bytes for each in seen),
+            file_sampled_bytes=largest(each.file_bytes for each in seen),
             unreclaimable_sampled_bytes=_unreclaimable(seen),
-            cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
-            cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
-            cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
-            cuda_driver_sampled_bytes=_largest(
+            cuda_requested_bytes=largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
+            cuda_allocated_bytes=largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
+            cuda_reserved_bytes=largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
+            cuda_driver_sampled_bytes=largest(
                 each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
             ),
-            pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
+            pinned_bytes=largest(phase.peak_pinned_bytes for phase in on_gpu),
             pss_bytes=rank_logs.pss_bytes(self._logs),
             others_private_sampled_bytes=private_bytes if number and len(self._logs) == 1 else None,
         )
 
     def _faults(self, totals: Observation) -> Faults | None:
-        refaults = _grown(self._at_baseline.refaults, totals.refaults)
+        refaults = grown(self._at_baseline.refaults, totals.refaults)
         counted = rank_logs.faults(self._logs, refaults)
         if self.event_log.baseline is None or self._is_ready or len(self._logs) > 1:
             return counted
@@ -402,7 +403,7 @@ class Watch:
 
     def _pressure(self, totals: Observation) -> Pressure | None:
         before, after = self._at_baseline, totals
-        some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
+        some, full = grown(before.some_ns, after.some_ns), grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
 
     def _warnings(self, outcome: Outcome, ended: Exit, *, forks: bool) -> list[str]:
@@ -496,11 +497,3 @@ def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
     if not any(each.shmem_bytes for each in seen):
         return None
     return max(each.anon_bytes + each.shmem_bytes for each in seen)
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _grown(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before

@@ -1,21 +1,23 @@
-"""Define one run to perform, and the bench that measures its cells."""
+"""Define one run to perform, write its plan, and define the bench that measures its cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from weighin.cell import Cell
-from weighin.errors import RecordError
+from weighin.errors import ConfigError, RecordError
 from weighin.isolation.base import Isolation
 from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import run_folder
+from weighin.records.coverage import resume_command
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
+from weighin.units import format_exact
 
 if TYPE_CHECKING:
     from weighin.suite.matrix import Planned
@@ -91,10 +93,35 @@ def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
     )
 
 
-def check_folder(folder: Path, verb: str) -> None:
-    """Raise RecordError if the folder of a new run already contains a run."""
+def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search: bool) -> Path:
+    """Return the folder of a new run, which is named after the time, the labels and the limits."""
+    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
+    words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
+    words += (
+        ["floor"] if is_search else [format_exact(limit) for limit in limits if limit is not None]
+    )
+    return Path("results") / "-".join(words)
+
+
+def write_plan(
+    folder: Path, planned: Sequence[AnyPlanned], isolation: Isolation, settings: RunSettings
+) -> Run:
+    """Write the plan of a new run, and return the run; of a shard, it has only the shard's cells.
+
+    Raises:
+        RecordError: the folder already contains a run, or cannot be written.
+        ConfigError: the plan has fewer cells than shards.
+    """
     if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
         raise RecordError(
             f"{folder} already contains a run",
-            f"resume it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
+            f"resume it: {resume_command(settings.verb, folder)}; or name another folder with --out",
         )
+    ours = settings.shard.of(planned) if settings.shard else planned
+    if not ours:
+        raise ConfigError(
+            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
+            f"divide it into {len(planned)} shards at most",
+        )
+    run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
+    return Run(folder, ours, isolation, settings, is_new=True)

@@ -6,6 +6,7 @@ Each error names the file and the key, and for an unknown key the most similar v
 import re
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -60,22 +61,8 @@ def as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _as_limit(value: object) -> object:
-    """Read one RAM limit, which is a size as text, a number of bytes, or "none" for no limit."""
-    return _read(parse_bytes, value)
-
-
-def _as_rate(value: object) -> object:
-    """Read one rate of a disk, which is a text, a number of bytes per second, or "none"."""
-    return _read(parse_rate, value)
-
-
-def _as_latency(value: object) -> object:
-    """Read one latency of a disk, which is a text such as "5ms", or "none"."""
-    return _read(parse_seconds, value)
-
-
 def _read(parse: Callable[[str], int], value: object) -> object:
+    """Read one limit, rate or latency: a text for ``parse``, a number, or "none" for no limit."""
     if isinstance(value, str) and value.lower() == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -124,7 +111,7 @@ _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
-Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
+Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
 
 
 def _check_ram(value: int | None) -> int | None:
@@ -140,8 +127,8 @@ def _check_ram(value: int | None) -> int | None:
     raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
-_Rate = Annotated[StrictInt | None, BeforeValidator(_as_rate)]
-_Latency = Annotated[StrictInt | None, BeforeValidator(_as_latency)]
+_Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
+_Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
 _Ram = Annotated[Limit, AfterValidator(_check_ram)]
 
 
@@ -395,10 +382,10 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
         # Report an unknown key first: often it is a misspelling of a key that is reported missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
-    option = _OPTIONS.get(key, key.removesuffix("_s").replace("_", "-"))
-    place = f"{file}: {key}" if file else f"--{option}"
+    option = f"--{_OPTIONS.get(key, key.removesuffix('_s').replace('_', '-'))}"
+    place = f"{file}: {key}" if file else option
     message, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
-    raise ConfigError(f"{place}: {message}", repair)
+    raise ConfigError(f"{place}: {message}", repair, option="" if file else option)
 
 
 def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:

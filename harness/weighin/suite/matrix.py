@@ -1,11 +1,13 @@
-"""Expand a matrix into cells, in the order in which they run."""
+"""Expand a suite into cells, in the order in which they run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
-from weighin.cell import CacheState, Cell, ModelSpec, Operation
+from weighin import formats
+from weighin.cell import Cell, ModelSpec, Operation
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import folder_library
@@ -13,6 +15,9 @@ from weighin.formats.selection import Selection
 from weighin.suite import uses
 from weighin.suite.registry import StrategyInfo
 from weighin.uses import FORWARD, NONE
+
+if TYPE_CHECKING:
+    from weighin.suite.config import Suite
 
 _FOLDERS: Final = {
     "transformers": "Hugging Face folders",
@@ -89,116 +94,88 @@ def _missing_for_gguf() -> str:
     return packages.missing(("gguf", "accelerate"))
 
 
-@dataclass(frozen=True, slots=True)
-class CellMatrix:
-    """The values to combine. ``ram_limits`` and ``vram_limits`` are in bytes; None is no limit.
-
-    ``disks`` are rates in bytes per second, ``disk_latencies`` are in ns; None is that of the disk itself.
-
-    ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
-    that it supports. If no format is requested, each strategy runs with the model's one in
-    ``own_formats``, which is the format of the user's checkpoint, or else with the first format that the
-    strategy declares. ``own_formats`` and ``dtypes`` are by the models' titles. ``passes`` is the number of forward
-    passes of the use "forward".
-    """
-
-    models: tuple[ModelSpec, ...]
-    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...]
-    ram_limits: tuple[int | None, ...]
-    isolation: str
-    device: str = "cpu"
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    cache: CacheState = "cold"
-    repeats: int = 1
-    passes: int = 1
-    ram_high_bytes: int | None = None
-    formats: tuple[str, ...] = ()
-    operation: Operation = "load"
-    vram_limits: tuple[int | None, ...] = (None,)
-    own_formats: Mapping[str, str] = field(default_factory=dict)
-    environments: tuple[dict[str, str], ...] = ({},)
-    ranks: tuple[int, ...] = (1,)
-    uses: tuple[str, ...] = (FORWARD,)
-    disks: tuple[int | None, ...] = (None,)
-    disk_latencies: tuple[int | None, ...] = (None,)
-
-
-def plan(matrix: CellMatrix) -> list[Planned]:
-    """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C.
+def plan(
+    suite: "Suite",
+    models: Sequence[ModelSpec],
+    strategies: Sequence[tuple[StrategyInfo, dict[str, Any]]],
+    isolation: str,
+    *,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
+    own_formats: Mapping[str, str] = MappingProxyType({}),
+) -> list[Planned]:
+    """Return the cells of a suite without duplicates. Repeats are interleaved: A B C A B C.
 
     Strategies that divide a load among ranks have no cell of one rank beside those of several.
+    ``dtypes`` and ``own_formats``, the formats of the user's checkpoints, are by the models' titles.
+
+    Raises:
+        UnknownName: the suite names a format or a use that does not exist.
+        ConfigError: the file of a use is not one.
     """
-    planned = [
-        _planned(matrix, repeat, model, limits, info, options, fmt, environment, ranks, use)
-        for repeat, model, *limits, ranks, environment, use, (info, options) in product(
-            range(matrix.repeats),
-            matrix.models,
-            matrix.ram_limits,
-            matrix.vram_limits,
-            matrix.disks,
-            matrix.disk_latencies,
-            matrix.ranks,
-            matrix.environments,
-            matrix.uses,
-            matrix.strategies,
-        )
-        if ranks > 1 or not info.shares_load or max(matrix.ranks) == 1
-        for fmt in _formats(matrix, model, info)
-    ]
-    return list({each.cell.id: each for each in planned}.values())
+    wanted = [formats.known(name) for name in suite.format]
+    planned: dict[str, Planned] = {}
+    for repeat, model, ram, vram, rate, latency_ns, ranks, environment, use, (
+        info,
+        options,
+    ) in product(
+        range(suite.repeats),
+        models,
+        suite.ram,
+        suite.vram,
+        suite.disk,
+        suite.disk_latency,
+        suite.ranks,
+        suite.environment,
+        uses.chosen(suite.uses),
+        strategies,
+    ):
+        if info.shares_load and ranks == 1 and max(suite.ranks) > 1:
+            continue
+        is_forward = use == FORWARD and suite.operation == "load"
+        own = own_formats.get(model.title)
+        for fmt in _formats(wanted, own, info):
+            cell = Cell(
+                model=model,
+                strategy=info.name,
+                isolation=isolation,
+                ram_limit_bytes=ram,
+                vram_limit_bytes=vram,
+                disk_bytes_per_s=rate,
+                disk_latency_ns=latency_ns,
+                device=suite.device,
+                dtype=dtypes.get(model.title, "float32"),
+                format=fmt,
+                cache=suite.cache,
+                options=options,
+                passes=suite.passes if is_forward else 0,
+                ram_high_bytes=suite.ram_high,
+                repeat=repeat,
+                operation=suite.operation,
+                environment=environment,
+                ranks=ranks,
+                use="" if use in (FORWARD, NONE) else use,
+            )
+            planned[cell.id] = _planned(cell, info, own)
+    return list(planned.values())
 
 
-def _formats(matrix: CellMatrix, model: ModelSpec, info: StrategyInfo) -> list[str]:
-    """Return the formats for one model and strategy.
+def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
+    """Return the formats with which one strategy loads or saves one model.
 
-    If the strategy supports no requested format, return the first requested format, so that the
-    cell is planned as skipped with a reason.
+    If formats are ``wanted``, these are all that the strategy supports; if it supports none, the
+    first one, so that its cell is skipped with a reason. Else it is the ``own`` format of the model's
+    checkpoint, or the first one that the strategy declares.
     """
-    own = matrix.own_formats.get(model.title)
-    if not matrix.formats and own and (own in info.formats or own == gguf.NAME):
+    if not wanted and own and (own in info.formats or own == gguf.NAME):
         return [
             own
         ]  # a GGUF file is dequantised only if asked for: it takes up to 8 times its size
-    supported = [fmt for fmt in matrix.formats if fmt in info.formats]
-    return supported or [*matrix.formats, *info.formats][:1]
+    supported = [fmt for fmt in wanted if fmt in info.formats]
+    return supported or [*wanted, *info.formats][:1]
 
 
-def _planned(
-    matrix: CellMatrix,
-    repeat: int,
-    model: ModelSpec,
-    limits: list[int | None],
-    info: StrategyInfo,
-    options: dict[str, Any],
-    fmt: str,
-    environment: dict[str, str],
-    ranks: int,
-    use: str,
-) -> Planned:
-    is_forward = use == FORWARD and matrix.operation == "load"
-    cell = Cell(
-        model=model,
-        strategy=info.name,
-        isolation=matrix.isolation,
-        ram_limit_bytes=limits[0],
-        vram_limit_bytes=limits[1],
-        disk_bytes_per_s=limits[2],
-        disk_latency_ns=limits[3],
-        device=matrix.device,
-        dtype=matrix.dtypes.get(model.title, "float32"),
-        format=fmt,
-        cache=matrix.cache,
-        options=options,
-        passes=matrix.passes if is_forward else 0,
-        ram_high_bytes=matrix.ram_high_bytes,
-        repeat=repeat,
-        operation=matrix.operation,
-        environment=environment,
-        ranks=ranks,
-        use="" if use in (FORWARD, NONE) else use,
-    )
+def _planned(cell: Cell, info: StrategyInfo, own: str | None) -> Planned:
     planned = Planned.of(cell, info)
-    own = matrix.own_formats.get(model.title)
-    if info.pretrained and own and fmt != own and not planned.skip:
+    if info.pretrained and own and cell.format != own and not planned.skip:
         return replace(planned, skip=f"{info.name} loads the folder's own files, in format {own}")
     return planned

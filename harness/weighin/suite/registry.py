@@ -18,7 +18,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, lora, pretrained_folder, quantised, sniff, structure
+from weighin.formats import gguf, lora, pretrained_folder, quantised, sentence_parts, structure
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
@@ -351,7 +351,7 @@ def notes_on(
         CheckpointError: the checkpoint cannot be read.
     """
     _, slices = formats.read(checkpoint, selection)
-    notes = list(getattr(slices, "notes", ()))
+    notes = list(slices.notes)
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
@@ -365,7 +365,7 @@ def notes_on(
                 f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
                 " chooses; another one: --class CLASS"
             )
-    if parts := sniff.sentence_parts(path):
+    if parts := sentence_parts.own_folders(path):
         notes.append(
             f"{path}: the transformer of a sentence-transformers folder; parts with weights of their own are"
             f" not loaded with it: {', '.join(str(path / part) for part in parts)}"

@@ -23,7 +23,7 @@ from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
 from weighin.worker.model_package import import_model_package
 from weighin.worker.phases import Marks
-from weighin.worker.warmup import check_preloaded, environment, read_through, settle_math
+from weighin.worker.warmup import check_preloaded, read_through, report_baseline, settle_math
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +136,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
         if cell.cache == "warm":
             read_through(load.checkpoint)
     marks.flush()
-    lifeline.send_and_wait(
-        "baseline",
-        t_ns=time.monotonic_ns(),
-        memory=asdict(marks.memory()),
-        import_ns=import_ns,
-        environment=environment(marks),
-    )
+    report_baseline(lifeline, marks, import_ns)
     return prepared
 
 
@@ -235,13 +229,11 @@ def check(
     with marks.phase("touch"):
         checksums = touch.touch(tensors)
         end_ns = time.monotonic_ns()
-    ready = {"t_ns": end_ns, "touch_ns": end_ns - start_ns}
-    if job.rank is None:
-        lifeline.send("ready", **ready)
-    else:
+    tell = lifeline.send if job.rank is None else lifeline.send_and_wait
+    tell("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
+    if job.rank is not None:
         from weighin.worker import ranks
 
-        lifeline.send_and_wait("ready", **ready)
         lifeline.send_and_wait("shared", pss_bytes=read_pss())
         checksums |= ranks.checksums_of_sharded(tensors)
     for note in verify.check_values(checksums, prepared.manifest, load.dtype):
@@ -249,11 +241,7 @@ def check(
             lifeline.send("note", text=note)
     del tensors  # of a converted model, they would keep the buffers alive
     first_use_ns = use(model, job, prepared, lifeline, marks)
-    done = {"first_use_ns": first_use_ns, "marks_ns": marks.spent_ns}
-    if job.rank is None:
-        lifeline.send("done", **done)
-    else:
-        lifeline.send_and_wait("done", **done)
+    tell("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
 def use(

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
@@ -22,7 +21,7 @@ from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import describe, fail
 from weighin.worker.phases import Marks
-from weighin.worker.warmup import environment
+from weighin.worker.warmup import report_baseline
 
 BODY = "body"
 """The name of the phase that covers the parts of a body outside its own phases."""
@@ -48,14 +47,8 @@ class BodyMeasurement:
             from weighin.worker.cuda import CudaMemory
 
             self.marks.cuda = CudaMemory(torch.device(device))
-        self.marks.close_rest("prepare")
-        self._lifeline.send_and_wait(
-            "baseline",
-            t_ns=time.monotonic_ns(),
-            memory=asdict(self.marks.memory()),
-            import_ns=self._import_ns,
-            environment=environment(self.marks),
-        )
+        self.marks.close("prepare")
+        report_baseline(self._lifeline, self.marks, self._import_ns)
         self.marks.restart()
         self._lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
         start_ns, marked_ns = time.monotonic_ns(), self.marks.spent_ns
@@ -63,7 +56,7 @@ class BodyMeasurement:
             yield
         finally:
             load_ns = time.monotonic_ns() - start_ns - (self.marks.spent_ns - marked_ns)
-            self.marks.close_rest(BODY)
+            self.marks.close(BODY)
             self._lifeline.send("loaded", load_ns=load_ns)
             self._lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
 

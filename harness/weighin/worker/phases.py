@@ -60,21 +60,17 @@ class Marks:
             yield
         finally:
             self._current = None
-            self._close(name)
+            self.close(name)
 
     def flush(self) -> None:
         """Report the time since the last phase's end as phase "other", unless it is very short."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
-            self._close(UNNAMED)
+            self.close(UNNAMED)
 
     def refuse_open(self) -> None:
         """Raise RuntimeError if a phase that the strategy began has not ended."""
         if self._current is not None:
             raise RuntimeError(f"phase {self._current!r} was begun and never ended")
-
-    def close_rest(self, name: str) -> None:
-        """Report the time since the last phase's end as a phase of this name, even a short time."""
-        self._close(name)
 
     def restart(self) -> None:
         """Begin the next phase now; weighin's own work since the last phase is in no phase."""
@@ -86,7 +82,8 @@ class Marks:
         memory = memory_of(read_status())
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 
-    def _close(self, name: str) -> None:
+    def close(self, name: str) -> None:
+        """Report the time since the last phase's end as a phase of this name, even a short time."""
         if self.cuda:
             self.cuda.synchronize()
         end_ns = time.monotonic_ns()

@@ -24,7 +24,7 @@ import torch
 
 from weighin import formats
 from weighin.cell import Cell
-from weighin.checkpoint.reader import read_whole
+from weighin.checkpoint.reader import read_into
 from weighin.formats.pretrained_folder import is_pretrained_checkpoint
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
@@ -58,7 +58,8 @@ def _loaded(cell: Cell, checkpoint: Path, selection: Selection) -> torch.nn.Modu
     model = construct(lambda: builder(**kwargs), dtype)
     targets = model.state_dict()
     for where in formats.read(checkpoint, selection)[1]:
-        targets[where.name].copy_(read_whole(where, where.dtype))
+        values = torch.empty(where.shape, dtype=where.dtype)
+        targets[where.name].copy_(read_into(where, values))
     return model.to(cell.device)
 
 

@@ -17,10 +17,8 @@ import torch
 from weighin import formats
 from weighin.atomic import sync_folder
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.piecewise import RunningChecksum
-from weighin.checkpoint.reader import read_pieces
+from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
 from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.record import Written
@@ -97,20 +95,13 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
         ]
         complain("saved in another shape or dtype than the model's", others)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            checksums = dict(zip(slices, pool.map(_checksum, slices.values()), strict=True))
+            checksums = dict(zip(slices, pool.map(checksum_of, slices.values()), strict=True))
     except CheckpointError as error:
         raise WrongWeights(f"the saved checkpoint cannot be read: {error.message}") from error
     wrong = [
         name for name, sum_ in checksums.items() if sum_ != expected[name].checksums[wanted[name]]
     ]
     complain("saved with other values than the model's", wrong)
-
-
-def _checksum(where: TensorSlice) -> str:
-    running = RunningChecksum(where.nbytes)
-    for piece in read_pieces(where):
-        running.update(piece)
-    return running.hexdigest()
 
 
 def _checkpoint_in(target: Path) -> Path:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weighin.checkpoint.checksum import checksum
+from weighin.models import module_tree
 
 
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
@@ -14,8 +15,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
     Of the names ``wanted``, those that are neither are taken from the state dict: a module that keeps
     a matrix as codes may write its scales there by code of its own, as those of bitsandbytes do.
     """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    tensors = module_tree.named_tensors(model)
     if others := set(wanted) - tensors.keys():
         state = model.state_dict()
         tensors |= {name: state[name] for name in others if torch.is_tensor(state.get(name))}

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from weighin.cell import Job
+from weighin.models.operations import tensors_in
 from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
 from weighin.worker.failures import UseFailed
 from weighin.worker.forks import forked
@@ -20,7 +21,6 @@ from weighin.worker.inputs import Inputs
 from weighin.worker.loading import import_strategy
 from weighin.worker.phases import Marks
 from weighin.worker.touch import named_tensors
-from weighin.worker.verify import tensors_in
 
 SAVED: Final = "saved.pt"
 CHILDREN: Final = 2

@@ -1,11 +1,13 @@
 """Verify a loaded model: every parameter and buffer, tied weights, and one forward pass."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
+from weighin.models.operations import tensors_in
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import identity
 
@@ -33,7 +35,7 @@ def check_structure(
     complain("of another shape than in the checkpoint", shapes)
     wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
     for kind in sorted(set(wanted.values())):
-        others = [n for n, t in tensors.items() if wanted[n] == kind != _name(t.dtype)]
+        others = [n for n, t in tensors.items() if wanted[n] == kind != dtype_name(t.dtype)]
         complain(f"not of dtype {kind}", others)
     untied = [
         entry.name
@@ -85,15 +87,6 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
         raise WrongWeights("the forward pass gives values that are not finite")
 
 
-def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output: one tensor, or nested tuples, lists and mappings."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping | tuple | list):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(item)
-
-
 def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights with the fault ``what`` if ``names`` has tensors with this fault."""
     faulty = sorted(names)
@@ -104,8 +97,4 @@ def complain(what: str, names: Iterable[str]) -> None:
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
     """Return the dtype that a tensor must have after a load; only floating-point dtypes change."""
-    return _name(dtype) if _name(dtype) in entry.checksums else entry.dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype) if dtype_name(dtype) in entry.checksums else entry.dtype

@@ -5,6 +5,8 @@ Importing this module imports only the standard library, because the import of t
 
 import os
 import sys
+import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weighin.probes.process import read_text
@@ -12,6 +14,7 @@ from weighin.probes.process import read_text
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from weighin.worker.connection import Lifeline
     from weighin.worker.phases import Marks
 
 _WARM_PIECE_BYTES = 1024**2
@@ -55,7 +58,18 @@ def check_preloaded() -> None:
             raise OSError(f"the dynamic linker did not load {library}, which LD_PRELOAD names")
 
 
-def environment(marks: "Marks") -> dict[str, Any]:
+def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
+    """Send the memory that everything after this moment is compared with, and the environment."""
+    lifeline.send_and_wait(
+        "baseline",
+        t_ns=time.monotonic_ns(),
+        memory=asdict(marks.memory()),
+        import_ns=import_ns,
+        environment=_environment(marks),
+    )
+
+
+def _environment(marks: "Marks") -> dict[str, Any]:
     """Return the versions and settings that only the worker can see."""
     import torch
 

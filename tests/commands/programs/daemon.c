@@ -1,6 +1,6 @@
 /* daemon MIB [SECONDS]: a process that leaves its parent, its session and its streams.
  *
- * Anonymous: MIB in the daemon. The first process ends when the daemon has held them for 200 ms;
+ * Anonymous: MIB in the daemon. The first process ends when the daemon has held them for 2 s;
  * the daemon goes on for SECONDS (60), unless somebody ends it. Its command line is that of the
  * first process, and its parent is whoever takes orphans.
  */
@@ -24,7 +24,7 @@ int main(int count, char **arguments) {
         close(ready[0]);
         become_daemon();
         take((size_t)argument(count, arguments, 1, 64) * MIB);
-        hold(800);
+        hold(2000);
         tell(ready[1]);
         close(ready[1]);
         hold(argument(count, arguments, 2, 60) * 1000);

@@ -51,7 +51,7 @@ def fork(mib: int) -> int:
     held = mmap.mmap(-1, mib * MIB, flags=mmap.MAP_PRIVATE)
     for offset in range(0, len(held), mmap.PAGESIZE):
         held[offset] = 1
-    time.sleep(0.3)
+    time.sleep(1)
     os._exit(0)
 
 

@@ -29,7 +29,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("take 512 MiB"):
         held = take(512 * MIB)
     with job.phase("hold them"):
-        time.sleep(0.1)
+        time.sleep(1)
     with job.phase("give them back"):
         give_back(held, 512 * MIB)
     with job.phase("spike of 300 MiB"):

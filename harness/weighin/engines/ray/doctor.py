@@ -1,7 +1,7 @@
 """``weighin doctor --engine ray``: what each node of a cluster can limit and measure."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from weighin.errors import ConfigError
 from weighin.protocol import decode_event
 from weighin.records import sources
 
-SCHEMA: Final = 1
 _PINGS: Final = 5  # the first ones start processes
 _CLOCK_NS: Final = 1_000_000_000
 
@@ -37,6 +36,11 @@ class NodeExamination:
     def can_measure(self) -> bool:
         """Whether the node enforces a limit, and nothing but the kernel enforces it."""
         return self.examination.holds_a_limit and not self.is_monitored
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the whole examination for ``--json``."""
+        about = {"name": self.name, "id": self.id, "can_measure": self.can_measure}
+        return about | self.examination.as_json()
 
 
 def examine(
@@ -69,17 +73,6 @@ def examine(
 def table(node: NodeExamination) -> RenderableType:
     """Return the examination of one node for a terminal."""
     return Group(Text(f"node {node.name}", style="bold"), doctors.table(node.examination))
-
-
-def as_json(nodes: Sequence[NodeExamination]) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "nodes": [
-            {"name": node.name, "id": node.id, "can_measure": node.can_measure}
-            | node.examination.as_json()
-            for node in nodes
-        ],
-    }
 
 
 def _examined(

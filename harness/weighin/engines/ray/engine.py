@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray import fleet
 from weighin.engines.ray.cluster import Cluster
 from weighin.engines.ray.fleet import Fleet, RayTransport
+from weighin.engines.scheduler import Node
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.run import runner
@@ -21,11 +21,11 @@ class RayEngine:
     """Runs cells on the nodes of a cluster, one cell per node at a time."""
 
     cluster: Cluster
-    site: Fleet
+    machines: Fleet
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         with runner.discarding(task):
-            Driver(RayTransport(self.cluster), self.site.nodes, task, progress, placed).run()
+            Driver(RayTransport(self.cluster), self.machines.nodes, task, progress, placed).run()
         return run_folder.read(task.folder).results
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weighin import __version__, install
-from weighin.engines.dispatch import Demand, Node
 from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.scheduler import Demand, Node
 from weighin.engines.transport import LostTask, NodeFacts
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
@@ -19,7 +19,7 @@ from weighin.units import format_bytes, format_exact
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The nodes of a cluster, as the site of a run (``weighin.run.site.Site``)."""
+    """The nodes of a cluster, as the machines of a run (``weighin.run.machines.Machines``)."""
 
     nodes: Sequence[NodeFacts]
 

@@ -1,15 +1,13 @@
 """Draw the peak memory of a run as bars of HTML boxes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-import pandas as pd
+from typing import Final
 
 from weighin.record import Outcome
 from weighin.report import captions, operations, style
-from weighin.report.dataframe import known
 from weighin.report.html.geometry import Axis
+from weighin.report.rows import Row
 from weighin.units import GIB
 
 _PER_CENT: Final = 100.0
@@ -55,43 +53,42 @@ class Panel:
     ticks: list[tuple[float, str]]
 
 
-def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> list[Panel]:
+def build(rows: Sequence[Row], ids: Mapping[str, str]) -> list[Panel]:
     """Return a panel for each group of comparable series; all panels share one axis."""
-    if frame.empty:
+    if not rows:
         return []
-    scenes = list(style.scenes(frame))
+    scenes = list(style.scenes(rows))
     axis = Axis(max(style.extent_gib(group) for _, group in scenes) * 1.02, 0.0, _PER_CENT)
     return [_panel(title, group, axis, ids) for title, group in scenes]
 
 
-def _panel(title: str, group: pd.DataFrame, axis: Axis, ids: Mapping[str, str]) -> Panel:
+def _panel(title: str, group: Sequence[Row], axis: Axis, ids: Mapping[str, str]) -> Panel:
     labels = style.row_labels(group)
     bars = [
-        _bar(label, row, axis, ids[row["group"]])
-        for label, (_, row) in zip(labels, group.iterrows(), strict=True)
+        _bar(label, row, axis, ids[row["group"]]) for label, row in zip(labels, group, strict=True)
     ]
     lines = []
     if model := captions.model_size(group):
         lines.append(ReferenceLine("model", f"model {model / GIB:.3f} GiB", axis.at(model / GIB)))
-    if limit := known(group["ram_limit_bytes"].iloc[0]):
+    if limit := group[0]["ram_limit_bytes"]:
         at = axis.at(limit / GIB) if limit / GIB <= axis.top else None
         beyond = "" if at is not None else " →"
         lines.append(ReferenceLine("limit", f"RAM limit {captions.size(limit)}{beyond}", at))
     return Panel(title, bars, lines, axis.ticks())
 
 
-def _bar(label: str, row: Any, axis: Axis, series_id: str) -> Bar:
+def _bar(label: str, row: Row, axis: Axis, series_id: str) -> Bar:
     kind = operations.KINDS[row["operation"]]
-    anonymous, file = known(row[kind.held[0]]), known(row["file_sampled_bytes"])
+    anonymous, file = row[kind.held[0]], row["file_sampled_bytes"]
     start = axis.at((anonymous or 0) / GIB)
     end = axis.at(((anonymous or 0) + (file or 0)) / GIB)
     marks = [
         _mark(name, row, key, axis)
         for name, key in (("rss", kind.peak[0]), ("cuda", "peak_cuda_allocated_bytes"))
-        if known(row[key]) is not None
+        if row[key] is not None
     ]
-    is_ok = row["outcome"] == Outcome.OK.value
-    peak = known(row[kind.peak[0]])
+    is_ok = row["outcome"] == Outcome.OK
+    peak = row[kind.peak[0]]
     words = "not measured" if peak is None else f"{peak / GIB:.3f} GiB"
     words += "" if is_ok else f" · {captions.ending(row)}"
     return Bar(
@@ -100,12 +97,12 @@ def _bar(label: str, row: Any, axis: Axis, series_id: str) -> Bar:
     )  # fmt: skip
 
 
-def _mark(name: str, row: Any, key: str, axis: Axis) -> Mark:
+def _mark(name: str, row: Row, key: str, axis: Axis) -> Mark:
     at, low, high = (axis.at(row[f"{key}{end}"] / GIB) for end in ("", "_min", "_max"))
     return Mark(name, at, low, high)
 
 
-def _tip(label: str, row: Any) -> str:
+def _tip(label: str, row: Row) -> str:
     """Return all figures of a bar as text, exact ones first."""
     lines = [f"{label}: {captions.ending(row)}"]
     kind = operations.KINDS[row["operation"]]
@@ -116,7 +113,7 @@ def _tip(label: str, row: Any) -> str:
         (kind.held[0], f"{kind.held[1]} {{}} GiB (sampled)"),
         ("file_sampled_bytes", f"{kind.cached.partition(',')[0]} {{}} GiB (sampled)"),
     ):
-        value, low, high = (known(row[f"{key}{end}"]) for end in ("", "_min", "_max"))
+        value, low, high = (row[f"{key}{end}"] for end in ("", "_min", "_max"))
         if value is not None:
             text = f"{value / GIB:.3f}"
             text += f" ({low / GIB:.3f} to {high / GIB:.3f})" if low != high else ""

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import pandas as pd
-
 from weighin.record import Result
 from weighin.records.machine import settings_of
 from weighin.report import captions, operations
+from weighin.report.rows import Row, has
 
 _CUDA: Final = (
     ("CUDA requested", "GiB", "peak of the bytes that tensors on the GPU requested during the load", "exact, allocator"),
@@ -50,14 +49,13 @@ def environment(results: Sequence[Result]) -> list[Fact]:
     return [Fact(key, _counted(counts)) for key, counts in counts_of.items()]
 
 
-def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
+def figures(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """Return the name, unit, meaning and accuracy of each figure in the report."""
-    if frame.empty:
+    if not rows:
         return []
-    rows = list(dict.fromkeys(row for kind in operations.of(frame) for row in kind.meanings))
-    rows += _USES if captions.has_uses(frame) else ()
-    cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
-    return [*rows, *_CUDA] if cuda else rows
+    meanings = dict.fromkeys(one for kind in operations.of(rows) for one in kind.meanings)
+    uses = _USES if captions.has_uses(rows) else ()
+    return [*meanings, *uses, *(_CUDA if has(rows, "peak_cuda_allocated_bytes") else ())]
 
 
 def when(results: Sequence[Result]) -> str:

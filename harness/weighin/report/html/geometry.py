@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import floor, log10
 from typing import Final
 
+_STEPS: Final = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
+_NEARLY: Final = 1 - 1e-9  # for the rounding of floats
 _LETTER: Final = 0.56  # mean width of a letter, as a share of the font size
 
 
@@ -22,11 +25,11 @@ class Axis:
 
     def ticks(self, most: int = 5) -> list[tuple[float, str]]:
         """Return up to ``most`` + 1 round values as (position, text)."""
-        from matplotlib.ticker import MaxNLocator  # half a second to import
-
-        locator = MaxNLocator(nbins=most, steps=[1, 2, 2.5, 5, 10])
-        values = [float(value) for value in locator.tick_values(0.0, self.top)]
-        return [(self.at(value), f"{value:g}") for value in values if 0 <= value <= self.top]
+        least = self.top / most
+        scale = 10.0 ** floor(log10(least))
+        step = next(one * scale for one in _STEPS if one * scale >= least * _NEARLY)
+        values = (number * step for number in range(most + 1))
+        return [(self.at(value), f"{value:g}") for value in values if value * _NEARLY <= self.top]
 
 
 @dataclass(frozen=True, slots=True)

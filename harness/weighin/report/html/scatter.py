@@ -1,12 +1,12 @@
 """Plot the ready time over the peak memory of each series, with the Pareto front."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import pandas as pd
-
 from weighin.report import style
 from weighin.report.html.geometry import Axis, Label, pareto_front, path, place_labels
+from weighin.report.rows import Row
 from weighin.units import GIB
 
 WIDTH: Final = 520
@@ -50,22 +50,22 @@ class Scatter:
     plots: list[Plot]
 
 
-def build(frame: pd.DataFrame) -> list[Scatter]:
+def build(rows: Sequence[Row]) -> list[Scatter]:
     """Return a scatter plot for each group in which at least two series are ok in all repeats."""
-    if frame.empty:
-        return []
     scatters = []
-    for title, group in style.scenes(frame):
-        good = group[(group["ok"] == group["repeats"]) & group["ready_s"].notna()]
-        plots = [_plot(good, key, words) for key, words in _FIGURES if good[key].notna().sum() > 1]
+    for title, group in style.scenes(rows):
+        good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]
+        plots = []
+        for key, words in _FIGURES:
+            if len(measured := [row for row in good if row[key] is not None]) > 1:
+                plots.append(_plot(measured, key, words))
         if plots:
             scatters.append(Scatter(title, plots))
     return scatters
 
 
-def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
-    measured = good[good[key].notna()].reset_index(drop=True)
-    data = [(float(row[key]) / GIB, float(row["ready_s"])) for _, row in measured.iterrows()]
+def _plot(measured: Sequence[Row], key: str, words: str) -> Plot:
+    data = [(row[key] / GIB, row["ready_s"]) for row in measured]
     across = Axis(max(x for x, _ in data) * 1.08, _LEFT, _RIGHT)
     up = Axis(max(y for _, y in data) * 1.12, _BOTTOM, _TOP)
     names = style.row_labels(measured)
@@ -76,12 +76,12 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
         ScatterPoint(
             across.at(x),
             up.at(y),
-            style.colour(strategy),
+            style.colour(row["strategy"]),
             label,
             (x, y) in front,
             _tip(label.text, x, y, words, is_front=(x, y) in front),
         )
-        for (x, y), label, strategy in zip(data, labels, measured["strategy"], strict=True)
+        for (x, y), label, row in zip(data, labels, measured, strict=True)
     ]
     steps = [(across.at(front[0][0]), _TOP)]
     for x, y in front:

@@ -1,16 +1,14 @@
 """Build the summary as a table that a reader can sort and filter."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-import pandas as pd
+from typing import Final
 
 from weighin.record import Outcome
 from weighin.report import captions, style
 from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
-from weighin.report.dataframe import known, varying
 from weighin.report.markdown import plain
+from weighin.report.rows import Row, varying
 
 _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
 
@@ -57,20 +55,20 @@ class Table:
     choices: list[Choice]
 
 
-def ids(frame: pd.DataFrame) -> dict[str, str]:
+def ids(rows: Sequence[Row]) -> dict[str, str]:
     """Return an id for each series; its row, its bar and its timeline in the page share this id."""
-    return {group: f"s{index}" for index, group in enumerate(frame["group"])}
+    return {row["group"]: f"s{index}" for index, row in enumerate(rows)}
 
 
-def build(frame: pd.DataFrame) -> Table:
+def build(series: Sequence[Row]) -> Table:
     """Return a table with one row per series; properties that all series share have no column."""
-    names = ["strategy", *varying(frame)]
-    figures = figures_of(frame)
+    names = ["strategy", *varying(series)]
+    figures = figures_of(series)
     columns = [TableColumn(HEADINGS.get(name, name), "", is_number=False) for name in names]
     columns.append(TableColumn("outcome", "", is_number=False))
     columns += [TableColumn(f.heading, f.unit, is_number=True) for f in figures]
-    series_ids = ids(frame)
-    rows = [_row(row, names, figures, series_ids) for _, row in frame.iterrows()]
+    series_ids = ids(series)
+    rows = [_row(row, names, figures, series_ids) for row in series]
     choices = []
     for index, column in enumerate(columns[: len(names) + 1]):
         texts = list(dict.fromkeys(row.data[index].text for row in rows))
@@ -81,19 +79,19 @@ def build(frame: pd.DataFrame) -> Table:
     return Table(columns, rows, choices)
 
 
-def _row(row: Any, names: list[str], figures: list[Column], ids: Mapping[str, str]) -> TableRow:
+def _row(row: Row, names: list[str], figures: list[Column], ids: Mapping[str, str]) -> TableRow:
     data = []
     for name in names:
         text = name_text(name, row)
         # A row without a limit sorts after all limits.
-        limit = known(row[name]) if name == "ram_limit_bytes" else None
+        limit = row[name] if name == "ram_limit_bytes" else None
         key = str(limit or 2**63) if name == "ram_limit_bytes" else text
         data.append(Datum(text, key))
     outcome = str(row["outcome"]).split(" ", maxsplit=1)[0]
     sign = _SIGNS.get(row["outcome"], "✗")
     data.append(Datum(f"{sign} {plain(captions.ending(row))}", outcome))
     for figure in figures:
-        value = known(row[figure.key])
+        value = row[figure.key]
         key = "" if value is None else repr(float(value))
         data.append(Datum(figure_text(row, figure), key, range_text(row, figure)))
     return TableRow(ids[row["group"]], style.colour(row["strategy"]), outcome, data)

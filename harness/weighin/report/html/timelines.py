@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import pandas as pd
-
 from weighin.record import Outcome, Phase, Result
 from weighin.report import captions, style, timeline_data
 from weighin.report.html.geometry import Axis, path
+from weighin.report.rows import Row, split, values
 from weighin.units import GIB, format_seconds
 
 WIDTH: Final = 460
@@ -75,28 +74,22 @@ class _Axes:
 
 
 def build(
-    run: Path, results: Sequence[Result], frame: pd.DataFrame, ids: Mapping[str, str]
+    run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
 ) -> list[Group]:
     """Return drawings of each series' first repeat; series of one model and device share axes."""
-    if frame.empty:
-        return []
-    chosen = timeline_data.choose(run, results, frame)
-    changing = [name for name in _SECTIONS if frame[name].nunique(dropna=False) > 1]
-    frame = frame.reset_index(drop=True)
-    places = frame.groupby(changing, sort=False) if changing else [((), frame)]
+    tracks = timeline_data.choose(run, results, rows)
+    track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
+    changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
     groups = []
-    for values, members in places:
-        mine = [chosen[index] for index in members.index]
-        pairs = zip(changing, values, strict=True)
+    for found, members in split(rows, changing).items():
+        mine = [track_of[row["group"]] for row in members]
+        pairs = zip(changing, found, strict=True)
         title = " · ".join(captions.dimension(name, value) for name, value in pairs)
         axes = _Axes(
             Axis(timeline_data.longest(mine), _LEFT, _RIGHT),
             Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP),
         )
-        drawn = [
-            _timeline(track, name, axes)
-            for track, name in zip(mine, [ids[group] for group in members["group"]], strict=True)
-        ]
+        drawn = [_timeline(track_of[row["group"]], ids[row["group"]], axes) for row in members]
         groups.append(Group(title, drawn))
     return groups
 
@@ -106,7 +99,7 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
     is_near = limit is not None and limit / GIB <= axes.memory.top
     areas, outline = _areas(track, axes)
     note = f"continues until {track.end_s:.0f} s →" if track.end_s > axes.time.top else ""
-    if track.table is None:
+    if not track.samples:
         note = "not run" if result.outcome is Outcome.SKIPPED else "no samples"
     return Timeline(
         id=name,
@@ -134,19 +127,21 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
 
 def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
     """Return the stacked parts as closed paths, the top part first, and their sum's outline."""
-    if track.table is None:
+    drawn = [one for one in track.samples if (one.t_ns - track.zero_ns) / 1e9 <= axes.time.top]
+    points = timeline_data.thin(drawn, _POINTS)
+    if not points:
         return [], ""
-    seconds = (track.table["t_ns"] - track.zero_ns) / 1e9
-    thin = timeline_data.thin(track.table[seconds <= axes.time.top].reset_index(drop=True), _POINTS)
-    if thin.empty:
-        return [], ""
-    xs = [axes.time.at(t) for t in (thin["t_ns"] - track.zero_ns) / 1e9]
+    xs = [axes.time.at((point.t_ns - track.zero_ns) / 1e9) for point in points]
     lines = {}
-    height = thin["anon_bytes"] * 0
+    heights = [0] * len(points)
     for part in timeline_data.PARTS:
-        height = height + thin[part]
-        lines[part] = list(zip(xs, (axes.memory.at(v / GIB) for v in height), strict=True))
-    parts = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
+        heights = [h + getattr(point, part) for h, point in zip(heights, points, strict=True)]
+        lines[part] = list(zip(xs, (axes.memory.at(h / GIB) for h in heights), strict=True))
+    parts = [
+        part
+        for part in timeline_data.PARTS
+        if part == "anon_bytes" or timeline_data.has_part(points, part)
+    ]
     base = [(xs[-1], BOTTOM), (xs[0], BOTTOM)]
     areas = [
         (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in parts[::-1]
@@ -207,7 +202,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, result: Resul
 def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
     """Return the position at which a cell was cut off; None if that is not in the drawing."""
     is_off = track.end_s > axes.time.top
-    if track.table is None or is_off or track.result.outcome not in timeline_data.CUT_OFF:
+    if not track.samples or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
     end_s, height = timeline_data.cut_at(track)
     return axes.time.at(end_s), axes.memory.at(height)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weighin.formats.converted import Converted
 from weighin.loader.fill import Fill, cache_threads, one_thread_each
 from weighin.loader.reads import Fillable
 
@@ -11,13 +10,13 @@ from weighin.loader.reads import Fillable
 def split(fills: Sequence[Fillable]) -> tuple[list[Fillable], list[Fill]]:
     """Return the tensors whose bytes are in a file, and those whose values are computed."""
     plain: list[Fillable] = []
-    converted: list[Fill] = []
+    computed: list[Fill] = []
     for one in fills:
-        if isinstance(one, Fill) and isinstance(one.source, Converted):
-            converted.append(one)
+        if isinstance(one, Fill) and one.source.fill:
+            computed.append(one)
         else:
             plain.append(one)
-    return plain, converted
+    return plain, computed
 
 
 def fill_all(fills: Sequence[Fill], threads: int | None) -> None:
@@ -27,8 +26,9 @@ def fill_all(fills: Sequence[Fill], threads: int | None) -> None:
         threads: the number of threads, at most one for each processor; each needs a few MiB.
     """
     most = min(threads or cache_threads(), cache_threads())
+    largest_first = sorted(fills, key=lambda one: one.memory.nbytes, reverse=True)
     with one_thread_each, ThreadPoolExecutor(most) as pool:
-        futures = [pool.submit(_fill, one) for one in sorted(fills, key=_bytes, reverse=True)]
+        futures = [pool.submit(_fill, one) for one in largest_first]
         try:
             for future in futures:
                 future.result()
@@ -38,9 +38,5 @@ def fill_all(fills: Sequence[Fill], threads: int | None) -> None:
 
 
 def _fill(one: Fill) -> None:
-    assert isinstance(one.source, Converted)
+    assert one.source.fill
     one.source.fill(one.memory)
-
-
-def _bytes(one: Fill) -> int:
-    return one.memory.nbytes

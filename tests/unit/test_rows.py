@@ -1,9 +1,8 @@
-"""Results as tables: a row a cell, a row a series, nothing rounded and nothing invented."""
+"""Results as rows: a row a cell, a row a series, nothing rounded and nothing invented."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from factories import (
     LIMIT,
@@ -18,22 +17,28 @@ from factories import (
 )
 
 from weighin.record import Outcome, Peaks
-from weighin.report.dataframe import FIGURES, cells, samples, series, varying
+from weighin.records.samples import read_samples
+from weighin.report.rows import FIGURES, OF_CELLS, OF_SERIES, cells, series, values, varying
 from weighin.report.style import row_labels
 from weighin.units import GIB
 
 
 def test_a_cell_is_a_row_in_the_records_order() -> None:
-    frame = cells(notebook_run())
-    assert frame["strategy"].tolist() == [
+    rows = cells(notebook_run())
+    assert [row["strategy"] for row in rows] == [
         "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
     ]  # fmt: skip
-    assert frame["outcome"].tolist() == ["oom_killed"] * 3 + ["ok"] * 3
+    assert [row["outcome"] for row in rows] == ["oom_killed"] * 3 + ["ok"] * 3
+
+
+def test_every_row_has_every_column() -> None:
+    assert all({*OF_CELLS} == row.keys() for row in cells(mixed_run()))
+    assert all({*OF_SERIES} <= row.keys() for row in series(mixed_run()))
 
 
 def test_figures_keep_the_records_units_and_digits() -> None:
     result = make_result()
-    row = cells([result]).iloc[0]
+    (row,) = cells([result])
     assert result.peaks.rss_bytes is not None and result.baseline is not None
     above = result.peaks.rss_bytes - result.baseline.rss_bytes
     assert row["peak_rss_bytes"] == result.peaks.rss_bytes
@@ -46,13 +51,14 @@ def test_figures_keep_the_records_units_and_digits() -> None:
 
 def test_large_integers_are_exact() -> None:
     size = 2**53 + 1  # the first integer that a float cannot hold
-    frame = cells([make_result(peaks=Peaks(rss_bytes=size))])
-    assert int(frame["peak_rss_bytes"].iloc[0]) == size
+    for rows in (cells, series):
+        (row,) = rows([make_result(peaks=Peaks(rss_bytes=size))])
+        assert row["peak_rss_bytes"] == size
 
 
-def test_what_was_not_measured_is_na() -> None:
-    row = cells([make_skipped()]).iloc[0]
-    assert all(pd.isna(row[name]) for name in FIGURES)
+def test_what_was_not_measured_is_none() -> None:
+    (row,) = cells([make_skipped()])
+    assert all(row[name] is None for name in FIGURES)
 
 
 def test_a_series_has_the_median_and_the_range_of_its_repeats() -> None:
@@ -61,10 +67,12 @@ def test_a_series_has_the_median_and_the_range_of_its_repeats() -> None:
         for repeat, load_ns in enumerate([3_000_000_000, 1_000_000_000, 2_500_000_000])
     ]
     other = make_result(make_cell("baseline"))
-    frame = series([repeats[0], other, *repeats[1:]])
-    assert frame["strategy"].tolist() == ["streaming", "baseline"]
-    assert frame.iloc[0][["load_s", "load_s_min", "load_s_max"]].tolist() == [2.5, 1.0, 3.0]
-    assert frame["repeats"].tolist() == [3, 1]
+    rows = series([repeats[0], other, *repeats[1:]])
+    assert [(row["strategy"], row["repeats"]) for row in rows] == [
+        ("streaming", 3),
+        ("baseline", 1),
+    ]
+    assert [rows[0][name] for name in ("load_s", "load_s_min", "load_s_max")] == [2.5, 1.0, 3.0]
 
 
 def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
@@ -75,7 +83,7 @@ def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
         peaks=Peaks(rss_bytes=1),
         message="slow",
     )
-    row = series([bad, good]).iloc[0]
+    (row,) = series([bad, good])
     assert row["outcome"] == "timeout 1, ok 1"
     assert row["message"] == "slow"
     assert row["peak_rss_bytes_min"] == good.peaks.rss_bytes
@@ -83,9 +91,8 @@ def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
 
 def test_a_cell_measured_again_counts_once() -> None:
     first = make_result(outcome=Outcome.MEASUREMENT_FAILED)
-    frame = series([first, make_result()])
-    assert frame["repeats"].tolist() == [1]
-    assert frame["outcome"].tolist() == ["ok"]
+    (row,) = series([first, make_result()])
+    assert (row["repeats"], row["outcome"]) == (1, "ok")
 
 
 def test_cells_of_different_kwargs_are_different_series() -> None:
@@ -94,10 +101,9 @@ def test_cells_of_different_kwargs_are_different_series() -> None:
     assert len(series([make_result(cell), make_result(smaller)])) == 2
 
 
-def test_an_empty_run_is_an_empty_table() -> None:
-    assert cells([]).empty
-    assert series([]).empty
-    assert varying(series([])) == []
+def test_an_empty_run_has_no_rows() -> None:
+    assert cells([]) == series([]) == []
+    assert varying([]) == []
 
 
 def test_varying_dimensions_are_named_in_the_order_of_columns() -> None:
@@ -125,10 +131,17 @@ def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     path = write_samples(tmp_path, result)
     with path.open("a") as file:
         file.write("400000")
-    table = samples(tmp_path, result)
-    assert table is not None
-    assert table["rss_bytes"].tolist() == [sample.rss_bytes for sample in make_samples(result)]
-    assert table["cuda_driver_bytes"].isna().all()
+    assert read_samples(tmp_path, result.samples_path) == make_samples(result)
+
+
+@pytest.mark.parametrize(
+    "row", ["5,1,2,3", "5,1,2,3,4,5,6,-7", "5,1,2,3,4,5,6,x", f"5,1,2,3,4,5,6,{2**63}"]
+)
+def test_a_row_with_missing_or_impossible_figures_is_left_out(tmp_path: Path, row: str) -> None:
+    head = "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults"
+    (tmp_path / "x.csv").write_text(f"{head}\n9,1,2,3,4,5,6,7\n{row}\n8,1,2,3,4,5,6,7\n")
+    assert [sample.t_ns for sample in read_samples(tmp_path, "x.csv")] == [8, 9]
+    assert read_samples(tmp_path / "y", "../x.csv") == []
 
 
 @pytest.mark.parametrize("text", [None, "", "t_ns\n", "t_ns,rss_bytes\n1,2\n", "\x00"])
@@ -138,9 +151,9 @@ def test_samples_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) 
         assert result.samples_path is not None
         (tmp_path / result.samples_path).parent.mkdir()
         (tmp_path / result.samples_path).write_text(text)
-    assert samples(tmp_path, result) is None
-    assert samples(tmp_path, make_skipped()) is None
+    assert read_samples(tmp_path, result.samples_path) == []
+    assert read_samples(tmp_path, make_skipped().samples_path) == []
 
 
 def test_the_mixed_run_has_every_outcome_once() -> None:
-    assert cells(mixed_run())["outcome"].is_unique
+    assert len(values(cells(mixed_run()), "outcome")) == len(mixed_run())

@@ -71,7 +71,7 @@ class Demand:
         return ""
 
 
-class Dispatch:
+class Scheduler:
     """The cells that wait for a node, in the plan's order, by demand."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:

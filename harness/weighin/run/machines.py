@@ -1,10 +1,10 @@
 """Tell what the machine or machines of a run can do, before the run is planned.
 
-An engine that measures on other machines passes its own ``Site`` to ``request.start``.
+An engine that measures on other machines passes its own ``Machines`` to ``request.start``.
 """
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError
 from weighin.isolation import select
@@ -14,7 +14,7 @@ from weighin.run import gpu_check
 from weighin.units import format_bytes, format_exact
 
 
-class Site(Protocol):
+class Machines(Protocol):
     """The machine or machines that run the cells."""
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
@@ -59,24 +59,8 @@ class ThisMachine:
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
         gpu_check.check(device, vram_limits)
 
-    def choose(
-        self,
-        name: str,
-        *,
-        limited: bool,
-        base_image: str | None,
-        packages: tuple[str, ...],
-        containers: bool = True,
-        image: str = "",
-    ) -> tuple[Isolation, str]:
-        return select.choose(
-            name,
-            limited=limited,
-            base_image=base_image,
-            packages=packages,
-            containers=containers,
-            image=image,
-        )
+    def choose(self, name: str, **asked: Any) -> tuple[Isolation, str]:
+        return select.choose(name, **asked)
 
     def check_soft_limit(self, isolation: Isolation) -> None:
         select.check_soft_limit(isolation)

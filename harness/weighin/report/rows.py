@@ -1,15 +1,11 @@
-"""Convert results to pandas tables with one row per cell, or one row per series of repeats.
+"""Convert results to rows for tables: one row per cell, or one row per series of repeats.
 
-Bytes are integers, times are unrounded seconds, and a figure that was not measured is NA.
+Bytes are integers, times are unrounded seconds, and a figure that was not measured is None.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from io import StringIO
-from pathlib import Path, PurePath
 from typing import Any, Final
-
-import pandas as pd
 
 from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
@@ -18,6 +14,8 @@ from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.repeats import grouped, latest, middle, outcome_of
 from weighin.records.verdict import through_first_pass_ns
 from weighin.units import format_exact, format_latency, format_rate
+
+Row = dict[str, Any]
 
 # Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
@@ -45,121 +43,80 @@ _TIMES: Final = (
 _MULTIPLES: Final = ("above_import_per_model", "use_most_per_model", "use_anon_per_model")
 NUMBERS: Final = (*_TIMES, *_MULTIPLES)
 FIGURES: Final = (*_TIMES, *BYTES, *_MULTIPLES)
-_LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
-_LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
+LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = (
     "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
 )  # fmt: skip
+OF_CELLS: Final = (*_TEXTS, "repeat", *FIGURES)
+OF_SERIES: Final = (
+    *_TEXTS, "repeats", "ok", *(f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")),
+)  # fmt: skip
 
 
-def cells(results: Iterable[Result]) -> pd.DataFrame:
+def cells(results: Iterable[Result]) -> list[Row]:
     """Return one row per cell, in the order of the records.
 
     If a cell has several records, the last record is used. ``above_import_bytes`` is the exact peak
     RSS minus the RSS after ``import torch`` (for a save: minus the RSS with the model in memory).
     ``above_import_per_model`` is ``above_import_bytes`` divided by the model's size.
     """
-    columns = [*_TEXTS, "repeat", *FIGURES]
-    # As objects: pandas would convert integers beside None to floats, which cannot hold 2**53 + 1.
-    frame = pd.DataFrame(list(map(_row, latest(results))), columns=columns, dtype=object)
-    types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
-    types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
-    return frame.astype(types)
+    return [_row(result) for result in latest(results)]
 
 
-def series(results: Iterable[Result]) -> pd.DataFrame:
+def series(results: Iterable[Result]) -> list[Row]:
     """Return one row per series: the median of each figure over its repeats, and the range.
 
     The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
     figures cover only these repeats, and ``outcome`` counts all repeats: "ok 2, timeout 1".
     """
-    groups = grouped(latest(results), lambda one: one.cell.series)
-    rows = [_summary(group) for group in groups.values()]
-    ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
-    # As objects: pandas would convert limits beside None to floats, of which some are no integers.
-    frame = pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges], dtype=object)
-    return frame.astype(
-        dict.fromkeys(_TEXTS, "object")
-        | dict.fromkeys(("repeats", "ok"), "int64")
-        | dict.fromkeys(_LIMITS, "Int64")
-        | dict.fromkeys(ranges, "Float64")
-    )
-
-
-def samples(run: Path, result: Result) -> pd.DataFrame | None:
-    """Return a cell's samples, or None if no sample can be read.
-
-    Columns are the fields of ``record.Sample``. An incomplete last line and rows with impossible
-    values are left out.
-    """
-    return _samples(run, result.samples_path)
-
-
-def rank_samples(run: Path, result: Result) -> list[pd.DataFrame]:
-    """Return the samples of each rank of a cell; empty if those of a rank cannot be read."""
-    tables = [_samples(run, rank.samples_path) for rank in result.ranks]
-    known_tables = [table for table in tables if table is not None]
-    return known_tables if len(known_tables) == len(tables) else []
-
-
-def _samples(run: Path, path: str | None) -> pd.DataFrame | None:
-    if path is None or not _is_inside(PurePath(path)):
-        return None
-    try:
-        text = (run / path).read_text(encoding="utf-8")
-        frame = pd.read_csv(StringIO(text[: text.rfind("\n") + 1]))
-    except (OSError, ValueError):  # ValueError: not UTF-8, empty, or no table
-        return None
-    needed = ["t_ns", "rss_bytes", "anon_bytes", "file_bytes", "shmem_bytes"]
-    if not set(needed) <= set(frame.columns):
-        return None
-    frame = possible(frame).dropna(subset=needed)
-    return None if frame.empty else frame.sort_values("t_ns", ignore_index=True)
-
-
-def possible(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows whose counters have possible values; missing values are allowed."""
-    numbers = frame.apply(pd.to_numeric, errors="coerce")
-    kept: pd.DataFrame = numbers[
-        (numbers.isna() | (numbers.ge(0) & numbers.lt(_LARGEST))).all(axis=1)
+    return [
+        _summary(group) for group in grouped(latest(results), lambda one: one.cell.series).values()
     ]
-    return kept
 
 
-def varying(frame: pd.DataFrame) -> list[str]:
-    """Return the dimensions in which the rows of ``frame`` differ.
+def values(rows: Iterable[Row], name: str) -> list[Any]:
+    """Return the different values of a column, None among them, in the order of the rows."""
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def has(rows: Iterable[Row], name: str) -> bool:
+    """Return whether one of the rows has a value in a column."""
+    return any(row[name] is not None for row in rows)
+
+
+def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows in groups with the same values in the columns ``names``, in their order."""
+    return grouped(rows, lambda row: tuple(row[name] for name in names))
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Return the dimensions in which the rows differ.
 
     The format is left out if each strategy has only one format.
     """
-    per_strategy = frame.groupby("strategy")
+    of_strategies = split(rows, ["strategy"]).values()
     return [
         name
         for name in DIMENSIONS
-        if frame[name].nunique(dropna=False) > 1
-        and (name != "format" or (per_strategy[name].nunique(dropna=False) > 1).any())
+        if len(values(rows, name)) > 1
+        and (name != "format" or any(len(values(group, name)) > 1 for group in of_strategies))
     ]
 
 
-def known(value: Any) -> Any:
-    """Return a value of a frame as a Python value: None for NA."""
-    return None if pd.isna(value) else value
-
-
-def is_below_import(frame: pd.DataFrame) -> bool:
+def is_below_import(rows: Iterable[Row]) -> bool:
     """Return whether every model of these loads is smaller than the memory of ``import torch``.
 
     Memory above the import, divided by the size of such a model, does not count copies of the model.
     """
-    loads = frame[(frame["operation"] == "load") & frame["baseline_rss_bytes"].notna()]
-    return len(loads) > 0 and bool((loads["model_bytes"] < loads["baseline_rss_bytes"]).all())
+    sizes = [
+        (row["model_bytes"], row["baseline_rss_bytes"])
+        for row in rows
+        if row["operation"] == "load" and row["baseline_rss_bytes"] is not None
+    ]
+    return bool(sizes) and all(model is None or model < imported for model, imported in sizes)
 
 
-def _is_inside(path: PurePath) -> bool:
-    """Return whether a record's path stays in the run's folder; a foreign record is not trusted."""
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _row(result: Result) -> dict[str, Any]:
+def _row(result: Result) -> Row:
     cell, peaks, written = result.cell, result.peaks, result.written
     baseline = result.baseline.rss_bytes if result.baseline else None
     above = None if baseline is None or peaks.rss_bytes is None else peaks.rss_bytes - baseline
@@ -184,6 +141,7 @@ def _row(result: Result) -> dict[str, Any]:
         "outcome": result.outcome.value,
         "last_phase": result.last_phase,
         "message": result.message,
+        "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
         "repeat": cell.repeat,
         "import_s": _seconds(result.cost.import_ns if result.cost else None),
         "import_transformers_s": _seconds(_duration_ns(result, IMPORT_TRANSFORMERS)),
@@ -210,7 +168,6 @@ def _row(result: Result) -> dict[str, Any]:
         "written_disk_bytes": written.disk_bytes if written else None,
         "written_files": written.files if written else None,
         "needed_bytes": result.ran.needed_bytes if result.ran else None,
-        "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
         "shmem_sampled_bytes": peaks.shmem_sampled_bytes,
         "exit_code": result.exit_code,
         "use_s": _seconds(after_load.used_ns(result)),
@@ -234,7 +191,7 @@ def _duration_ns(result: Result, name: str) -> int | None:
     return next(phases, None)
 
 
-def _summary(group: Sequence[Result]) -> dict[str, Any]:
+def _summary(group: Sequence[Result]) -> Row:
     rows = [_row(result) for result in group]
     good = [row for row in rows if row["outcome"] == Outcome.OK]
     bad = [row for row in rows if row["outcome"] != Outcome.OK]
@@ -244,11 +201,11 @@ def _summary(group: Sequence[Result]) -> dict[str, Any]:
     row |= {"outcome": outcome_of(each.outcome for each in group), "repeats": len(rows)}
     row |= {"ok": len(good)}
     for name in FIGURES:
-        values = [value for each in good or rows if (value := each[name]) is not None]
+        known = [value for each in good or rows if (value := each[name]) is not None]
         row |= {
-            name: middle(values),
-            f"{name}_min": min(values, default=None),
-            f"{name}_max": max(values, default=None),
+            name: middle(known),
+            f"{name}_min": min(known, default=None),
+            f"{name}_max": max(known, default=None),
         }
     return row
 

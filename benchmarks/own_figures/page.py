@@ -1,0 +1,201 @@
+"""Write the page of the instrument's own figures: three tables, and what each figure means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Final
+
+from own_figures import amounts, cells, sampling
+from own_figures.amounts import Amounts
+from own_figures.cells import CellCost, Costs
+from own_figures.sampling import Sampled
+from own_figures.spread import Spread, errors
+from weighin.report import captions
+from weighin.report.markdown import table_lines
+from weighin.units import GIB, MIB, format_bytes
+
+_PAGE: Final = """\
+# What the instrument costs, and how true its figures are
+
+`make self-bench` wrote this page. It measures weighin itself: the time that weighin adds to a load, the processor time and the gaps of
+its samplers, and what weighin and other tools say of programs whose memory is known.
+
+{machine}
+
+{how_often}. In the minute before the measurement, the
+machine's load average was {load_average:.2f}; an idle machine has 0.
+
+## What weighin adds to a load
+
+weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The
+table shows the wall time of one cell in its parts, and the processor time of weighin's own process. The first load in each isolation,
+for which weighin imports its modules, is not counted.
+
+{cells}
+
+* **before**: from the beginning of the cell until the worker imports torch. The parent evicts the checkpoint from the page cache, and
+  starts the container, the cgroup or the process, with a fresh Python. An empty Python program takes {python} s here.
+* **checks**: the worker reads every byte of the model, compares the checksums, and waits at the boundaries of phases. This time grows
+  with the model. The time to read every byte is a part of the column `ready` of a report, and never of `load`.
+* **after**: from the end of the worker's last phase until its isolation is removed, and the record and the samples are written.
+* **added**: the sum of "before", "checks" and "after".
+* **the load itself**: the import of torch, the load, and the forward pass.
+* **processor**: the processor time of weighin's own process during the cell, with its sampler. The times of the worker and of the
+  Docker engine are left out.
+
+## The samplers
+
+Each sampler read the memory of a process that holds {held_mib} MiB and sleeps, for {seconds:g} s at each interval. weighin samples a load
+every 5 ms and a command every 20 ms. The parent samples a container on its own machine as it samples a cgroup.
+
+{samplers}
+
+* **share**: the processor time of the sampler, as a share of one processor.
+* **median, 99 %, largest**: the gaps. A gap is the time from the beginning of one sample to the beginning of the next. 99 % of the gaps
+  are no longer than the second figure.
+* **machine**: "idle" if nothing else ran, "busy" while one program for each processor computed without end.
+* A peak that is shorter than a gap can fall between two samples. The kernel's high-water marks have no gaps. Therefore peaks come from
+  these marks; samples draw the timeline, and split the memory into its kinds.
+* Without a cgroup, the memory of a command is a sum of proportional set sizes (PSS). The kernel walks through all pages of a process to
+  compute them, so weighin reads the sum less often than it samples.
+
+## Programs whose memory is known
+
+C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory. Without swap, the kernel cannot take this
+memory back: a program needs it. Page cache is no need. All figures are MiB.
+
+{amounts}
+
+The programs:
+
+* `spend 256 MS` has 64 MiB from its start to its end, and takes 256 MiB more, which it holds for MS milliseconds. The kernel
+  needs time to clear these pages, so the memory is above 64 MiB for longer than MS milliseconds.
+* `forks 128 3 2000` has 128 MiB, and forks three processes. Each of them overwrites half of the memory, for 2 s.
+* `maps FILE` maps a file of 128 MiB twice, reads both maps, and overwrites half of the private one: 64 MiB of its own.
+* `shares 48 2000` are two processes that share 96 MiB, for 2 s.
+* `child 256 2000` has 8 MiB, and starts another program with 256 MiB, for 2 s.
+
+The tools:
+
+{tools}
+
+The line "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
+"""
+_PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
+_CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
+_SAMPLER_HEADS: Final = ("samples of", "isolation", "machine", "interval", "share", "median ms", "99 % ms", "largest ms")  # fmt: skip
+_TOOLS: Final = {
+    amounts.WEIGHIN["cgroup"]: """\
+the need according to `weighin run --isolation cgroup`: the larger of two figures. One is the largest sample
+  (every 20 ms), the other is the kernel's exact peak of the cgroup minus page cache and the kernel's own memory.""",
+    amounts.WEIGHIN["process"]: """\
+the need according to `weighin run --isolation process`. Without a cgroup, the kernel keeps no peak of several
+  processes. The figure is therefore the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
+    amounts.MAX_RSS: """\
+the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single
+  process. It counts mapped page cache as memory of the process, and does not add up processes.""",
+    amounts.NOTEBOOK: """\
+the largest RSS of the command's first process, which a thread reads with psutil every 100 ms, as in
+  [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. In the notebook, the thread runs inside the measured
+  process and waits for its GIL. Here, the thread runs in another process, which favours it. Each program starts at a random moment
+  between two readings.""",
+    amounts.OPTIMUM: """\
+the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker is made
+  to follow the process that calls it; here it follows the command's first process.""",
+}
+
+
+def text(
+    costs: Costs, sampled: Sequence[Sampled], known: Amounts, *, seconds: float, load_average: float
+) -> str:
+    """Return the whole page; ``load_average`` is that of the minute before the measurement."""
+    repeats = len(costs.python_ns)
+    return _PAGE.format(
+        machine=_machine(costs.environment),
+        how_often="Each load and each program ran once"
+        if repeats == 1
+        else f"Medians of {repeats} interleaved repeats, with the whole range in parentheses where it differs",
+        load_average=load_average,
+        model=cells.MODEL,
+        model_gib=costs.model_bytes / GIB,
+        strategy=cells.STRATEGY,
+        cells=_lines(_CELL_HEADS, _cell_rows(costs), 1, costs.refused),
+        python=Spread.of(costs.python_ns).text(1e9, 3),
+        held_mib=sampling.BASE_MIB + sampling.SPIKE_MIB,
+        seconds=seconds,
+        samplers=_lines(_SAMPLER_HEADS, map(_sampler_row, sampled), 3),
+        amounts=_lines(("program", "known", *known.tools), _amount_rows(known), 1, known.refused),
+        tools="\n".join(
+            f"* **{tool}**: {_TOOLS[tool].format(optimum=known.optimum)}" for tool in known.tools
+        ),
+    )
+
+
+def _machine(about: Mapping[str, object]) -> str:
+    ram_bytes = about["ram_bytes"]
+    assert isinstance(ram_bytes, int)
+    words = [
+        *captions.machine([about]),
+        f"{about['cpus']} processors",
+        f"{format_bytes(ram_bytes, digits=1)} of RAM",
+        f"Python {about['python']}",
+        f"psutil {version('psutil')}",
+        f"weighin {about['weighin']}",
+        captions.when_and_what([(about, datetime.now(UTC).isoformat())]),
+    ]
+    return " · ".join(words)
+
+
+def _lines(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    names: int,
+    refused: Mapping[str, str] | None = None,
+) -> str:
+    """Return a table, and below it the reason for each line or column that it lacks."""
+    reasons = [f"\nThe table lacks {name}: {why}." for name, why in (refused or {}).items()]
+    return "\n".join([*table_lines(heads, rows, names=names), *reasons])
+
+
+def _cell_rows(costs: Costs) -> list[list[str]]:
+    return [
+        [isolation, *(_part(found, part).text(1e9, 2) for part in _PARTS)]
+        for isolation, found in costs.by_isolation.items()
+        if found
+    ]
+
+
+def _part(found: Sequence[CellCost], part: str) -> Spread:
+    return Spread.of([getattr(one, part) for one in found])
+
+
+def _sampler_row(one: Sampled) -> list[str]:
+    gaps = (one.gaps.median_ns, one.gaps.most_ns, one.gaps.largest_ns)
+    state = "busy" if one.is_busy else "idle"
+    figures = (f"{one.interval_ms} ms", f"{one.share:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps))
+    return [f"a {one.body}", one.isolation, state, *figures]
+
+
+def _amount_rows(found: Amounts) -> list[list[str]]:
+    rows = [
+        [
+            one.id,
+            f"{one.needed_bytes / MIB:.0f}",
+            *(Spread.of(found.figures[one.id][tool]).text(MIB, 1) for tool in found.tools),
+        ]
+        for one in found.known
+    ]
+    return [*rows, ["errors", "", *(_errors(found, tool) for tool in found.tools)]]
+
+
+def _errors(found: Amounts, tool: str) -> str:
+    lowest, highest = errors(
+        [
+            (figure, one.needed_bytes)
+            for one in found.known
+            for figure in found.figures[one.id][tool]
+        ]
+    )
+    return f"{lowest:+.1%} to {highest:+.1%}"

@@ -1,0 +1,93 @@
+"""Describe the operations of torch by their schemas: which tensors they take, write and return."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+_SHAPES: Final = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size",
+})  # fmt: skip
+"""Operations that use only a tensor's shape and dtype, not its values."""
+
+_RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+
+
+class OperationKind(NamedTuple):
+    """The properties of an operation, derived from its schema.
+
+    ``given`` are the arguments that may be tensors; ``written`` is the argument that the operation
+    writes and returns.
+    """
+
+    is_view: bool
+    reads_shape: bool
+    resizes: bool
+    random: bool
+    given: tuple[tuple[int, str], ...]
+    written: tuple[int, str] | None
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return all tensors among the arguments."""
+        count, found = len(args), []
+        for position, name in self.given:
+            value = args[position] if position < count else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif value is not None:
+                found += tensors_in(value)
+        return found
+
+    def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the tensor that the operation writes to and returns; None if it writes none."""
+        if self.written is None:
+            return None
+        position, name = self.written
+        target = args[position] if position < len(args) else kwargs.get(name)
+        return target if isinstance(target, torch.Tensor) else None
+
+
+@cache
+def kind_of(func: Any) -> OperationKind:
+    """Return the properties of an operation."""
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    writes = [
+        (number, argument.name)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    moves_only = torch.Tag.inplace_view in func.tags and name not in _RESIZES
+    is_view = moves_only or (not writes and any(result.alias_info for result in schema.returns))
+    returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    waits = len(writes) == 1 and returned is not None and returned.is_write
+    return OperationKind(
+        is_view=is_view,
+        reads_shape=name in _SHAPES,
+        resizes=name in _RESIZES,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        given=tuple(
+            (number, argument.name)
+            for number, argument in enumerate(schema.arguments)
+            if "Tensor" in str(argument.type)
+        ),
+        written=writes[0] if waits and name not in _RESIZES else None,
+    )
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value: one tensor, or nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def with_aliases(value: Any) -> Any:
+    """Return the same value with each tensor replaced by an alias of the same memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return type(value)(map(with_aliases, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,83 @@
+"""A fork of a warm process is to its parent what a process of its own is."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import leftovers
+import pytest
+from warm_children import Forks
+
+from weighin import child_process
+
+PROBE = """
+import json, os, sys, time
+asked = json.loads(sys.stdin.readline())
+told = {"pid": os.getpid(), "argv": sys.argv[1:], "folder": os.getcwd(), "set": os.environ.get("OF_THIS_TEST")}
+print(json.dumps({"event": "told", "warm": "colorsys" in sys.modules, **told}), flush=True)
+print("noise", file=sys.stderr, flush=True)
+if asked["end"] == "waits":
+    time.sleep(600)
+if asked["end"] == "raises":
+    raise ValueError("no such end")
+if asked["end"] < 0:
+    os.kill(os.getpid(), -asked["end"])
+sys.exit(asked["end"])
+"""
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    (folder := tmp_path_factory.mktemp("modules")).joinpath("probe.py").write_text(PROBE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with closing(Forks("probe", preloaded=("colorsys",))) as started:
+            yield started
+
+
+def start(forks: Forks, end: object, *arguments: str) -> child_process.Child:
+    child = child_process.Child(
+        forks.command("probe", *arguments),
+        child_process.environment() | {"OF_THIS_TEST": "a\nb"},
+    )
+    child.send(json.dumps({"end": end}).encode() + b"\n")
+    return child
+
+
+@pytest.mark.parametrize("end", [0, 3, -signal.SIGKILL, -signal.SIGTERM])
+def test_streams_arguments_variables_folder_and_end_are_its_own(
+    forks: Forks, end: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with start(forks, end, "one", "two words") as child:
+        told = json.loads(child.receive(60) or b"{}")
+        assert (told["warm"], told["argv"]) == (True, ["one", "two words"])
+        assert (told["folder"], told["set"]) == (str(tmp_path), "a\nb")
+        assert child.receive(60) is None
+        assert child.wait(60) == end
+        assert child.stderr_tail == b"noise\n"
+
+
+def test_an_exception_is_printed_and_ends_it_with_1(forks: Forks) -> None:
+    with start(forks, "raises") as child:
+        assert child.wait(60) == 1
+        assert child.stderr_tail.endswith(b"ValueError: no such end\n")
+
+
+def test_a_killed_child_takes_its_fork_with_it(forks: Forks) -> None:
+    with start(forks, "waits") as child:
+        fork = json.loads(child.receive(60) or b"{}")["pid"]
+        assert fork != child.pid
+        assert leftovers.lives(fork)
+    leftovers.wait_until(lambda: not leftovers.lives(fork), "the fork lives")
+
+
+def test_other_modules_and_other_settings_start_cold(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert forks.command("other") == (sys.executable, "-P", "-m", "other")
+    monkeypatch.setenv("HF_HUB_CACHE", "/elsewhere")
+    assert forks.command("probe") == (sys.executable, "-P", "-m", "probe")
