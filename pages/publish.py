@@ -25,6 +25,7 @@ import yaml
 
 from pages.checked import FILE as PREDICTED
 from pages.freshness import since, standing
+from weighin.cell import Cell
 from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment
 from weighin.record import Outcome, Result
@@ -250,14 +251,22 @@ def _refuse_other_code(folder: Path) -> None:
         )
 
 
+def has_timeline(cells: Sequence[Cell]) -> bool:
+    """Tell whether a timeline of a run has one panel, and few lines in it."""
+    panels = {
+        (one.ram_limit_bytes, one.model.title, one.disk_bytes_per_s, one.disk_latency_ns)
+        for one in cells
+    }
+    return len(panels) == 1 and cells[0].operation != "command"
+
+
 def put_in_place(measured: Path, published: Path) -> None:
     """Replace a published run's records and timeline by the new run's records and timeline.
 
     Paths in the repository become relative to it, as in the path of an adapter. The samples are not
-    kept, because only the timeline is drawn from them. A run under several
-    limits, or of several models, has no timeline, which would have dozens of panels; nor has a run of
-    commands. ``fill_pages`` draws all other
-    pictures again.
+    kept, because only the timeline is drawn from them. A run under several limits, of several models
+    or on several disks has no timeline, which would have dozens of lines; nor has a run of commands.
+    ``fill_pages`` draws all other pictures again.
     """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
@@ -265,8 +274,7 @@ def put_in_place(measured: Path, published: Path) -> None:
     records = (measured / run_folder.RECORDS).read_text(encoding="utf-8")
     (ready / run_folder.RECORDS).write_text(records.replace(f"{ROOT}/", ""), encoding="utf-8")
     results = run_folder.read(measured).results
-    panels = {(one.cell.ram_limit_bytes, one.cell.model.title) for one in results}
-    if len(panels) == 1 and results[0].cell.operation != "command":
+    if has_timeline([one.cell for one in results]):
         with (ready / f"{TIMELINE}.svg").open("wb") as file:
             style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from math import inf
 
 import pytest
 from warm_children import Forks
 
 from weighin import child_process
+from weighin.formats import late_disk, zip_directory
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
 
@@ -37,3 +39,5 @@ def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     quick = [TimedRead(4096, 60_000)]
     monkeypatch.setattr(disk_readers, "first_reads", lambda *_: iter(quick))
+    for module in (late_disk, zip_directory):
+        monkeypatch.setattr(module, "LATE_S", inf)

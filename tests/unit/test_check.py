@@ -111,7 +111,7 @@ def test_every_output_at_once(bad: Path, baseline: Path, tmp_path: Path) -> None
     assert [path.read_text()[:15] for path in files] == [
         "## ❌ weighin ch",
         "<?xml version='",
-        '{\n "passed": fa',
+        '{\n "schema": 1,',
     ]
     assert summary.read_text() == "before\n" + files[0].read_text()
 

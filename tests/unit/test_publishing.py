@@ -371,6 +371,12 @@ def test_a_run_under_several_limits_keeps_no_timeline(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "published").iterdir()] == ["records.jsonl"]
 
 
+def test_a_run_on_several_disks_keeps_no_timeline() -> None:
+    cells = [make_cell("streaming", disk_bytes_per_s=rate) for rate in (50_000_000, 100_000_000)]
+    assert publish.has_timeline(cells[:1])
+    assert not publish.has_timeline(cells)
+
+
 def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
     shown = "".join(
         page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
@@ -381,10 +387,9 @@ def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
             continue  # nobody has measured it yet
         operations = {one.cell.operation for one in run.results}
         cells = [one.cell for one in run.results]
-        is_one_panel = len({(one.ram_limit_bytes, one.model.title) for one in cells}) == 1
         kept = {"records.jsonl"} | ({"predicted.json"} if operations == {"load"} else set())
         found = {path.name for path in files if path.parent.name == run.name}
         pictures = {name for name in found if f"{run.name}/{name}" in shown}
         timelines = {name for name in found if name.startswith("timeline.")}
         assert found == kept | pictures | timelines
-        assert len(timelines) == (is_one_panel and operations != {"command"})
+        assert len(timelines) == publish.has_timeline(cells)
