@@ -11,7 +11,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -64,6 +64,7 @@ class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer)
         self.requests: list[Request] = []
         self.streams: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self.address = f"unix://{path}"
+        self._connections: list[socket.socket] = []
         super().__init__(str(path), _Handler)
 
     def says(self, call: str, *answers: Answer) -> None:
@@ -91,6 +92,19 @@ class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer)
     def attached(self) -> socket.socket:
         """Return the engine's end of the next stream that was asked for."""
         return self.streams.get(timeout=10)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self._connections.append(connection.dup())
+        return connection, address
+
+    def server_close(self) -> None:
+        """Close all connections too: a client keeps them open, and a thread waits at each."""
+        super().server_close()
+        for connection in self._connections:
+            with suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def shutdown_request(self, request: Any) -> None:
         """Close the server's descriptor only, because a stream belongs to the test now."""
@@ -167,6 +181,8 @@ class Stream:
         return self._connection.recv(1 << 20)
 
     def close(self) -> None:
+        with suppress(OSError):  # the client has left
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 

@@ -299,6 +299,7 @@ def test_an_unseen_worker_is_observed_in_its_container(
 
     def watcher() -> None:
         stream = Stream(engine.attached())
+        assert stream.hears() == b"watching\n"  # before that, the client may lose a line
         stream.says(event("watching", answer=7).rstrip(b"\n"))
         assert stream.hears() == b"end\n"
         figures = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}

@@ -45,10 +45,11 @@ def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
 
         def sees_both() -> bool:
             others.sample()
-            return others.number == 2
+            return others.number >= 2 and others.private_bytes > 80 * MIB
 
         leftovers.wait_until(sees_both, "not both were seen")
-        assert 80 * MIB < others.private_bytes < 100 * MIB
+        assert others.number <= 4  # their parents may be seen before they end
+        assert others.private_bytes < 100 * MIB
     finally:
         running.close()
 

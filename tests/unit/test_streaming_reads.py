@@ -105,9 +105,10 @@ def test_what_a_builder_raises_comes_through(two: tuple[Two, Path]) -> None:
     def build() -> torch.nn.Module:
         raise KeyError("n_heads")
 
+    before = threading.active_count()
     with pytest.raises(KeyError, match="n_heads"):
         load_streaming(build, two[1])
-    assert threading.active_count() == 1
+    assert threading.active_count() <= before
 
 
 def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(

@@ -83,6 +83,7 @@ class DockerRunning:
         try:
             started = self._client.exec_create(self._container, command, stdin=True)["Id"]
             channel = StreamChannel(self._client.exec_start(started, socket=True))
+            channel.send(b"watching\n")
         except ENGINE_ERRORS as error:
             if (response := getattr(error, "response", None)) is not None:
                 response.close()  # the SDK leaves the response's socket open

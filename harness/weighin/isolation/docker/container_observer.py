@@ -4,12 +4,13 @@
 weighin.isolation.docker.container_observer SECONDS``. The process measures with the same code as
 the parent (``weighin.probes.observer``) and imports no torch. Its memory is charged to the cell,
 and it reports this memory at its end. The parent sends one word per line; the process answers with
-one event per word, which has the word as its name and one field, ``answer``:
+one event per word, which has the word as its name and one field, ``answer``. It says nothing before
+the first word, because the Docker SDK loses what comes together with the engine's own answer:
 
 ========  ======================================================================================
 event     answer
 ========  ======================================================================================
-watching  the worker's pid, once at the start; None if the worker has already ended
+watching  the worker's pid; None if the worker has already ended. This is the first word
 samples   a list of samples, now and then, each in the order of ``Sample``'s fields
 look      the fields of an ``Observation``
 reset     whether the kernel reset its high-water mark
@@ -39,6 +40,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 def main() -> None:
     """Observe the worker, the keeper's child, until the parent sends ``end`` or closes stdin."""
     parent = Parent()
+    parent.receive()
     pid = next((pid for pid in _others() if parent_of(pid) == _KEEPER), None)
     parent.send("watching", answer=pid)
     if pid is not None:
