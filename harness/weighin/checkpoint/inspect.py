@@ -260,7 +260,7 @@ def _lines(inspected: Inspected) -> list[str]:
 
 
 def _notes(inspected: Inspected) -> list[str]:
-    """Return a line on each difference between the file and a state dict of plain tensors."""
+    """Return one line for each way in which the file is no plain state dict, that is, names and tensors."""
     sized, notes = inspected.footprint, []
     if sized.unused_bytes:
         notes.append(

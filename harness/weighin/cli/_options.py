@@ -72,14 +72,15 @@ selection = several(
         "--key",
         default="",
         metavar="KEY",
-        help="The key of the state dict in a checkpoint that holds other objects too: model, or"
-        " state.model in nested dicts.",
+        help="The key of the state dict in a checkpoint that holds other objects too, such as"
+        " --key model, or --key state.model for a dict in a dict.",
     ),
     click.option(
         "--strip-prefix",
         default="",
         metavar="PREFIX",
-        help="The prefix to remove from the tensor names in the checkpoint: module. or _orig_mod.",
+        help="The prefix to remove from the tensor names in the checkpoint, such as"
+        " --strip-prefix module. or --strip-prefix _orig_mod.",
     ),
 )
 model = several(
@@ -213,8 +214,8 @@ mounts = click.option(
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="A file or folder to mount read-only at the same path in Docker containers, for models"
-    " that read more files than their own module, and for commands. Repeatable.",
+    help="A file or folder that a model or a command reads: mount it in Docker containers, read-only"
+    " and at the same path. Repeatable.",
 )
 wait = click.option(
     "--wait",

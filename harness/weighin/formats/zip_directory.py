@@ -127,7 +127,7 @@ class Archive:
             limit = _LOCATOR64.unpack_from(tail, end_at - _LOCATOR64.size)[2]
             magic, *_, length, at = _END64.unpack(self._read(limit, _END64.size))
             if magic != b"PK\6\6":
-                raise self._damaged(f"byte {limit:,} is not the end record of the directory")
+                raise self._damaged(f"byte {limit:,} is not the end record of the zip directory")
         if length > MOST_DIRECTORY_BYTES:
             raise self._beyond(
                 f"the directory has {length:,} bytes, more than the {MOST_DIRECTORY_BYTES:,}"

@@ -26,8 +26,8 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
 def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yield the named columns of each row in a file of a run; None is a missing value.
 
-    An incomplete last line and rows with impossible values are left out. A file that is missing,
-    unreadable or outside the run's folder has no rows, because a foreign record is not trusted.
+    An incomplete last line and rows with impossible values are left out. A file that is missing
+    or unreadable has no rows. A file outside the run's folder is not read: the record may be foreign.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return

@@ -79,6 +79,6 @@ def _use_text(repeats: Sequence[Result]) -> str:
 
 
 def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
-    """Return the median of a figure as a multiple of the model, above the baseline."""
+    """Return (the median of a figure - the baseline) / the model's size."""
     found = middle(after_load.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"

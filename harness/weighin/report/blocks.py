@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Drawable(Protocol):
-    """A block, which a template draws."""
+    """A part of report.html; the template of its kind writes it."""
 
     template: ClassVar[str]
 

@@ -98,7 +98,7 @@ class ProcessTrack:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that have ended, in the order of their begin."""
+        """The phases that have ended, sorted by their start."""
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
 
     @property

@@ -244,7 +244,7 @@ def _as_number(value: object) -> object:
 
 def _check_ranks(value: list[int], info: ValidationInfo) -> list[int]:
     if max(value) > 1 and info.data.get("operation") == "save":
-        raise ValueError("a save runs in one process", "leave it out")
+        raise ValueError("a save runs in one process", "leave ranks out")
     return value
 
 

@@ -133,7 +133,7 @@ class Keeper:
         os.write(self._hold, b"\n")
 
     def exit(self, timeout_s: float) -> Exit | None:
-        """Return how the command ended; None if the keeper was killed too, or is late."""
+        """Return how the command ended; None if the keeper was killed with it, or did not answer in time."""
         deadline = monotonic() + timeout_s
         while self._told in self._open and ready([self._told], deadline - monotonic()):
             if not self._read():
