@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
+from pathlib import Path
 
 import pytest
+from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
 from weighin import child_process
-from weighin.formats import late_disk, zip_directory
+from weighin.formats import late_disk
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
 
@@ -34,10 +36,18 @@ def torch_threads_restored() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(params=LAYOUTS)
+def kernel(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kernel]:
+    """A tree of cgroups of plain files, of each layout in turn."""
+    with installed(tmp_path, monkeypatch, request.param) as kernel:
+        yield kernel
+
+
 @pytest.fixture
 def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     quick = [TimedRead(4096, 60_000)]
     monkeypatch.setattr(disk_readers, "first_reads", lambda *_: iter(quick))
-    for module in (late_disk, zip_directory):
-        monkeypatch.setattr(module, "LATE_S", inf)
+    monkeypatch.setattr(late_disk, "LATE_S", inf)

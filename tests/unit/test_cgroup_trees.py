@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cgroup_trees import LAYOUTS, Kernel, installed
+from cgroup_trees import Kernel, installed
 from leftovers import wait_until
 from scripts import JOB
 
@@ -25,14 +25,6 @@ from weighin.units import MIB
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 MAY_NOT = "this user may not create memory cgroups"
-
-
-@pytest.fixture(params=LAYOUTS)
-def kernel(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Kernel]:
-    with installed(tmp_path, monkeypatch, request.param) as kernel:
-        yield kernel
 
 
 @pytest.fixture

@@ -5,19 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cgroup_trees import LAYOUTS, Kernel, installed
+from cgroup_trees import Kernel, installed
 
 from weighin.isolation import cgroup, delegation
 from weighin.probes import environment
 from weighin.units import GIB, MIB
-
-
-@pytest.fixture(params=LAYOUTS)
-def kernel(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Kernel]:
-    with installed(tmp_path, monkeypatch, request.param) as kernel:
-        yield kernel
 
 
 @pytest.fixture

@@ -1,24 +1,21 @@
 """The kernel's limit of reads from one disk, on trees of every kind."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cgroup_trees import LAYOUTS, Kernel, installed
+from cgroup_trees import Kernel
 
 from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable
 
 
-@pytest.fixture(params=LAYOUTS)
-def kernel(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Kernel]:
+@pytest.fixture(name="kernel")
+def _kernel(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Each tree of cgroups, on a machine with the disk vda."""
     (disk := tmp_path / "block" / "vda").mkdir(parents=True)
     (disk / "dev").write_text("254:0\n")
     monkeypatch.setattr(throttle, "_DISKS", disk.parent)
-    with installed(tmp_path, monkeypatch, request.param) as kernel:
-        yield kernel
+    return kernel
 
 
 def test_the_hierarchy_with_the_controller_of_reads(kernel: Kernel) -> None:

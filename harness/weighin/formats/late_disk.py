@@ -23,6 +23,11 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
+def is_late(start_s: float) -> bool:
+    """Tell whether a read that began at ``start_s`` (``time.monotonic``) was slowed down by the disk."""
+    return time.monotonic() - start_s >= LATE_S
+
+
 def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
     """Yield the function's value for each item, which reads a file; on threads if the first was late.
 
@@ -32,7 +37,7 @@ def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Itera
         return
     start = time.monotonic()
     yield function(items[0])
-    if time.monotonic() - start < LATE_S:
+    if not is_late(start):
         yield from map(function, items[1:])
         return
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.late_disk import LATE_S, read_headers
+from weighin.formats.late_disk import is_late, read_headers
 from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
@@ -74,7 +74,7 @@ class Archive:
         self._size = file.seek(0, os.SEEK_END)
         start = time.monotonic()
         at, length = self._directory()
-        late = time.monotonic() - start >= LATE_S
+        late = is_late(start)
         self.records: dict[str, ZipRecord] = {}
         entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
         if recognised := by_records(path, [entry.name for entry in entries]):
