@@ -118,18 +118,16 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             HEADING,
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
-            f" transformers {transformers.__version__}. The command draws types of `CONFIG_MAPPING` beyond those above, in the order of"
-            f" --seed {seed}. It shrinks each type's default configuration, and draws one of its classes and its weights. It saves"
-            " the model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load the"
-            " float32 folder with dtype None and bfloat16, and the bfloat16 folder with auto and float32. A type is equal if"
-            " names, values bit by"
-            " bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation configuration and gradients"
-            " are equal. The outputs of a forward pass are compared where simple inputs suffice.",
+            f" transformers {transformers.__version__}. The command draws further types, in the order of --seed {seed}, and shrinks the"
+            " default configuration of each. One class of the type is saved with random weights, in float32 and in bfloat16, one of"
+            " them in shards. `load_pretrained` and `from_pretrained` then load both folders, each in two dtypes. A type is equal"
+            " if names, values bit by bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation"
+            " configuration and gradients are equal. The outputs of a forward pass are compared if simple inputs suffice.",
             "",
             f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
             f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
             f" {len(unequal)} are not. Outputs were compared, and are equal, for {told[True]}."
-            f" {len(tried) - len(compared)} types were not compared, for the reasons below.",
+            f" {len(tried) - len(compared)} types were not compared.",
             "",
             *_equal(compared),
             *(
@@ -167,7 +165,8 @@ def _shared(reason: str) -> str:
         return f"more than {_MOST_PARAMETERS:,} parameters"
     if package := re.search(r"requires the (\w+) library", reason):
         return f"needs the package {package[1]}"
-    return re.sub(r"^\w+: (\w+): .*", r"its class fails with the small configuration: \1", reason)
+    reason = re.sub(r"^(no default configuration|from_pretrained fails): .*", r"\1", reason)
+    return re.sub(r"^\w+: \w+: .*", "the class fails with the small configuration", reason)
 
 
 def _storage(compared: Sequence[Tried]) -> list[str]:

@@ -142,7 +142,10 @@ def _tools(peers: Path, folder: Path) -> dict[str, Callable[[Command, int | None
         limits = ("--ram", str(limit)) if limit else ()
         ended = _run([sys.executable, "-P", "-m", "weighin", "run", "--isolation", "cgroup", "--out", str(out), *limits, "--", *command])  # fmt: skip
         record = json.loads((out / "records.jsonl").read_text())
-        return Said(record["ran"]["needed_bytes"], ended.returncode, _last(ended.stderr, 4))
+        words = _last(ended.stderr, 4).partition(" weighin: ")[
+            0
+        ]  # the kill; its explanation is left out
+        return Said(record["ran"]["needed_bytes"], ended.returncode, words)
 
     def gnu_time(command: Command, limit: int | None) -> Said:
         ended = _run(["/usr/bin/time", "-v", *command], limit)
