@@ -3,7 +3,7 @@
 ``make model-types ARGS="--all"`` draws the types of ``CONFIG_MAPPING`` beyond those of the page in an order
 that the seed decides. For each type, a process of its own makes a small model with random weights, saves it in
 float32 and in bfloat16, one of them in shards, and loads both folders in two dtypes with both functions. Each
-type is compared or listed with the reason; none is dropped.
+type is compared or counted with the reason; none is dropped.
 """
 
 import contextlib
@@ -109,10 +109,7 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
     compared = [one for one in tried if not one.reason]
     unequal = [one for one in compared if one.unequal]
     told = Counter(one.outputs == "equal" for one in compared)
-    reasons: dict[str, list[str]] = {}
-    for one in tried:
-        if one.reason:
-            reasons.setdefault(_shared(_cell(one.reason)), []).append(one.name)
+    reasons = Counter(_shared(_cell(one.reason)) for one in tried if one.reason)
     return "\n".join(
         [
             HEADING,
@@ -127,7 +124,7 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
             f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
             f" {len(unequal)} are not. Outputs were compared, and are equal, for {told[True]}."
-            f" {len(tried) - len(compared)} types were not compared.",
+            f" {len(tried) - len(compared)} types were not compared, for the reasons below.",
             "",
             *_equal(compared),
             *(
@@ -140,9 +137,12 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
             *(_storage(compared) or ["No difference."]),
             "",
-            "### Types that were not compared",
+            "### How many types were not compared, and why",
             "",
-            *(f"* {', '.join(names)}: {reason}" for reason, names in sorted(reasons.items())),
+            *(
+                f"* {number}: {reason}"
+                for reason, number in sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
+            ),
             "",
         ]
     )
@@ -151,8 +151,8 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
 def _equal(compared: Sequence[Tried]) -> list[str]:
     """Return the equal types in two lists: with an equal forward pass, and without any."""
     equal = [one for one in compared if not one.unequal]
-    with_outputs = [one.name for one in equal if one.outputs == "equal"]
-    without = [one.name for one in equal if one.outputs != "equal"]
+    with_outputs = sorted(one.name for one in equal if one.outputs == "equal")
+    without = sorted(one.name for one in equal if one.outputs != "equal")
     return [
         f"* equal, and so are the outputs: {', '.join(with_outputs) or 'none'}",
         f"* equal; outputs were not compared: {', '.join(without) or 'none'}",
