@@ -235,7 +235,8 @@ def _peaks(cases: Sequence[Case], tools: dict[str, Callable[[Command, int | None
         rows.append([f"{case.name}", _mib(case.needed_bytes), *sizes])
     about = f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
     return [
-        f"Peaks in MiB ({about}). *Known* is the anonymous and shared memory that the program takes.",
+        f"Peaks in MiB ({about}). *Known* is the anonymous and shared memory that the program takes;"
+        " `spend 256 5` takes 256 MiB of it for 5 ms.",
         "",
         *table_lines(("command", "known", *tools), rows, names=1),
     ]
