@@ -202,11 +202,10 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         "# Model types of transformers",
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
-        f" {transformers.__version__}. The command saves a small model of each type with `save_pretrained`, and runs"
-        f" `weighin bench FOLDER` with {len(strategies)} strategies. Each model has a few layers and random weights. Decoders and"
-        " mixtures of experts are saved in bfloat16, and the others in float32. Every load is verified against"
-        " `from_pretrained`. `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
-        " `from_pretrained`, bit by bit.",
+        f" {transformers.__version__}. The command saves a model of each type with a few layers and random"
+        f" weights, and runs `weighin bench FOLDER` with {len(strategies)} strategies. Decoders and mixtures of experts are saved in"
+        " bfloat16, and the others in float32. Every load is verified against `from_pretrained`. `load_pretrained` is equal"
+        " if its parameters, buffers, dtypes, ties and outputs are those of `from_pretrained`, bit by bit.",
         "",
         f"{len(tried)} types, {len(cells)} loads: "
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
