@@ -53,10 +53,9 @@ every 20 ms. The parent samples a container on its own machine as it samples a c
 * **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
   (PSS), for which the kernel walks through all pages of a process.
 * **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
-* **machine**: "idle" if nothing else ran, "busy" while one program for each processor computed without end.
+* Two figures: the first on an idle machine, the second while one program for each processor computed without end.
 
-A peak that is shorter than a gap can fall between two samples. Peaks therefore come from the kernel's high-water marks, which have no gaps. Samples draw the
-timeline, and split the memory into its kinds.
+A peak that is shorter than a gap can fall between two samples. Peaks therefore come from the kernel's high-water marks, which have no gaps.
 
 ## Programs whose memory is known
 
@@ -78,7 +77,7 @@ The line "errors" has the lowest and the highest error of all repeats, as shares
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
-_SAMPLER_HEADS: Final = ("samples of", "isolation", "machine", "interval", "share", "median ms", "99 % ms", "largest ms")  # fmt: skip
+_SAMPLER_HEADS: Final = ("samples of", "isolation", "interval", "share", "median ms", "99 % ms", "largest ms")
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
 the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and of the kernel's
@@ -115,7 +114,7 @@ def text(
         python=Spread.of(costs.python_ns).text(1e9, 3),
         held_mib=sampling.BASE_MIB + sampling.SPIKE_MIB,
         seconds=seconds,
-        samplers=_lines(_SAMPLER_HEADS, map(_sampler_row, sampled), 3),
+        samplers=_lines(_SAMPLER_HEADS, _sampler_rows(sampled), 2),
         amounts=_lines(("program", "known", *known.tools), _amount_rows(known), 1, known.refused),
         tools="\n".join(
             f"* **{tool}**: {_TOOLS[tool].format(optimum=known.optimum)}" for tool in known.tools
@@ -161,11 +160,20 @@ def _part(found: Sequence[CellCost], part: str) -> Spread:
     return Spread.of([getattr(one, part) for one in found])
 
 
-def _sampler_row(one: Sampled) -> list[str]:
+def _sampler_rows(sampled: Sequence[Sampled]) -> list[list[str]]:
+    """Return a row for each sampler and interval: the figures on the idle machine, then on the busy one."""
+    found: dict[tuple[str, str, int], list[Sampled]] = {}
+    for one in sampled:
+        found.setdefault((one.body, one.isolation, one.interval_ms), []).append(one)
+    return [
+        [f"a {body}", isolation, f"{interval_ms} ms", *map(" / ".join, zip(*map(_figures, both), strict=True))]
+        for (body, isolation, interval_ms), both in found.items()
+    ]  # fmt: skip
+
+
+def _figures(one: Sampled) -> list[str]:
     gaps = (one.gaps.median_ns, one.gaps.most_ns, one.gaps.largest_ns)
-    state = "busy" if one.is_busy else "idle"
-    figures = (f"{one.interval_ms} ms", f"{one.share:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps))
-    return [f"a {one.body}", one.isolation, state, *figures]
+    return [f"{one.share:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps)]
 
 
 def _amount_rows(found: Amounts) -> list[list[str]]:
