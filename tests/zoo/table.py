@@ -8,7 +8,7 @@ from judged import strategies
 from loads import Outcome
 from running import Tried
 
-MODELS_SHOWN = 2
+MODELS_SHOWN = TRIES_SHOWN = 2
 """In a row of a table."""
 LONGEST = 90
 """Characters of a message in a row, unless the load is bad."""
@@ -96,7 +96,7 @@ def _rows(tried: Sequence[Tried], field: str) -> str:
     lines = ["| outcome | message | tries | models |", "| --- | --- | --- | --- |"]
     for (kind, detail), (tries, named) in sorted(rows.items()):
         models = _some(_names(named), MODELS_SHOWN)
-        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), 4)} | {models} |")
+        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), TRIES_SHOWN)} | {models} |")
     return "\n".join([*lines, ""])
 
 
