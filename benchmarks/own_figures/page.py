@@ -19,8 +19,8 @@ from weighin.units import GIB, MIB, format_bytes
 _PAGE: Final = """\
 # What the instrument costs, and how true its figures are
 
-`make self-bench` wrote this page. It measures weighin itself: the time that weighin adds to a load, its samplers, and the statements of weighin and other tools
-about programs whose memory is known.
+`make self-bench` measured weighin itself, and wrote this page: the time that weighin adds to a load, the samplers, and the figures of weighin and other tools for
+programs whose memory is known.
 
 {machine}
 
@@ -53,9 +53,9 @@ every 20 ms. The parent samples a container on its own machine as it samples a c
 * **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
   (PSS), for which the kernel walks through all pages of a process.
 * **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
-* Two figures: the first on an idle machine, the second while one program for each processor computed without end.
+* The first figure is that of an idle machine, the second that of a machine on which one program for each processor computed without end.
 
-A peak that is shorter than a gap can fall between two samples. Peaks therefore come from the kernel's high-water marks, which have no gaps.
+A peak that is shorter than a gap can fall between two samples. weighin's peaks therefore come from the kernel's high-water marks, which have no gaps.
 
 ## Programs whose memory is known
 
@@ -77,22 +77,29 @@ The line "errors" has the lowest and the highest error of all repeats, as shares
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
-_SAMPLER_HEADS: Final = ("samples of", "isolation", "interval", "share", "median ms", "99 % ms", "largest ms")
+_SAMPLER_HEADS: Final = (
+    "samples of",
+    "isolation",
+    "interval",
+    "share",
+    "median ms",
+    "99 % ms",
+    "largest ms",
+)
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
-the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and of the kernel's
-  exact peak of the cgroup minus page cache and the kernel's own memory.""",
+the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and of the kernel's exact peak of the cgroup minus page cache and the kernel's own memory.""",
     amounts.WEIGHIN["process"]: """\
 the need according to `weighin run --isolation process`: the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
     amounts.MAX_RSS: """\
 the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single process.
-  It counts mapped page cache, and does not add up processes.""",
+  `ru_maxrss` counts mapped page cache, and does not add up processes.""",
     amounts.NOTEBOOK: """\
 the largest RSS of the command's first process, read with psutil every 100 ms, as in
   [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. The notebook's thread waits for the GIL of the measured process. Here, the thread
   runs in another process, which favours it. Each program starts at a random moment between two readings.""",
     amounts.OPTIMUM: """\
-the `MemoryTracker` of {optimum}, as it is, in a process of its own. It follows the command's first process.""",
+the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker follows the command's first process.""",
 }
 
 
