@@ -21,9 +21,9 @@ from weighin.report import captions
 from weighin.report.markdown import by_reason, table_lines
 from weighin.report.rows import series
 from weighin.text import markdown as escaped
-from weighin.units import format_bytes, format_seconds
+from weighin.units import MIB, format_seconds
 
-HEADINGS: Final = ("strategy", "format", "peak RSS", "predicted floor", "private memory left")
+HEADINGS: Final = ("strategy", "format", "peak RSS MiB", "predicted floor MiB", "private memory left MiB")
 """Before the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
@@ -140,7 +140,7 @@ def _private_bytes(result: Result) -> int | None:
 
 
 def _size(size: int | None) -> str:
-    return "-" if size is None else format_bytes(max(0, size))
+    return "-" if size is None else f"{max(0, size) / MIB:.0f}"
 
 
 def _time(duration_ns: int | None) -> str:
