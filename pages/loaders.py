@@ -23,7 +23,13 @@ from weighin.report.rows import series
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
-HEADINGS: Final = ("strategy", "format", "peak RSS MiB", "predicted floor MiB", "private memory left MiB")
+HEADINGS: Final = (
+    "strategy",
+    "format",
+    "peak RSS MiB",
+    "predicted floor MiB",
+    "private memory left MiB",
+)
 """Before the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
