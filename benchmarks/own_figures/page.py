@@ -73,7 +73,7 @@ The tools:
 
 {tools}
 
-The line "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
+"errors": the lowest and the highest error of all repeats, as shares of the known amount.
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
