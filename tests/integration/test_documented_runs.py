@@ -27,8 +27,7 @@ def use(model):
     return model.half()
 """
 LONG = (
-    "gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "layouts", "saving",
-    "after-the-load", "--disk", "slow-disk",
+    "gpt2-medium", "gpt2-large", "gpt2-xl", "half-precision", "layouts", "saving", "--disk",
 )  # fmt: skip
 """What takes more than a minute or two; test_runs_on_slow_disks.py runs small loads with --disk."""
 OTHERS = (
@@ -44,7 +43,6 @@ OTHERS = (
     "./pipeline",
     " -- ",
     "/mnt/",
-    "--suite commands",
     "converting-files",
 )
 """What needs a GPU, a cluster, a network's cache or disk, or an earlier command of the same page; the first gate,
