@@ -73,7 +73,8 @@ selection = several(
         default="",
         metavar="KEY",
         help="The key of the state dict in a checkpoint that holds other objects too, such as"
-        " --key model, or --key state.model for a dict in a dict.",
+        " --key model, or --key state.model for a dict in a dict. Default: the checkpoint is the"
+        " state dict.",
     ),
     click.option(
         "--strip-prefix",
@@ -93,8 +94,12 @@ model = several(
     model_option,
     kwargs,
 )
-generated = checkpoint("Your own weights. Default: weights generated from a seed.")
-only_structure = checkpoint("Your own weights, of which only names, shapes and dtypes are read.")
+generated = checkpoint(
+    "The file or folder with your own weights. Default: weights generated from a seed."
+)
+only_structure = checkpoint(
+    "The file or folder with your own weights, of which only names, shapes and dtypes are read."
+)
 strategies = click.option(
     "--strategies",
     "--strategy",
@@ -111,7 +116,8 @@ isolation = click.option(
     default="auto",
     metavar="NAME",
     help="How a cell's process is isolated: docker, cgroup, process, or auto, which is the first of"
-    " these three that works here for this request. A limit needs docker or cgroup.",
+    " these three that works here for this request. A RAM limit works only with --isolation docker"
+    " or cgroup.",
 )
 device = click.option(
     "--device",
@@ -140,14 +146,14 @@ environment = click.option(
     "env",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A variable in the worker's environment, such as MALLOC_ARENA_MAX=2. Repeatable.",
+    help="An environment variable of the measured process, such as MALLOC_ARENA_MAX=2. Repeatable.",
 )
 suite = click.option(
     "--suite",
     metavar="NAME",
     shell_complete=completed("suites"),
-    help="The name of a suite in `weighin list suites`, or a YAML file, instead of the options"
-    " above.",
+    help="A suite that gives the plan of the run in place of the options above: a name in `weighin"
+    " list suites`, or the path of a YAML file.",
 )
 ranks = click.option(
     "--ranks",
@@ -167,13 +173,15 @@ folder_files = several(
         "--variant",
         default="",
         metavar="NAME",
-        help="The variant of a Hugging Face folder's weights: fp16 for model.fp16.safetensors.",
+        help="The variant of a Hugging Face folder's weights: fp16 for model.fp16.safetensors."
+        " Default: the weights without a variant.",
     ),
     click.option(
         "--revision",
         default="",
         metavar="NAME",
-        help="The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default: main.",
+        help="The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default:"
+        " main.",
     ),
 )
 folder_choice = several(
@@ -184,14 +192,16 @@ folder_choice = several(
         default="",
         metavar="CLASS",
         help="The class of transformers to load from a Hugging Face folder: BertModel or"
-        " AutoModelForCausalLM. Default: the class in config.json, or else that of AutoModel.",
+        " AutoModelForCausalLM. Default: the class in config.json, or, if config.json names no"
+        " class, the class that AutoModel takes.",
     ),
     click.option(
         "--trust-remote-code",
         is_flag=True,
         help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
-        " Read the code first. Without this option, a model type that transformers has loads with the"
-        " class of transformers.",
+        " The code runs with your rights, so read the code before you use this option. Without"
+        " this option, weighin uses the class of transformers for the model type, and refuses the"
+        " folder if transformers has no such class.",
     ),
 )
 adapter = click.option(
@@ -262,15 +272,15 @@ server = several(
         "--ready",
         default="",
         metavar="REGEX",
-        help="The command is a server, and a line of its output that contains this regular expression"
-        " tells that it is ready. It is measured until then, and stopped.",
+        help="Measure the command as a server: weighin stops the server when a line of its output"
+        " contains this regular expression, and the figures are those until then.",
     ),
     click.option(
         "--ready-url",
         default="",
         metavar="URL",
-        help="The command is a server, which is ready when this address answers a GET request with a"
-        " status below 500. It is measured until then, and stopped.",
+        help="Measure the command as a server: weighin stops the server when this address answers"
+        " a GET request with a status below 500, and the figures are those until then.",
     ),
     click.option(
         "--grace",
@@ -278,8 +288,8 @@ server = several(
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="Time from SIGTERM to SIGKILL for a server that is ready, and for processes that the"
-        " command leaves running.",
+        help="Time that a process gets between SIGTERM and SIGKILL: a server that is ready, or a"
+        " process that the command leaves running.",
     ),
 )
 
@@ -304,8 +314,8 @@ engine = several(
         "--engine",
         default="local",
         metavar="NAME",
-        help="Where cells run: local, one by one on this machine, or ray, one at a time on each node"
-        " of a Ray cluster that has the resource weighin_slot.",
+        help="Where cells run: local, one by one on this machine, or ray, one at a time on each"
+        " node of a Ray cluster that has the resource weighin_slot.",
     ),
     *_cluster,
 )
@@ -317,8 +327,9 @@ def use(default: str) -> Callable[[Any], Any]:
         "--use",
         default=default,
         metavar="NAMES",
-        help="What is done with the model after the load, comma-separated, each in cells of its own:"
-        " names of `weighin list uses`, files of your own (./mine.py) with a function use(model), or none.",
+        help="What weighin does with the model after the load, comma-separated: names of `weighin"
+        " list uses`, files of your own (./mine.py) with a function use(model), or none, which"
+        " does nothing. Each use gets cells of its own.",
     )
 
 
@@ -330,5 +341,5 @@ def timeout(seconds: float) -> Callable[[Any], Any]:
         type=float,
         default=seconds,
         metavar="SECONDS",
-        help="Time after which a cell is killed.",
+        help="Seconds after which weighin kills a cell that has not ended.",
     )

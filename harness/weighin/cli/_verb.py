@@ -81,6 +81,9 @@ class Verb(click.Command):
     ) -> None:
         attributes.setdefault("context_settings", {"show_default": True})
         super().__init__(*arguments, **attributes)
+        for one in self.params:
+            if isinstance(one, click.Option) and one.default == "":
+                one.show_default = False
         self.examples = examples
         self.codes = codes
 

@@ -52,7 +52,8 @@ EXAMPLES = (
     "--ram",
     default="none",
     metavar="SIZES",
-    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none.",
+    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none (no limit). Each limit gets cells of"
+    " its own.",
 )
 @click.option(
     "--ram-high",
@@ -75,8 +76,8 @@ EXAMPLES = (
     "--cache",
     default="cold",
     metavar="STATE",
-    help="Page-cache state of the checkpoint at the start: cold (evicted) or warm (read"
-    " beforehand, charged to the cell's cgroup).",
+    help="Page-cache state of the checkpoint at the start of the load: cold (evicted) or warm"
+    " (read beforehand, charged to the cell's cgroup).",
 )
 @_options.formats
 @_options.use("forward")
@@ -84,15 +85,16 @@ EXAMPLES = (
     "--disk",
     default="none",
     metavar="RATES",
-    help="Rates of the checkpoint's disk, comma-separated: 50MB/s, 200MB/s, none. They are at most what"
-    " the disk gives, are tested before the run, and need root or FUSE (the extra disk).",
+    help="Slow the checkpoint's disk down to these rates, comma-separated: 50MB/s, 200MB/s, none"
+    " (the disk's own rate). weighin tests each rate before the run. A rate needs root, or FUSE"
+    " and the package extra weighin[disk].",
 )
 @click.option(
     "--disk-latency",
     default="none",
     metavar="TIMES",
-    help="Latencies of each request to the checkpoint's disk, comma-separated: 1ms, 20ms, none. They"
-    " need FUSE (the extra disk).",
+    help="Delay each request to the checkpoint's disk by these times, comma-separated: 1ms, 20ms,"
+    " none (no delay). A delay needs FUSE and the package extra weighin[disk].",
 )
 @click.option(
     "--storage",
@@ -121,9 +123,14 @@ EXAMPLES = (
     "--vram",
     default="none",
     metavar="SIZES",
-    help="Limits on GPU memory, comma-separated: 8g, none.",
+    help="Limits on GPU memory, comma-separated: 8g, none (no limit). Each limit gets cells of its"
+    " own.",
 )
-@click.option("--trace", is_flag=True, help="Record every event of PyTorch's CUDA allocator.")
+@click.option(
+    "--trace",
+    is_flag=True,
+    help="Record every event of PyTorch's CUDA allocator, such as each allocation.",
+)
 @click.option(
     "--steady",
     is_flag=True,
@@ -137,8 +144,9 @@ EXAMPLES = (
     "--jobs",
     default=1,
     metavar="N",
-    help="Measure up to N cells at once on this machine, for their memory alone: their RAM limits"
-    " must fit into the free RAM together, and their times are not comparable.",
+    help="Measure up to N cells at once on this machine, if only memory matters: the RAM limits of"
+    " the N cells must fit into the free RAM together, and the times of these cells cannot be"
+    " compared with others.",
 )
 @click.option(
     "--shard",
@@ -151,7 +159,8 @@ EXAMPLES = (
     "folder",
     type=_options.PATH,
     metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-MODEL-RAM.",
+    help="The folder to write the run's records and report into, which must not contain a run yet."
+    " Default: results/DATE-MODEL-RAM.",
 )
 @click.option(
     "--resume",

@@ -35,7 +35,11 @@ EXAMPLES = (
     help="The folder of a run. Several folders count as one run with more repeats.",
 )
 @click.option(
-    "--baseline", type=_options.PATH, metavar="FILE", help="The baseline file, committed YAML."
+    "--baseline",
+    type=_options.PATH,
+    metavar="FILE",
+    help="The YAML file of figures with which the run is compared; commit this file to your"
+    " repository.",
 )
 @click.option(
     "--update",
@@ -62,7 +66,6 @@ EXAMPLES = (
 @click.option(
     "--metrics",
     default="",
-    show_default=False,
     metavar="NAMES",
     help="Compare only these metrics with the baseline file, comma-separated:"
     " above_import,ready_anon.",
@@ -70,18 +73,32 @@ EXAMPLES = (
 @click.option(
     "--partial",
     is_flag=True,
-    help="Judge the measured cells of a run that was stopped; without this option, the check fails.",
+    help="Judge the measured cells of a run that was stopped; without this option, the check of"
+    " such a run fails.",
 )
-@click.option("--all", "show_all", is_flag=True, help="Show unchanged figures as well.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Show all figures, not only those that differ from the baseline file.",
+)
 @click.option(
     "--github",
     is_flag=True,
     help="Write annotations to standard output, and Markdown to $GITHUB_STEP_SUMMARY.",
 )
 @click.option(
-    "--markdown", type=_options.PATH, metavar="FILE", help="Write the result as Markdown."
+    "--markdown",
+    type=_options.PATH,
+    metavar="FILE",
+    help="Write the result as Markdown to this file.",
 )
-@click.option("--junit", type=_options.PATH, metavar="FILE", help="Write the result as JUnit XML.")
+@click.option(
+    "--junit",
+    type=_options.PATH,
+    metavar="FILE",
+    help="Write the result as JUnit XML to this file.",
+)
 @_options.json
 @click.pass_context
 def check(context: click.Context, /, **typed: Any) -> None:

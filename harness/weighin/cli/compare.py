@@ -32,12 +32,14 @@ EXAMPLES = (
 @click.option(
     "--metrics",
     default="",
-    show_default=False,
     metavar="NAMES",
     help="Show only these metrics, comma-separated: above_import,ready.",
 )
 @click.option(
-    "--markdown", type=_options.PATH, metavar="FILE", help="Write the comparison as Markdown."
+    "--markdown",
+    type=_options.PATH,
+    metavar="FILE",
+    help="Write the comparison as Markdown to this file.",
 )
 @_options.json
 def compare(

@@ -35,9 +35,10 @@ EXAMPLES = (
     "fmt",
     default="auto",
     metavar="NAME",
-    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto, which goes by the"
-    " target's name: safetensors for .safetensors, pt for .pt, .pth, .bin and .ckpt, and shards for"
-    " any other name, which is a folder's.",
+    help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto,"
+    " which takes the format from the target's name: safetensors for .safetensors, pt for .pt,"
+    " .pth, .bin and .ckpt, and shards for"
+    " any other name, for which weighin makes a folder.",
 )
 @click.option(
     "--dtype",
@@ -61,8 +62,9 @@ EXAMPLES = (
     "--keys",
     type=click.Choice(["file", "model"]),
     default="file",
-    help="Write the keys of the file, or those of the model in a Hugging Face folder: stacks experts,"
-    " joins and renames tensors as from_pretrained does.",
+    help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
+    " model of a Hugging Face folder; weighin then stacks, joins and renames tensors as"
+    " from_pretrained does.",
 )
 @_options.folder_choice
 @_options.adapter

@@ -30,7 +30,8 @@ NO_LIMIT_EXIT = 3
 @click.option(
     "--clean",
     is_flag=True,
-    help="Also remove what killed runs with another lock file left on this machine (WEIGHIN_LOCK).",
+    help="Also remove the leftovers of killed runs that used another lock file (WEIGHIN_LOCK) than"
+    " this command.",
 )
 @_options.engine
 @_options.json

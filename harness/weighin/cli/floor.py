@@ -62,14 +62,16 @@ _OF_MODELS = {
     "--within",
     default="1%",
     metavar="SHARE",
-    help="Precision: the largest difference between a limit that works and one that does not, in %"
-    " of the floor, or 8 MiB if that is more (for a command, 1 MiB).",
+    help="Precision of the floor: the search ends when the smallest limit that works and the"
+    " largest limit that fails differ by at most this percentage of the floor, or by at most 8 MiB"
+    " (for a command: 1 MiB) if the percentage is less.",
 )
 @click.option(
     "--thrashing",
     is_flag=True,
-    help="Find the smallest limit at which a load ends at all, although it thrashes. No cell is ended"
-    " before --timeout, which takes long.",
+    help="Find the smallest limit under which the load ends at all, even if the load thrashes"
+    " (reads the same pages from the disk again and again). This search takes longer, because"
+    " weighin stops no cell before --timeout.",
 )
 @_options.cold
 @_options.server
@@ -89,7 +91,8 @@ _OF_MODELS = {
     "folder",
     type=_options.PATH,
     metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-MODEL-floor.",
+    help="The folder to write the run's records and report into, which must not contain a run yet."
+    " Default: results/DATE-MODEL-floor.",
 )
 @click.option(
     "--resume",
@@ -108,13 +111,13 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
     With --use, the limit must also suffice for what is done with the model after the load.
 
-    A cell that is proven to thrash is ended: it has read more than 3 times the model again, or has
-    taken 10 times as long as without a limit.
+    A cell that is proven to thrash is stopped: for example, the cell has read more than 3 times the
+    model's size again, or has taken more than 10 times as long as the load without a limit.
 
     With a command after --, find the smallest limit at which the command ends with exit code 0, or is
     ready. The command runs about ten times; its standard input is empty, and its output is shown only
-    when it runs without a limit. Without --timeout, a limit at which it takes 10 times as long as
-    without a limit, and 30 s more, does not suffice.
+    when it runs without a limit. Without --timeout, a limit fails if the command takes longer than 10
+    times its time without a limit plus 30 s.
     """
     from weighin.cli import _progress
     from weighin.report import terminal_floors, write_report

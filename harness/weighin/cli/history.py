@@ -17,7 +17,8 @@ EXAMPLES = (
 @click.argument(
     "folder",
     type=_options.PATH,
-    help="The folder that contains the folders of runs, such as results. A folder called published in it is left out unless you name it.",
+    help="The folder that contains the folders of runs, such as results. The command leaves out"
+    " the runs in its subfolder published: to read them, give that subfolder.",
 )
 @click.option(
     "--metric",
@@ -28,7 +29,6 @@ EXAMPLES = (
 @click.option(
     "--series",
     default="",
-    show_default=False,
     metavar="WORDS",
     help="Show only series whose name contains all of these words.",
 )

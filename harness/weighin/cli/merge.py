@@ -27,7 +27,7 @@ EXAMPLES = (
     type=_options.PATH,
     required=True,
     metavar="FOLDER",
-    help="The folder of the new run.",
+    help="The folder to write the new run into.",
 )
 @_options.json
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:

@@ -42,8 +42,8 @@ _PREDICTED = {
 @click.option(
     "--checkpoint-dtype",
     metavar="DTYPE",
-    help="Floating-point dtype of the checkpoint, if it is not your own checkpoint. Default: the"
-    " dtype that `weighin bench` writes.",
+    help="Floating-point dtype of the checkpoint that weighin assumes for a model without"
+    " --checkpoint. Default: the dtype that `weighin bench` writes.",
 )
 @_options.formats
 @_options.use("none")
@@ -55,10 +55,14 @@ _PREDICTED = {
     metavar="FOLDER",
     multiple=True,
     help="Predict the cells of this run, and compare the predictions with the measured"
-    " figures. Can be given several times.",
+    " figures. Repeatable.",
 )
 @_options.trust
-@click.option("--phases", is_flag=True, help="Show the peaks of each phase as well.")
+@click.option(
+    "--phases",
+    is_flag=True,
+    help="Show the predicted peaks of each phase, not only those of the whole load.",
+)
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:

@@ -31,13 +31,17 @@ NOTHING_FITS_EXIT = 1
 @_options.only_structure
 @_options.selection
 @click.option(
-    "--ram", default="none", metavar="SIZE", help="Available RAM: 8g, 8Gi, 6500m or none."
+    "--ram",
+    default="none",
+    metavar="SIZE",
+    help="Available RAM, such as 8g, 8Gi or 6500m; none for any amount.",
 )
 @click.option(
     "--vram",
     default="none",
     metavar="SIZE",
-    help="Available GPU memory, not counting the memory of the CUDA context.",
+    help="Available GPU memory, such as 24g, not counting the memory of the CUDA context; none for"
+    " any amount.",
 )
 @_options.device
 @_options.dtype
@@ -48,27 +52,33 @@ NOTHING_FITS_EXIT = 1
     help="Number of processes that load the model at once, under one RAM limit.",
 )
 @click.option(
-    "--disk", default="none", metavar="RATE", help="Rate of the checkpoint's disk: 100MB/s or none."
+    "--disk",
+    default="none",
+    metavar="RATE",
+    help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s; none for this"
+    " machine's own disk. weighin slows no disk down.",
 )
 @click.option(
     "--disk-latency",
     default="none",
     metavar="TIME",
-    help="Latency of each request to the checkpoint's disk: 5ms or none.",
+    help="Assume that the checkpoint's disk answers each request after this time, such as 5ms;"
+    " none for this machine's own disk.",
 )
 @click.option(
     "--use",
     default="none",
     metavar="NAME",
-    help="What must also fit after the load: a name of `weighin list uses`, such as adamw for training,"
-    " a file of your own (./mine.py) with a function use(model), or none.",
+    help="What must also fit into the memory after the load: a name of `weighin list uses`, such"
+    " as adamw for training,"
+    " a file of your own (./mine.py) with a function use(model), or none for the load alone.",
 )
 @click.option(
     "--allow",
     default="resave,packages,weighin",
     metavar="NAMES",
     help="What the recommended strategy may require, comma-separated: resave (the checkpoint in"
-    " another format), packages (other Python packages), weighin (this package); or none.",
+    " another format), packages (other Python packages), weighin (this package); or none of the three.",
 )
 @click.option(
     "--results",

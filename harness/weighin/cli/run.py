@@ -37,7 +37,8 @@ EXAMPLES = (
     "--ram",
     default="none",
     metavar="SIZES",
-    help="RAM limits, comma-separated: 8g, 600m, none. The command runs once under each.",
+    help="RAM limits, comma-separated: 8g, 600m, none (no limit). The command runs once under each"
+    " limit.",
 )
 @click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
 @_options.isolation
@@ -55,8 +56,9 @@ EXAMPLES = (
 @click.option(
     "--stacks/--no-stacks",
     default=True,
-    help="Read the stacks of Python processes near the peak. The command is stopped for an instant"
-    " each time, so figures of time are better without. Off with --repeats.",
+    help="Read the stacks of Python processes near the peak. Each reading stops the command for an"
+    " instant, so times are more exact with --no-stacks. With --repeats of 2 or more, weighin"
+    " reads no stacks.",
 )
 @_options.environment
 @click.option(
@@ -65,7 +67,7 @@ EXAMPLES = (
     type=float,
     default=0.0,
     metavar="SECONDS",
-    help="Time after which the command is killed; 0 for none.",
+    help="Seconds after which weighin kills the command; 0 for no time-out.",
 )
 @_options.label
 @_options.suite
@@ -80,7 +82,8 @@ EXAMPLES = (
     "folder",
     type=_options.PATH,
     metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-LABEL-RAM.",
+    help="The folder to write the run's records and report into, which must not contain a run yet."
+    " Default: results/DATE-LABEL-RAM.",
 )
 @click.option(
     "--resume",
