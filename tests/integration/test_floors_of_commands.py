@@ -142,7 +142,7 @@ def test_limits_are_tried_near_the_need(weighin: CommandLine) -> None:
         (["-s", "baseline", "--", "true"], "the floor of a command is searched: --strategies"),
         (["gpt2-tiny", "--ready", "x"], "the floor of a model is searched: --ready"),
         (["gpt2-tiny", "true"], "Got unexpected extra arguments (true)"),
-        (["--"], "there is no command to run"),
+        (["--"], "no command was given"),
     ],
 )
 def test_options_without_an_effect_are_refused(

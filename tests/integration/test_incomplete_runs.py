@@ -91,7 +91,8 @@ def test_check_fails_and_makes_no_baseline(stopped: CommandLine) -> None:
     assert (refused.code, refused.out) == (1, "")
     assert refused.err == (
         f"note: {SAID}\n"
-        "error: cannot make a baseline of a part of a run: run: 1 of 2 cells measured\n"
+        "error: cannot make a baseline from a run of which cells are missing: run: 1 of 2 cells"
+        " measured\n"
         "measure the rest: weighin bench --resume run; or add --partial\n"
     )
     assert not (stopped.folder / "part.yaml").exists()

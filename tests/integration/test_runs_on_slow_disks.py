@@ -131,7 +131,7 @@ def test_a_machine_that_cannot_be_slow_says_why(command: CommandLine) -> None:
     )
     assert ended.code == 3
     assert (
-        "error: a disk of 5ms needs FUSE, because the kernel's throttle gives no latency: mfusepy is"
+        "error: weighin can slow a disk down to 5ms only with FUSE, because the kernel's throttle gives no latency. FUSE does not work here: mfusepy is"
         " not installed\n"
     ) in ended.err
     assert not (command.folder / "run").exists()

@@ -155,7 +155,10 @@ def test_another_server_at_the_address_is_an_error(weighin: CommandLine, port: i
     ("options", "message"),
     [
         (["--ready", "a("], "--ready 'a(' is not a regular expression"),
-        (["--ready", "a", "--ready-url", "http://x/"], "--ready and --ready-url both tell"),
+        (
+            ["--ready", "a", "--ready-url", "http://x/"],
+            "--ready and --ready-url cannot be combined",
+        ),
         (["--ready-url", "https://x/"], "--ready-url 'https://x/' is not an address of HTTP"),
     ],
 )

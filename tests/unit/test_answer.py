@@ -316,7 +316,7 @@ def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
     monkeypatch.setattr(registry, "strategies", lambda: {"mine": mine})
     monkeypatch.setattr(registry, "strategy", lambda _: mine)
     assert advised().code == (
-        "# mine cannot be written as one function: line 2 of load() uses the job object itself."
+        "# mine cannot be written as one function: line 2 of load() passes on the whole job object."
         f" Its code is in {mine.path}\n"
     )
 

@@ -221,7 +221,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path / "no.yaml")
     assert str(caught.value) == (
-        f"there is no baseline {tmp_path}/no.yaml\n"
+        f"the baseline file {tmp_path}/no.yaml does not exist\n"
         f"create it from a good run: weighin check RUN --baseline {tmp_path}/no.yaml --update"
     )
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     run_folder.write_plan(empty, [STREAMING])
     assert typed("check", good) == (
         2,
-        'nothing to check against\nname a file with --baseline, or a bound with --budget "peak_rss <= 8GiB"',
+        'check has neither a baseline file nor a budget to compare the run with\ngive one of them: --baseline FILE, or --budget "peak_rss <= 8GiB"',
     )
     assert typed("check", good, "--update") == (
         2,
@@ -137,7 +137,8 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     )
     assert typed("check", empty, "--budget", "peak_rss < 1g") == (
         2,
-        f"{empty} contains no record: nothing was measured\nmeasure first: weighin bench --resume {empty}",
+        f"{empty} contains no record: nothing was measured\nmeasure first: weighin bench --resume"
+        f" {empty}",
     )
     assert typed("check", tmp_path, "--budget", "peak_rss < 1g") == (
         2,
@@ -152,8 +153,9 @@ def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
     path = tmp_path / "baseline.yaml"
     assert typed("check", run, "--baseline", path, "--update") == (
         2,
-        "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no disk\n"
-        "measure it again first: its baseline would accept any figure",
+        "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
+        " disk\n"
+        "measure the cell again first: a baseline without its figures would accept any figure",
     )
     assert not path.exists()
 
@@ -165,5 +167,5 @@ def test_cells_of_two_machines_become_no_baseline(tmp_path: Path) -> None:
     assert code == 2
     assert text == (
         "the cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
-        "measure them all on one machine, in one environment"
+        "measure all cells again on one machine, with the same packages and variables"
     )

@@ -63,7 +63,7 @@ def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path: Pat
     ("text", "problem"),
     [
         ("{", "damaged manifest: JSONDecodeError"),
-        ('{"schema": 2}', "manifest of another version of weighin"),
+        ('{"schema": 2}', "the manifest is of another version of weighin"),
         ('{"schema": 1, "tensors": [{}]}', "damaged manifest: "),
     ],
 )
@@ -160,7 +160,8 @@ def nested(path: Path) -> None:
         (
             lambda p: p.write_text("garbage " * 100),
             "a text file, not a checkpoint; it begins with 'garbage garbage ",
-            "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
+            "give the checkpoint itself; if the text is an answer of a web server, ask it for the"
+            " file again",
         ),
         (truncated, "truncated: the zip archive has no end record", AGAIN),
         (
@@ -176,7 +177,8 @@ def nested(path: Path) -> None:
         (
             nested,
             "not a flat state dict: 'model' holds a dict",
-            "select the weights: --key model (8 B); in load_streaming: key='model'; in a suite: key: model",
+            "select the weights: --key model (8 B); in load_streaming: key='model'; in a suite:"
+            " key: model",
         ),
         (
             lambda p: saved(p, torch.zeros(2)),
@@ -186,7 +188,8 @@ def nested(path: Path) -> None:
         (
             lambda p: saved(p, {"w": torch.zeros(2), "f": Command()}),
             "holds more than tensors, and was NOT executed: 'f' refers to posix.system",
-            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(),"
+            " ...)",
         ),
     ],
 )
@@ -265,7 +268,8 @@ def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
     with pytest.raises(CheckpointError) as caught:
         formats.read(path)
     assert caught.value.message == (
-        f"{path}: holds a whole pickled module ({Net.__module__}.Net){place}, which cannot be loaded without"
+        f"{path}: holds a whole pickled module ({Net.__module__}.Net){place}, which cannot be"
+        " loaded without"
         " executing its code: it was NOT executed"
     )
     assert caught.value.repair == (

@@ -163,7 +163,7 @@ def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None
         chosen(str(tmp_path / "model"))
     assert str(caught.value) == (
         "model has the dtype float64, in which weighin measures no load\n"
-        "choose another one for the load: --dtype float32"
+        "choose the dtype of the load: --dtype float32, bfloat16 or float16"
     )
 
 

@@ -66,7 +66,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("gpt2-xl", "--model", "b"), "two models: 'gpt2-xl' and 'b'\ngive one, or a --suite with both"),
+        (("gpt2-xl", "--model", "b"), "two models: 'gpt2-xl' and 'b'\ngive one of the two, or list both in a suite file: --suite FILE"),
         (
             ("--kwargs", "{width: 64}"),
             "--kwargs is not JSON: Expecting property name enclosed in double quotes:"
@@ -92,12 +92,12 @@ def test_options_that_cannot_be_used(
         (
             ("gpt2-xl", "--suite", "x.yaml", "--ram", "8g", "-s", "baseline"),
             "a suite sets the whole matrix: MODEL, --ram, --strategies would be ignored\n"
-            "write them into the suite, or leave --suite out",
+            "write these settings into the suite file, or leave --suite out",
         ),
         (
             ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
             "a resumed run keeps its plan: --repeats, --suite would be ignored\n"
-            "leave them out, or start a new run",
+            "leave these options out, or start a new run without --resume",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
-        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave them out, or start a new run"),
+        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
     ],
 )  # fmt: skip
 def test_options_of_a_floor_that_cannot_be_used(
@@ -129,7 +129,8 @@ def test_a_floor_needs_an_isolation_that_can_enforce_a_limit(
     monkeypatch.setattr(DockerIsolation, "check", lambda _: None)
     assert run("floor", "--isolation", "process") == (
         3,
-        "error: --isolation process cannot enforce a RAM limit\nuse --isolation docker; without a limit,"
+        "error: --isolation process cannot enforce a RAM limit\nuse --isolation docker; without a"
+        " limit,"
         " these work: recommend, predict, and bench without --ram\n",
     )
 
@@ -191,7 +192,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     assert code == 2
     assert error == [
         f"error: {records}, line 2: {said}",
-        f"delete the line and measure its cell again: sed -i 2d {records} && weighin bench --resume {tmp_path}",
+        f"delete the line and measure its cell again: sed -i 2d {records} && weighin bench"
+        f" --resume {tmp_path}",
     ]
     for name in ("report.md", "report.html"):
         report = (tmp_path / name).read_text()

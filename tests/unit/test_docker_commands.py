@@ -254,8 +254,9 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
         (
             Engine(running=False),
             None,
-            "the shell that keeps the container did not start in the image\n"
-            "try it without weighin: docker run IMAGE COMMAND; or use another image",
+            "weighin's shell, which starts the command in the container, did not start in this image\n"
+            "see whether the command starts without weighin: docker run IMAGE COMMAND; or name"
+            " another image: --image IMAGE",
         ),
     ],
 )

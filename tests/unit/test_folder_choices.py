@@ -358,8 +358,8 @@ def test_a_broken_link_of_a_snapshot_is_named(hub: Path, say: Say) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_pretrained("owner/name")
     assert str(caught.value) == (
-        f"{file}: a broken symbolic link to ../../blobs/{'b' * 40}, which does not exist: this file of"
-        " owner/name was removed from the cache\nhf download owner/name"
+        f"{file}: a broken symbolic link to ../../blobs/{'b' * 40}, which does not exist: a file of"
+        " owner/name was removed from the cache of the Hub\nhf download owner/name"
     )
     _, err = say("inspect", file)
     assert "a broken symbolic link to" in err
@@ -376,7 +376,7 @@ def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> 
             load_pretrained(folder)
         assert str(caught.value) == (
             f"{file}: a broken symbolic link to {tmp_path / 'gone'}, which does not exist\n"
-            "restore the file, or correct the link"
+            "restore the file to which the link leads, or correct the link"
         )
         (folder / "config.json").unlink()
         (folder / "config.json").symlink_to(tmp_path / "gone")

@@ -29,7 +29,7 @@ def test_what_is_broken_becomes_no_baseline_and_is_named(
     assert typed("check", run, "--baseline", path, "--update", *options) == (
         1,
         "cannot make a baseline of failed strategies: lossy: wrong_weights; broken: strategy_failed\n"
-        "fix it and measure again, or measure without it",
+        "repair these strategies and measure again, or leave them out of --strategies",
     )
     assert not path.exists()
 
@@ -39,7 +39,7 @@ def test_what_was_killed_becomes_no_baseline_without_a_word(tmp_path: Path) -> N
     assert typed("check", run, "--baseline", path, "--update") == (
         1,
         "not ok, and not expected: baseline: oom_killed\n"
-        f"if that is intended: weighin check RUN --baseline '{path}' --update --expect-failures",
+        f"if these outcomes are intended: weighin check RUN --baseline '{path}' --update --expect-failures",
     )
     assert not path.exists()
 

@@ -134,11 +134,11 @@ def test_the_settings_of_an_engine() -> None:
     [
         (
             ("local", "auto", ()),
-            "--address is for --engine ray only\nadd --engine ray, or leave --address out",
+            "--address has an effect only with --engine ray\nadd --engine ray, or leave --address out",
         ),
         (
             ("local", None, ("a=b",)),
-            "--label is for --engine ray only\nadd --engine ray, or leave --label out",
+            "--label has an effect only with --engine ray\nadd --engine ray, or leave --label out",
         ),
         (
             ("ray", None, ("H100",)),
@@ -147,9 +147,13 @@ def test_the_settings_of_an_engine() -> None:
         ),
         (
             ("ray", None, (), 2),
-            "--jobs is for one machine, because each node of a cluster runs one cell at a time\nleave --jobs out",
+            "--jobs is for one machine, because each node of a cluster runs one cell at a"
+            " time\nleave --jobs out",
         ),
-        (("local", None, (), 0), "--jobs 0 runs nothing\ngive the number of cells to run at once"),
+        (
+            ("local", None, (), 0),
+            "--jobs 0 would measure no cell\nwrite the number of cells to measure at once: --jobs 2",
+        ),
     ],
 )
 def test_settings_that_contradict(arguments: tuple[Any, ...], message: str) -> None:

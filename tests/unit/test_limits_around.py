@@ -97,8 +97,10 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
     )
     assert ended.returncode == 2
     assert ended.stderr.endswith(
-        f"error: --ram 2GiB is more than the limit of the cgroup around the cells, {mount} (640.000 MiB)\n"
-        "give less, or raise that limit, for example the memory limit of the container\n"
+        f"error: --ram 2GiB is more than the limit of the cgroup around the cells, {mount}"
+        " (640.000 MiB)\n"
+        "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of"
+        " the container\n"
     )
     assert MemoryCgroup(around).read_oom_kills() == 0
 
@@ -122,5 +124,6 @@ def test_root_on_v1_says_that_cells_leave_its_own_limit(around: Path) -> None:
         check=True,
     )
     assert ended.stdout == (
-        f"the cells run outside this process's cgroup {around}: its limit of 64.000 MiB does not hold for them\n"
+        f"the cells run outside this process's cgroup {around}: its limit of 64.000 MiB does not"
+        " hold for them\n"
     )

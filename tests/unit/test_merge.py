@@ -119,7 +119,7 @@ def test_two_records_of_one_cell_are_refused() -> None:
     first = shard("1/2")
     assert refused(first, shard("2/2"), first) == (
         f"shard-1-2 and shard-1-2 both measured the cell {PLAN[0].id}\n"
-        "leave one of the two runs out"
+        "leave one of the two folders out of weighin merge"
     )
 
 
@@ -133,7 +133,7 @@ def test_runs_of_other_cells_are_refused() -> None:
 def test_runs_of_other_settings_are_refused() -> None:
     assert refused(shard("1/2"), shard("2/2", seed=1)) == (
         "shard-1-2 and shard-2-2 have different plans (seed: 0 and 1)\n"
-        "merge runs of the same suite, options and version of weighin only"
+        "merge only runs of one plan: the same suite, the same options and the same version of weighin"
     )
 
 

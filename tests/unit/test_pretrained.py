@@ -147,7 +147,7 @@ def test_code_in_the_folder_is_not_run(make: Make, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "x.Y"}}
     config["model_type"] = "mine"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="code comes with the folder"):
+    with pytest.raises(ConfigError, match="needs the Python code in this folder"):
         load_pretrained(folder)
 
 

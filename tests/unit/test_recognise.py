@@ -127,10 +127,10 @@ def test_only_a_proven_fault_advises_another_copy() -> None:
     assert found == {
         ("sniff.py", 'AGAIN: Final = "copy or download the file again"'),
         ("sniff.py", '"the download link led to a web page: use the link to the file itself",'),
-        ("gguf.py", '"copy or download that part, too",'),
+        ("gguf.py", '"copy or download that part into the same folder",'),
         (
             "sniff.py",
-            'f"{what}: this file of {name} was removed from the cache", f"hf download {name}"',
+            'f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"',
         ),
         (
             "hub_cache.py",

@@ -49,7 +49,7 @@ def test_code_is_refused_unless_it_is_trusted(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         registry.model(str(folder))
     assert caught.value.message == (
-        f"this model's code comes with the folder: {folder} (auto_map in config.json)"
+        f"the model of {folder} needs the Python code in this folder (auto_map in config.json)"
     )
     assert "add --trust-remote-code to run it" in caught.value.repair
     assert not (tmp_path / "modules").exists()

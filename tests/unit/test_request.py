@@ -180,7 +180,8 @@ def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit, these work: recommend, predict, and bench without --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit,"
+        " these work: recommend, predict, and bench without --ram"
     )
 
 
@@ -307,7 +308,8 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave it out"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave out the option or strategy"
+        " that needs a GPU"
     )
 
 

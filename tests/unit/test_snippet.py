@@ -173,5 +173,7 @@ def _written(info: registry.StrategyInfo) -> str:
 def test_what_cannot_be_written_out_says_why(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def load(job):\n    return helper(job)\n")
-    with pytest.raises(CannotWriteOut, match=r"^line 2 of load\(\) uses the job object itself$"):
+    with pytest.raises(
+        CannotWriteOut, match=r"^line 2 of load\(\) passes on the whole job object$"
+    ):
         snippet(registry.read_strategy(path))

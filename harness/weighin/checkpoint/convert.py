@@ -228,5 +228,5 @@ class _Copier:
 def _wrong(new: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{new.name}: the written checkpoint has {what}; it was removed",
-        "check the disk and the memory of this machine, then convert again",
+        "test this machine's disk and memory for faults, then run weighin convert again",
     )

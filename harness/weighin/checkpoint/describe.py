@@ -70,11 +70,14 @@ def describe(
         if name not in own or value is not own[name]:
             raise ConfigError(
                 f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
-                "use a model without state-dict hooks and extra state",
+                "name another builder, whose model has no state-dict hooks and no extra state",
             )
     described = [*described_in(model)]
     if not described:
-        raise ConfigError(f"builder {builder}: the model has no tensors", "use another model")
+        raise ConfigError(
+            f"builder {builder}: the model has no parameters and no buffers",
+            "name a builder whose model has weights: --model package.module:callable",
+        )
     if not getattr(model, "keeps_dtypes", False):
         return described
     return [

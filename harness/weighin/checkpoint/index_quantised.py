@@ -90,13 +90,16 @@ def _entries(
         except (ImportError, RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"{source}: {found.summary}; from_pretrained fails: {one_line(str(error))}",
-                f"install what it asks for (needs {found.needed}), or correct quantization_config",
+                f"install the packages that from_pretrained names (it needs {found.needed}), or"
+                " correct quantization_config in config.json",
             ) from error
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
-                f"{source}: {found.summary}; from_pretrained finds no values for {first_names(missing)}, because"
+                f"{source}: {found.summary}; from_pretrained finds no values for"
+                f" {first_names(missing)}, because"
                 " quantization_config in config.json does not describe these tensors",
-                "write quantization_config as the library that quantised the model gives it",
+                "copy 'quantization_config' from the config.json that the quantising library wrote"
+                " beside the weights",
             )
         described = [*described_in(merged(loaded, adapter) if adapter else loaded)]
         for one in described:

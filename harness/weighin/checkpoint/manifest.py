@@ -118,11 +118,11 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: the file is missing or damaged, or has another schema version.
     """
-    repair = "delete it; the next run creates it again"
+    repair = "delete this file; the next run creates it again"
     try:
         fields = json.loads(path.read_text())
         if fields.pop("schema") != SCHEMA:
-            raise CheckpointError(f"{path}: manifest of another version of weighin", repair)
+            raise CheckpointError(f"{path}: the manifest is of another version of weighin", repair)
         tensors = tuple(
             TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
             for entry in fields.pop("tensors")

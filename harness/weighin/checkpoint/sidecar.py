@@ -58,7 +58,8 @@ class KnownChecksums:
 
     def _other(self, what: str, names: list[str]) -> CheckpointError:
         return CheckpointError(
-            f"{self._checkpoint}: has other {what} than {self._path} lists: {first_names(map(shown, names))}",
+            f"{self._checkpoint}: has other {what} than {self._path} lists:"
+            f" {first_names(map(shown, names))}",
             "if it was changed on purpose, remove that file; if not, restore the checkpoint",
         )
 
@@ -95,7 +96,7 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
     if path.name == _MANIFEST_NAME:
         entries = read_manifest(path).tensors
         return {e.name: e.checksums for e in entries if e.kind != "non_persistent_buffer"}
-    repair = "remove it: a conversion with --verify writes a new one"
+    repair = "remove this file: weighin convert --verify writes a new one"
     content = read_object(path, repair)
     tensors = content.get("tensors")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):

@@ -80,16 +80,16 @@ def _refuse_ignored(typed: list[click.Parameter]) -> None:
     names = {one.name for one in typed}
     if "resume" in names:
         reason, kept = "a resumed run keeps its plan", _BESIDE_RESUME
-        repair = "leave them out, or start a new run"
+        repair = "leave these options out, or start a new run without --resume"
     elif "check" in names:
         reason, kept = "--check predicts the cells of a run", _BESIDE_ALL | {"check"}
-        repair = "leave them out, or predict without --check"
+        repair = "leave these options out, or predict without --check"
     elif "suite" in names:
         reason, kept = "a suite sets the whole matrix", _BESIDE_SUITE - {"trust"}
-        repair = "write them into the suite, or leave --suite out"
+        repair = "write these settings into the suite file, or leave --suite out"
     elif "trust" in names:
         reason, kept = "code that you name yourself needs no trust", set[str]()
-        repair = "leave it out; it goes with --resume, and with --check of predict"
+        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
         typed = [one for one in typed if one.name == "trust"]
     else:
         return
@@ -118,7 +118,7 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
 def one_model(argument: str | None, option: str | None) -> str:
     """Return the name of the model, which is given as an argument or with --model."""
     if argument and option and argument != option:
-        repair = "give one, or a --suite with both"
+        repair = "give one of the two, or list both in a suite file: --suite FILE"
         if Path(argument).exists():
             repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
         raise ConfigError(f"two models: {argument!r} and {option!r}", repair)

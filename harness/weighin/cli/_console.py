@@ -111,7 +111,8 @@ def write(target: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise ConfigError(
-            f"cannot write {path}: {problem.strerror}", "name a file that you may write"
+            f"cannot write {path}: {problem.strerror}",
+            "name a file in a folder in which you may write",
         ) from None
 
 

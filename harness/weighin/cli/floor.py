@@ -155,7 +155,7 @@ def _refuse_mixed(context: click.Context) -> None:
             context,
             _OF_MODELS,
             "the floor of a command is searched",
-            "leave them out, or the command",
+            "leave these options out, or leave out -- and the command after it",
         )
     elif not context.params["resume"]:
         _arguments.refuse(

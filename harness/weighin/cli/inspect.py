@@ -73,7 +73,7 @@ def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
     if given := [option for option, value in ignored.items() if value]:
         raise ConfigError(
             f"a pipeline is listed by its parts: {', '.join(given)} would be ignored",
-            "leave it out, or inspect one part",
+            "leave these options out, or give the folder of one part",
         )
     return inspect_pipeline(path)
 

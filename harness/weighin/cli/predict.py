@@ -105,8 +105,10 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
             raise found.error(chosen.checkpoint)
     if chosen.checkpoints:
         raise ConfigError(
-            f"the suite has {len(chosen.checkpoints)} models with weights of their own",
-            "predict each by its folder: weighin predict FOLDER; or a run of the suite: --check RUN",
+            "weighin predict takes one model with weights of its own, and the suite has"
+            f" {len(chosen.checkpoints)}",
+            "predict each model alone: weighin predict FOLDER; or predict a measured run of the"
+            " suite: weighin predict --check RUN",
         )
     use_paths = uses.chosen(suite.uses)
     planned = plan(

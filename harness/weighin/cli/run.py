@@ -145,7 +145,9 @@ def asked(typed: dict[str, Any], **settings: Any) -> Any:
     )
     repeats = typed.get("repeats", 1)
     if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} runs nothing", "give 1 or more")
+        raise ConfigError(
+            f"--repeats {repeats} would not run the command", "write 1 or more, such as --repeats 3"
+        )
     shard = parse(typed["shard"]) if typed.get("shard") else None
     return CommandRequest(
         command=typed["command"],

@@ -51,12 +51,16 @@ def settings(
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
     if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} runs nothing", "give the number of cells to run at once")
+        raise ConfigError(
+            f"--jobs {jobs} would measure no cell",
+            "write the number of cells to measure at once: --jobs 2",
+        )
     if name == "local":
         if address or labels:
             option = "--address" if address else "--label"
             raise ConfigError(
-                f"{option} is for --engine ray only", f"add --engine ray, or leave {option} out"
+                f"{option} has an effect only with --engine ray",
+                f"add --engine ray, or leave {option} out",
             )
         return {"name": name, "jobs": jobs} if jobs > 1 else {}
     if jobs > 1:

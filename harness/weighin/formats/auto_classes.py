@@ -57,7 +57,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
             return wanted, True  # its code is missing, which the caller says
     if AUTO_MAP in config and not choice.trust_remote_code:
         raise ConfigError(
-            f"this model's code comes with the folder: {folder} ({AUTO_MAP} in config.json)",
+            f"the model of {folder} needs the Python code in this folder ({AUTO_MAP} in config.json)",
             CODE_IS_REFUSED,
         )
     raise _no_class(folder, config, wanted if asked else "", known)

@@ -16,7 +16,7 @@ from weighin.formats import pt
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import is_sizes
 from weighin.formats.flat_pieces import Flat, Shape, joined
-from weighin.formats.sniff import shown
+from weighin.formats.sniff import short, shown
 from weighin.formats.state_dicts import StateDictParts, state_dict
 from weighin.formats.tensor_refs import TensorRef, type_name
 from weighin.text import few
@@ -78,7 +78,8 @@ class ModelStates:
                 slices.append(self.module[name])
             else:
                 raise CheckpointError(
-                    f"{self.file.parent}: no file has the values of {shown(name)}, which the optimizer does"
+                    f"{self.file.parent}: no file has the values of {shown(name)}, which the"
+                    " optimizer does"
                     " not train",
                     "save the whole model from the training code: engine.save_16bit_model(FOLDER)",
                 )
@@ -177,7 +178,10 @@ def _shapes(file: Path, value: Any) -> dict[str, Shape]:
     shapes = {}
     for name, shape in _pairs(file, value):
         if not is_sizes(shape):
-            raise CheckpointError(f"{file}: the shape of {shown(name)} is impossible", COPY)
+            raise CheckpointError(
+                f"{file}: the shape of {shown(name)} is {short(shape)}, and not a list of sizes of 0 or more",
+                COPY,
+            )
         shapes[name] = tuple(shape)
     return shapes
 

@@ -133,7 +133,8 @@ def read(path: Path) -> Slices:
         count = header.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(parts):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, and its name does not say which",
+                f"{file}: one of {count} parts of a model, and the file's name does not tell which"
+                " part",
                 f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
             )
         for place in header.tensors:
@@ -226,7 +227,8 @@ class _Tables:
     ) -> TensorSlice:
         if kind not in TYPES:
             raise CheckpointError(
-                f"{self._file}: {shown(name)} has the type {kind} of ggml, which is not known to weighin",
+                f"{self._file}: {shown(name)} has the type {kind} of ggml, which is not known to"
+                " weighin",
                 "convert the model to GGUF again with a current llama.cpp",
             )
         encoding, block, block_bytes = TYPES[kind]
@@ -303,7 +305,8 @@ def check_decoded(places: Iterable[TensorSlice]) -> None:
     for where in places:
         if where.encoding in UNDECODED:
             raise CheckpointError(
-                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the package gguf"
+                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the"
+                " package gguf"
                 " does not dequantise",
                 "quantise the model to another type with llama.cpp",
             )
@@ -324,8 +327,8 @@ def _parts(file: Path) -> list[Path]:
         part = file.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{SUFFIX}")
         if not part.is_file():
             raise CheckpointError(
-                f"{file}: one of {int(match[3])} parts of a model, and {part.name} is missing",
-                "copy or download that part, too",
+                f"{file}: one of {int(match[3])} parts of a model, and the part {part.name} is missing",
+                "copy or download that part into the same folder",
             )
         parts.append(part)
     return parts

@@ -120,7 +120,8 @@ def checked_dtype(name: object, file: Path) -> str:
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
-        f"{file} names the dtype {sniff.short(name)}, which is no dtype of a model: from_pretrained fails, too",
+        f"{file} names the dtype {sniff.short(name)}, which is no dtype of a model:"
+        " from_pretrained fails, too",
         f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
     )
 
@@ -196,7 +197,8 @@ def code_of(model: ModelSpec) -> dict[str, str] | None:
         return None
     if not isinstance(code, dict) or not all(isinstance(code.get(key), str) for key in CODE_KEYS):
         raise ConfigError(
-            f"the argument `code` of the model {model.name} is not a folder and a digest",
+            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
+            " and a digest",
             "start a new run",
         )
     return code
@@ -273,9 +275,10 @@ def _explicit(path: Path) -> Path | None:
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
     if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
         raise CheckpointError(
-            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, which is neither a safetensors file nor"
+            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, which is neither a"
+            " safetensors file nor"
             " an index in this folder; from_pretrained fails for the same reason",
-            f"correct '{_EXPLICIT}', or remove it for the usual names",
+            f"correct '{_EXPLICIT}' in config.json, or remove it: weighin then reads model.safetensors",
         )
     file: Path = path / name
     if not file.is_file():
@@ -304,7 +307,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
         return arguments | {"gguf_file": checkpoint.name}
     if (read := find_weights(folder, variant)) != checkpoint:
         raise CheckpointError(
-            f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this folder, and"
+            f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this"
+            " folder, and"
             " not this file",
             f"to load it as the folder's weights, name it in {CONFIG}: '{_EXPLICIT}'; for its tensors"
             f" without a class: from:{checkpoint}",

@@ -172,7 +172,7 @@ def _check_dtypes(tensors: Plans) -> None:
         if plan.dtype not in _dtype_to_storage_type_map():
             raise ConfigError(
                 f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}",
-                "use format pt, which supports every dtype of torch",
+                "write the format pt, which has every dtype of torch: --format pt",
             )
 
 

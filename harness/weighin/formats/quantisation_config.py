@@ -191,7 +191,7 @@ def _shown(method: str | None, named: Mapping[str, Any]) -> str:
 
 def _obstacle(method: str | None, place: str) -> tuple[str, str]:
     """Return why from_pretrained does not dequantise, and the next step; both empty if it does."""
-    library = "load it with the library that quantised it"
+    library = "load the model with the library that quantised it"
     alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:
         return f"{place} beside it says how", (

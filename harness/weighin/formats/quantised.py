@@ -90,8 +90,10 @@ class Quantised:
             bench = f"weighin bench {quote(str(folder_of(path)))}"
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
-                f"load it with load_pretrained (needs {self.needed_here}), or write the weights: weighin convert"
-                f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this load: {bench}"
+                f"load it with load_pretrained (needs {self.needed_here}), or write the weights:"
+                " weighin convert"
+                f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this"
+                f" load: {bench}"
                 " --strategies streaming,transformers",
             )
         return CheckpointError(
@@ -127,7 +129,8 @@ def of_model(model: ModelSpec) -> Quantised | None:
         return Quantised.of_argument(fields)
     except (TypeError, KeyError):
         raise ConfigError(
-            f"the argument `quantised` of the model {model.name} is damaged", "start a new run"
+            f"the plan is damaged: the argument `quantised` of the model {model.name} is not a description of codes",
+            "start a new run",
         ) from None
 
 

@@ -113,12 +113,12 @@ def _dtype_name(plan: TensorPlan) -> str:
         scalars = "" if name is None else " for a single element"
         raise ConfigError(
             f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}{scalars}",
-            "use format pt, which supports every dtype of torch",
+            "write the format pt, which has every dtype of torch: --format pt",
         )
     if plan.name == METADATA:
         raise ConfigError(
             f"a tensor is called {METADATA}, a name that safetensors reserves",
-            "use format pt, which allows every name",
+            "write the format pt, which allows every name: --format pt",
         )
     return name
 
@@ -129,7 +129,7 @@ def _metadata(tensors: Plans) -> dict[str, str]:
     if reserved:
         raise ConfigError(
             f"the tied tensor {reserved[0]!r} has a name that is reserved in the metadata",
-            "use format pt, which allows every name",
+            "write the format pt, which allows every name: --format pt",
         )
     metadata = {_FORMAT: "pt", **ties}
     names = [plan.name for plan in tensors]

@@ -64,9 +64,9 @@ def broken_link(path: Path) -> CheckpointError | None:
     what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
     if target.parent.name == "blobs" and (name := hub_id(path.parent)):
         return CheckpointError(
-            f"{what}: this file of {name} was removed from the cache", f"hf download {name}"
+            f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"
         )
-    return CheckpointError(what, "restore the file, or correct the link")
+    return CheckpointError(what, "restore the file to which the link leads, or correct the link")
 
 
 def is_file(path: Path) -> bool:

@@ -192,7 +192,7 @@ def all_empty(path: Path) -> CheckpointError:
     folder = path if path.is_dir() else path.parent
     if not is_beside_weights(path):
         return CheckpointError(
-            f"{path}: all tensors are empty, so there is nothing to load",
+            f"{path}: all tensors have 0 elements, so the checkpoint holds no weights",
             "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"
             " before it calls state_dict()",
         )

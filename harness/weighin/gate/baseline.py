@@ -114,7 +114,7 @@ def read(path: Path) -> Baseline:
     """
     if not path.exists():
         raise ConfigError(
-            f"there is no baseline {path}",
+            f"the baseline file {path} does not exist",
             f"create it from a good run: weighin check RUN --baseline {quote(str(path))} --update",
         )
     content = read_mapping(path)

@@ -134,8 +134,8 @@ def check(
     """
     if baseline_file is None and not extra_budgets:
         raise ConfigError(
-            "nothing to check against",
-            'name a file with --baseline, or a bound with --budget "peak_rss <= 8GiB"',
+            "check has neither a baseline file nor a budget to compare the run with",
+            'give one of them: --baseline FILE, or --budget "peak_rss <= 8GiB"',
         )
     baseline = baselines.read(baseline_file) if baseline_file else None
     rules = baseline.rules if baseline else baselines.default_rules()
@@ -176,8 +176,9 @@ def update(
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
         raise NoBaseline(
-            f"cannot make a baseline of a part of a run: {run}: {covered}",
-            f"measure the rest: {covered.again}; or add --partial",
+            f"cannot make a baseline from a run of which cells are missing: {run}: {covered}",
+            f"measure the missing cells: {covered.again}; or add --partial to use the measured"
+            " cells alone",
         )
     _refuse(measured)
     typed = _parsed(expected)
@@ -191,18 +192,18 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "measure it again first: its baseline would accept any figure",
+                "measure the cell again first: a baseline without its figures would accept any figure",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(
             f"cannot make a baseline of failed strategies: {'; '.join(_described(measured, broken))}",
-            "fix it and measure again, or measure without it",
+            "repair these strategies and measure again, or leave them out of --strategies",
         )
     if mixed := [name for name, value in measured.environment.items() if " | " in str(value)]:
         shown = "; ".join(f"{name}: {measured.environment[name]}" for name in mixed[:3])
         raise ConfigError(
             f"the cells were measured under different settings ({shown})",
-            "measure them all on one machine, in one environment",
+            "measure all cells again on one machine, with the same packages and variables",
         )
 
 
@@ -222,14 +223,15 @@ def _accepted(
     if mixed:
         raise NoBaseline(
             f"more than one outcome that is not ok: {'; '.join(_described(measured, mixed))}",
-            "a baseline expects one outcome per series: measure it again, or measure without it",
+            "a baseline file has one outcome for each series: measure these series again, or leave"
+            " their strategies out",
         )
     lines = _described(measured, failed)
     if not accept(lines):
         again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
         raise NoBaseline(
             f"not ok, and not expected: {'; '.join(lines)}",
-            f"if that is intended: {again} --expect-failures",
+            f"if these outcomes are intended: {again} --expect-failures",
         )
     return wanted
 

@@ -109,7 +109,7 @@ def _selectors(name: str) -> list[str]:
 
 def _outcome(text: str) -> Outcome:
     if text not in {*Outcome}:
-        raise ConfigError(f"expect: {text!r} is not an outcome", _REPAIR)
+        raise ConfigError(f"expect: {text!r} is not one of the outcomes", _REPAIR)
     return Outcome(text)
 
 

@@ -158,5 +158,6 @@ def _write(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", "name a file that you may write"
+            f"cannot write {path}: {error.strerror}",
+            "name a file in a folder in which you may write",
         ) from None

@@ -42,7 +42,7 @@ def refuse_left_out_scales(
             raise CheckpointError(
                 f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has no"
                 f" {plain(scale)}: such tensors are codes that mean something only with their scales",
-                "load it with the library that quantised it",
+                "load the model with the library that quantised it",
             )
 
 
@@ -70,7 +70,8 @@ def refuse_codes_left(
         raise CheckpointError(
             f"{checkpoint}: {found.summary}; quantization_config in config.json does not describe"
             f" {first_names(left)}",
-            "write quantization_config as the library that quantised the model gives it",
+            "copy 'quantization_config' from the config.json that the quantising library wrote"
+            " beside the weights",
         )
 
 

@@ -138,8 +138,10 @@ def _give_settings(model: Any, config: Any, part: Path) -> None:
     changed = [key for key in wanted.keys() | own.keys() if wanted.get(key) != own.get(key)]
     if type(plain) is not type(config) or set(changed) - {_NAME}:
         raise CheckpointError(
-            f"{part}: sentence-transformers changes this configuration before it loads the model:"
+            f"{part / 'config.json'}: weighin does not follow the settings that"
+            " sentence-transformers changes before it loads this model:"
             f" {one_line(', '.join(sorted(changed)))}",
-            f"load this part alone: load_pretrained({str(part)!r})",
+            "load this folder alone, with the settings of its config.json:"
+            f" load_pretrained({str(part)!r})",
         )
     model.config._name_or_path = model.name_or_path = config._name_or_path

@@ -49,7 +49,8 @@ def attach_quantiser(
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the model is {found.summary}; transformers refuses it: {one_line(str(error))}",
-            f"install what it asks for (needs {found.needed}), or correct {_KEY} in config.json",
+            f"install the packages that transformers names (it needs {found.needed}), or correct"
+            f" {_KEY} in config.json",
         ) from error
     model.hf_quantizer = made
 

@@ -152,9 +152,11 @@ class _Reading:
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)
             raise CheckpointError(
-                f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, and {target!r} of"
+                f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, and"
+                f" {target!r} of"
                 f" the model is {shape}",
-                "list the tensors of the file: weighin inspect; transformers may need another version",
+                "list the tensors of the file: weighin inspect FILE; then try another version of"
+                " transformers",
             )
         memory.copy_(made)
 

@@ -23,7 +23,7 @@ Parts = Mapping[str, torch.Tensor]
 """The tensors of one module in the file, by the end of their name."""
 
 WEIGHT: Final = "weight"
-_REPAIR: Final = "load it with the library that quantised it"
+_REPAIR: Final = "load the model with the library that quantised it"
 _STATES: Final = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 
 

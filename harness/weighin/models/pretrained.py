@@ -170,8 +170,8 @@ def reference(
             called += f"(FOLDER, gguf_file={checkpoint.name!r})"
         raise CheckpointError(
             f"{checkpoint}: {called} fails: {type(error).__name__}: {one_line(str(error))}",
-            "try another version of transformers; for the tensors without their class:"
-            f" from:{checkpoint}",
+            "install another version of transformers; or measure the tensors without the model's"
+            f" class: --model from:{checkpoint}",
         ) from error
     if adapter := kwargs.get(ARGUMENT):
         model = merged(model, adapter)

@@ -207,7 +207,7 @@ class _Asker:
         answer = decode_event(process.receive() or b"")
         if answer is None:
             raise HarnessError(
-                "the process that predicts was killed",
+                "weighin's process that computes the prediction was killed",
                 "run it again; if the kernel killed it (see `dmesg`), free some memory first",
             )
         del answer["event"]

@@ -37,7 +37,7 @@ def snippet(
         CannotWriteOut: the strategy cannot become a plain function; the message says why.
     """
     if info.pretrained:
-        raise CannotWriteOut("it loads Hugging Face folders only")
+        raise CannotWriteOut("the strategy loads Hugging Face folders only")
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
     plain = _Plain(convert=dtype != "float32")
     imports, functions = ["import torch"], []
@@ -127,7 +127,9 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         elif source == "weighin.models.tied_weights":
             written.append(_source(source, alias.name))
         elif source != "weighin.strategy":  # a plain function needs no types of jobs
-            raise CannotWriteOut(f"it imports {alias.name} from {module}")
+            raise CannotWriteOut(
+                f"its file imports {alias.name} from {module}, which a function to paste cannot have"
+            )
     return kept, written
 
 
@@ -145,7 +147,9 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
     new = ast.fix_missing_locations(plain.visit(node))
     for one in ast.walk(new):
         if isinstance(one, ast.Name) and is_load and one.id == plain.job:
-            raise CannotWriteOut(f"line {one.lineno} of {node.name}() uses the job object itself")
+            raise CannotWriteOut(
+                f"line {one.lineno} of {node.name}() passes on the whole job object"
+            )
     if not is_load:
         return ast.unparse(new)
     body = textwrap.indent("\n".join(ast.unparse(part) for part in new.body), "    ")

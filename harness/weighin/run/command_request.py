@@ -213,7 +213,8 @@ def label_of(command: Sequence[str]) -> str:
 def _check_program(request: CommandRequest, machines: Machines) -> None:
     if not request.command:
         raise ConfigError(
-            "there is no command to run", "write it after --: weighin run --ram 4g -- python x.py"
+            "no command was given",
+            "write the command after --: weighin run --ram 4g -- python x.py",
         )
     program = request.command[0]
     if request.isolation == "docker" or request.how.image or machines is not THIS_MACHINE:

@@ -18,5 +18,6 @@ def check_limits_around(cells: Iterable[Cell]) -> None:
         raise ConfigError(
             f"--ram {format_exact(asked)} is more than the limit of the cgroup around the cells,"
             f" {limits[0][1]} ({format_bytes(limits[0][0])})",
-            "give less, or raise that limit, for example the memory limit of the container",
+            "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit"
+            " of the container",
         )

@@ -65,8 +65,10 @@ class LoadBench:
             and not planned.strategy.maps_keys
         ):
             why = (
-                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
-                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model"
+                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
+                " model's own"
+                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
+                " --keys model"
             )
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)
@@ -91,7 +93,8 @@ class LoadBench:
             cell = measured.result.cell
             trouble = CheckpointError(
                 f"{checkpoint.path} changed while {cell.strategy} was measured",
-                "restore it from a copy, and do not let this strategy write to it",
+                "restore it from a copy, and change the strategy so that it does not write to the"
+                " checkpoint",
             )
             return replace(measured, trouble=measured.trouble or trouble)
         discard(checkpoint.manifest_path.parent, checkpoint.format)
@@ -265,7 +268,7 @@ def _receive(running: Running, deadline: float) -> bytes | None:
     except TimeoutError:
         raise HarnessError(
             f"a worker did not import torch within {_PROBE_TIMEOUT_S:.0f} s",
-            "stop other work on this machine, and try again",
+            "end other programs on this machine, and run the command again",
         ) from None
 
 

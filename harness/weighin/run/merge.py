@@ -88,7 +88,7 @@ def _read(folder: Path) -> _Part:
 
 
 def _check_same_plan(first: _Part, other: _Part) -> None:
-    repair = "merge runs of the same suite, options and version of weighin only"
+    repair = "merge only runs of one plan: the same suite, the same options and the same version of weighin"
     was, now = _shared(first.plan.settings), _shared(other.plan.settings)
     if changed := [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]:
         shown = "; ".join(f"{name}: {was.get(name)} and {now.get(name)}" for name in changed[:3])
@@ -121,7 +121,7 @@ def _joined(parts: Sequence[_Part]) -> list[Result]:
             if key in measured_in:
                 raise RecordError(
                     f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
-                    "leave one of the two runs out",
+                    "leave one of the two folders out of weighin merge",
                 )
             measured_in[key] = part.folder
     results = [result for part in parts for result in part.results]

@@ -24,13 +24,16 @@ _NO_SERVER: Final = 500  # this status and those above it come from a server tha
 def check(how: CommandSettings) -> None:
     """Raise ConfigError if a server cannot be waited for as it was asked."""
     if how.ready and how.ready_url:
-        raise ConfigError("--ready and --ready-url both tell when a server is ready", "give one")
+        raise ConfigError(
+            "--ready and --ready-url cannot be combined: each of them tells when the server is ready",
+            "leave one of the two options out",
+        )
     if how.ready_url:
         parts = urlsplit(how.ready_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
                 f"--ready-url {how.ready_url!r} is not an address of HTTP",
-                "write it like http://127.0.0.1:8000/health",
+                "write the address as in --ready-url http://127.0.0.1:8000/health",
             )
 
 
@@ -52,7 +55,8 @@ class Readiness:
         if how.ready_url and answers(how.ready_url):
             raise ConfigError(
                 f"a server answers at {how.ready_url} before the command starts",
-                "stop that server, or give the command another port",
+                "stop that server, or start the command on another port and write that port into"
+                " --ready-url",
             )
 
     def now(self) -> None:

@@ -268,7 +268,8 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
             f"nothing can be measured, every cell is skipped: {reasons}",
-            "choose another strategy, format or device: weighin list strategies shows what each supports",
+            "choose another strategy, format or device: weighin list strategies shows what each"
+            " supports",
         )
 
 
@@ -284,5 +285,6 @@ def _check_gpu(suite: Suite, machines: Machines) -> None:
     ]
     if needs_gpu:
         raise ConfigError(
-            f"{needs_gpu[0]}, but the device is cpu", "add --device cuda, or leave it out"
+            f"{needs_gpu[0]}, but the device is cpu",
+            "add --device cuda, or leave out the option or strategy that needs a GPU",
         )

@@ -105,7 +105,10 @@ def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
             return device
     if obstacle := mount.obstacle(in_container=isolation == "docker"):
         message, repair = obstacle
-        raise IsolationUnavailable(f"a disk of {pace} needs FUSE, because {why}: {message}", repair)
+        raise IsolationUnavailable(
+            f"weighin can slow a disk down to {pace} only with FUSE, because {why}. FUSE does not work here: {message}",
+            repair,
+        )
     return ""
 
 

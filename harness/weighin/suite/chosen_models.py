@@ -140,8 +140,10 @@ def _refuse_shared(entry: SuiteModel, selection: Selection) -> None:
     """Raise ConfigError if a model with weights of its own is in a suite with one selection for all models."""
     if selection:
         raise ConfigError(
-            f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for all models",
-            "measure it in a run of its own, and compare the runs: weighin compare",
+            f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for all"
+            " models",
+            "measure this model in a run of its own; weighin compare RUN_A RUN_B then compares the"
+            " runs",
         )
 
 
@@ -187,6 +189,6 @@ def _dtype(spec: ModelSpec, asked: str) -> str:
     if dtype not in DTYPES.values():
         raise ConfigError(
             f"{spec.title} has the dtype {dtype}, in which weighin measures no load",
-            "choose another one for the load: --dtype float32",
+            "choose the dtype of the load: --dtype float32, bfloat16 or float16",
         )
     return dtype

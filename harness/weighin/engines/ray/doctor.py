@@ -56,7 +56,8 @@ def examine(
         if not nodes:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of --label",
-                f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
+                f"start Ray with this resource on each machine that measures: {START} --address"
+                " HOST:6379",
             )
         tasks = [cluster.submit(node, {"kind": "examine"}) for node in nodes]
         found = []
@@ -65,7 +66,8 @@ def examine(
                 found.append(_examined(cluster, node, task, say))
             except LostTask as lost:
                 raise ConfigError(
-                    f"the node {node.name} was lost: {lost.message}", "examine the others again"
+                    f"the node {node.name} was lost: {lost.message}",
+                    "run weighin doctor --engine ray again for the other nodes",
                 ) from None
         return found
 
@@ -88,7 +90,8 @@ def _examined(
         problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
         raise ConfigError(
             f"weighin does not run on the node {node.name}: {problem}",
-            f"install it there, in Ray's environment: {install.command('ray', anywhere=True)}",
+            "install weighin on that node, in Ray's environment:"
+            f" {install.command('ray', anywhere=True)}",
         )
     state = cluster.monitor(node)
     repair = f"; start the node with the monitor off: {START}" if state.is_on else ""

@@ -69,8 +69,9 @@ class Fleet:
                 return isolation, f"these nodes take no part in the run: {reasons}"
             refused.append(reasons)
         raise IsolationUnavailable(
-            f"no isolation works on every node: {'; '.join(refused)}",
-            "repair that, or name the isolation that the nodes shall use: --isolation cgroup;"
+            f"no isolation (docker, cgroup, process) works on every node: {'; '.join(refused)}",
+            "repair these nodes, or name an isolation, so that only the nodes on which it works"
+            " take part: --isolation cgroup;"
             " weighin doctor --engine ray examines each node",
         )
 
@@ -149,7 +150,8 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
                 on.append(f"{node.name}: {state}")
     if on:
         raise ConfigError(
-            f"Ray's memory monitor is on, and would kill cells before their limit does: {'; '.join(on)}",
+            "Ray's memory monitor is on, and would kill cells before their limit does:"
+            f" {'; '.join(on)}",
             f"stop these nodes (ray stop) and start them with the monitor off: {START}",
         )
 
@@ -174,13 +176,14 @@ def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> NodeF
         problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
         raise ConfigError(
             f"weighin does not run on the node {node.name}: {problem}",
-            f"install it there, in Ray's environment: {install.command('ray', anywhere=True)}",
+            "install weighin on that node, in Ray's environment:"
+            f" {install.command('ray', anywhere=True)}",
         )
     facts = answers["node"]
     if facts["weighin"] != __version__:
         raise ConfigError(
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
-            f"install the same version there: {install.command('ray', anywhere=True)}",
+            f"install the same version on that node: {install.command('ray', anywhere=True)}",
         )
     if facts["code"] != (own := sources.digest_of_all()):
         raise ConfigError(

@@ -118,8 +118,9 @@ class DockerCommand:
             self.end_at_birth()
             return
         raise IsolationUnavailable(
-            "the shell that keeps the container did not start in the image",
-            "try it without weighin: docker run IMAGE COMMAND; or use another image",
+            "weighin's shell, which starts the command in the container, did not start in this image",
+            "see whether the command starts without weighin: docker run IMAGE COMMAND; or name"
+            " another image: --image IMAGE",
         )
 
     def wait(self, timeout_s: float) -> bool:
