@@ -191,7 +191,7 @@ def test_a_limit_that_kills_the_keeper_is_the_end_of_the_command(cell: Cell) -> 
 def test_a_keeper_that_does_not_start_is_an_error(cell: Cell, limited: bool, kills: int) -> None:
     cell.keeper.child = None
     cell.kills(kills)
-    with pytest.raises(IsolationUnavailable, match="did not start in the image"):
+    with pytest.raises(IsolationUnavailable, match="did not start in this image"):
         cell.running.begin(limited=limited)
     assert not cell.keeper.started
 

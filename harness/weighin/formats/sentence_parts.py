@@ -34,7 +34,7 @@ MODULES: Final = "modules.json"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part with weights.
+    """One module of a sentence-transformers model, in a folder with weights of its own.
 
     Attributes:
         prefix: what precedes the names of the part's files in the whole model: "2.".

@@ -80,7 +80,7 @@ def load_state(
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    """Return a tensor's shape; () for other extra state, and for a lazy tensor, which has no shape."""
+    """Return a tensor's shape; () for an extra state that is no tensor, and for a lazy tensor."""
     if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
         return ()
     return tuple(value.shape)

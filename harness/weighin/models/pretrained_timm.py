@@ -193,7 +193,7 @@ def _check_complete(
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that timm loads from a folder, and the weights that the file lacks.
+    """Return the model that timm loads from a folder, and the names of weights without a value: none.
 
     Raises:
         CheckpointError: timm cannot load the file.

@@ -149,7 +149,8 @@ class CommandSampler:
 def _hasten() -> None:
     """Let this thread run as soon as it is due, also while the command uses every processor.
 
-    Its children, such as py-spy, do not inherit that. An ordinary user may not ask for it.
+    The processes that this thread starts, such as py-spy, keep the usual priority. For an ordinary
+    user, who may not raise a priority, the function does nothing.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))

@@ -59,12 +59,12 @@ def drop(files: Iterable[Path]) -> int | None:
 
 
 def cached(files: Iterable[Path]) -> int | None:
-    """Return the bytes of ``files`` that are in the page cache; None if they cannot be counted."""
+    """Return how many bytes of ``files`` are in the page cache; None if they cannot be counted."""
     return _sum(map(_cached, files))
 
 
 def cached_bytes(descriptor: int) -> int | None:
-    """Return the bytes of an open file in the page cache; None if they cannot be counted."""
+    """Return how many bytes of an open file are in the page cache; None if they cannot be counted."""
     pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
     return None if pages is None else pages * mmap.PAGESIZE
 

@@ -86,7 +86,7 @@ def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iter
 
 
 def pace_of(cell: Cell) -> Pace:
-    """Return the pace of a cell's disk."""
+    """Return the rate and the latency that a cell gives the disk of its checkpoint."""
     return Pace(cell.disk_bytes_per_s, cell.disk_latency_ns)
 
 

@@ -35,7 +35,7 @@ class ThrashGuard:
         *,
         is_loading: bool = True,
     ) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None if none do, or if it is early.
+        """Return the figures that prove that the cell thrashes; None without a proof or before ``next_s``.
 
         Args:
             look: reads the figures of now.

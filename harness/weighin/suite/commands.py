@@ -88,7 +88,7 @@ class CommandSuite(Strict):
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     """How a command is limited and measured. `auto` takes a cgroup, or a plain process; a container must be asked for."""
     image: str = ""
-    """The image of the container in which the commands run. Without it, they run on this machine."""
+    """The image of the container in which the commands run. Without this key, the commands run on this machine."""
     repeats: int = Field(1, ge=1, le=10_000)
     """How many times each cell is measured."""
     timeout_s: float = Field(0, ge=0, allow_inf_nan=False)

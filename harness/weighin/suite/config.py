@@ -164,7 +164,7 @@ class SuiteModel(Strict):
     kwargs: dict[str, Any] = {}
     """The arguments of the builder."""
     checkpoint: str = ""
-    """The file or folder with the model's weights. Without it, weighin generates random weights. Without `builder` and `name`, the model consists of the tensors in the checkpoint."""
+    """The file or folder with the model's weights. Without this key, weighin generates random weights. Without `builder` and `name`, the model consists of the tensors in the checkpoint."""
     key: str = ""
     """The key of the weights in a checkpoint that also holds other data, as `--key`: `model`, `state.net`."""
     strip_prefix: str = ""
@@ -283,19 +283,19 @@ class Suite(Strict):
     ram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
     """RAM limits, such as `[8g, 6500m, none]`."""
     vram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
-    """Limits of GPU memory, as `ram`."""
+    """Limits of GPU memory, such as `[8g, none]`."""
     ram_high: _Ram = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
-    """How a cell is limited and measured. Name one in a gate: figures of different isolations are not comparable."""
+    """How a cell is limited and measured. Name an isolation in a gate: figures of different isolations are not comparable."""
     dtype: Annotated[_Dtype, BeforeValidator(_as_dtype)] = "auto"
     """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
     format: Annotated[list[str], BeforeValidator(as_list)] = []
-    """The formats of the checkpoint. Without it, each strategy reads its own format."""
+    """The formats of the checkpoint. Without this key, each strategy reads its own format."""
     uses: Annotated[
         list[str], BeforeValidator(as_list), AfterValidator(_check_uses), Field(min_length=1)
     ] = [FORWARD]

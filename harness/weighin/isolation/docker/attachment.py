@@ -1,7 +1,8 @@
 """Pass the standard streams of a container through to descriptors of this process.
 
-If all three are terminals, the container has a terminal of its own, and this process's is raw, so
-that each key reaches the command at once, Ctrl-C too. Otherwise, the three streams stay apart.
+If standard input, output and error are terminals, the container has a terminal of its own, and this
+process sets its own terminal to raw mode, so that each key, Ctrl-C too, reaches the command at once.
+Otherwise, the three streams stay apart.
 """
 
 import atexit
