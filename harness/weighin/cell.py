@@ -145,7 +145,7 @@ class Cell(_Named):
 
     @property
     def disk(self) -> tuple[str, ...]:
-        """The pace of the checkpoint's disk, as texts: ("disk=200MB/s", "disk_latency=5ms")."""
+        """The rate and the latency of the checkpoint's disk, as texts: ("disk=200MB/s", "disk_latency=5ms")."""
         rate, latency_ns = self.disk_bytes_per_s, self.disk_latency_ns
         return (
             *([f"disk={format_rate(rate)}"] if rate else []),

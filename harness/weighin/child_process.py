@@ -75,7 +75,7 @@ class PipeChannel:
         self.stderr_tail = b""
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the next line, or None at the end; raise TimeoutError if it is late."""
+        """Return the next line, or None at the end; raise TimeoutError if no line arrives in time."""
         deadline = monotonic() + timeout_s
         while (line := self._lines.pop()) is None:
             if self._stdout not in self._open:
@@ -97,7 +97,7 @@ class PipeChannel:
         return [*self._open, *([] if self._process is None else [self._process])]
 
     def send(self, line: bytes) -> None:
-        """Write a line to the child; do nothing if it has ended, as its exit is read elsewhere."""
+        """Write a line to the child; do nothing if the child has ended, which ``wait`` tells."""
         if self._stdin in self._owned:
             write(self._stdin, line)
 

@@ -15,7 +15,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 class Parent(LineReader):
-    """The connection to the parent: lines come from it, and events go to it.
+    """The connection to the parent process, which sends lines and receives events.
 
     Events go to the original standard output. Descriptor 1 is redirected to standard error, so that
     prints of a strategy or a model do not mix with the events.
@@ -41,9 +41,9 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
-    """Make this process the parent of its descendants whose own parent ends, or no longer so.
+    """Make this process the parent of its descendants whose own parent ends; undo this without ``adopt``.
 
-    Return whether it was that before.
+    Return whether this process was such a parent before the call.
     """
     if sys.platform != "linux":
         return False

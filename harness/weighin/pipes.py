@@ -39,7 +39,7 @@ class LineReader:
         self._lines = LineBuffer()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the next line, or None at the end; raise TimeoutError if it is late."""
+        """Return the next line, or None at the end; raise TimeoutError if no line arrives in time."""
         deadline = monotonic() + timeout_s
         while (line := self._lines.pop()) is None:
             if not ready([self._descriptor], deadline - monotonic()):

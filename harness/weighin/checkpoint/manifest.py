@@ -58,7 +58,7 @@ class TensorEntry:
         return self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
 
     def bytes_as(self, dtype: str) -> int:
-        """Return its size in bytes in a model whose floating-point tensors have ``dtype``."""
+        """Return the tensor's size in bytes in a model whose floating-point tensors have ``dtype``."""
         converts = self.floating and not self.is_kept
         return self.numel * ITEM_BYTES[dtype] if converts else self.bytes
 

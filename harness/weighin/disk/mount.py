@@ -42,7 +42,7 @@ class WaitingRead:
 
 
 class Mount:
-    """A folder that is shown again at another place, as a disk of another pace shows it.
+    """A second view of a folder, which answers reads with the rate and latency of a slower disk.
 
     Attributes:
         folder: the place; a file in it has the name that it has in the source.

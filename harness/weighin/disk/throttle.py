@@ -32,7 +32,7 @@ def hierarchy() -> tuple[int, Path] | None:
 
 
 def device_of(path: Path) -> tuple[str, str]:
-    """Return the disk of ``path`` below /dev, and why there is none; one of both is empty."""
+    """Return the disk below /dev that holds ``path``, and why there is none; one of the two is empty."""
     storage = describe(path)
     if storage.device:
         return storage.device, ""
@@ -40,7 +40,7 @@ def device_of(path: Path) -> tuple[str, str]:
 
 
 def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
-    """Limit the reads from the disk ``device`` in the one of these cgroups whose hierarchy can do so.
+    """Limit the reads from the disk ``device`` in that one of ``groups`` whose hierarchy can limit reads.
 
     Raises:
         IsolationUnavailable: the kernel refuses.

@@ -38,7 +38,7 @@ class Demand:
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
-        """Return the reason why ``node`` can never run a cell of this demand; empty if it can."""
+        """Return why ``node`` can never run a cell of this demand; empty if the node can run one."""
         limit = self.ram_limit_bytes
         if limit is not None and limit > node.ram_bytes:
             return (
@@ -113,11 +113,11 @@ class Scheduler:
         ]
 
     def give_back(self, index: int) -> None:
-        """Let a cell wait again that its node could not begin."""
+        """Let a cell wait again if its node could not begin the cell."""
         heapq.heappush(self._waiting[Demand.of(self._cells[index])], index)
 
     def lost(self, index: int) -> bool:
-        """Let a cell wait again whose node was lost; return False if that happens too often."""
+        """Let a cell wait again whose node was lost; return False after too many lost nodes."""
         self._losses[index] += 1
         if self._losses[index] >= MOST_LOSSES:
             return False

@@ -94,7 +94,7 @@ def is_file(path: Path) -> bool:
 
 
 def file_of(path: Path) -> Path:
-    """Return the file that a path gives: itself, or a folder's only model, by its first part.
+    """Return the GGUF file at a path; for a folder, the first part of the only model in the folder.
 
     Raises:
         CheckpointError: the folder has several models.

@@ -78,7 +78,7 @@ class Quantised:
 
     @property
     def loaders(self) -> str:
-        """Who loads them, for a text."""
+        """The functions that load the codes, as a part of a message."""
         ours = "load_pretrained, strategy streaming and convert --keys model dequantise them, and "
         return (ours if self.dequantises else "") + "from_pretrained loads them"
 
@@ -112,7 +112,7 @@ class Quantised:
         return cls(**{**fields, "packages": tuple(fields["packages"])})
 
     def as_argument(self) -> dict[str, Any]:
-        """Return this as an argument of a ``ModelSpec``; ``of_model`` reads it."""
+        """Return the description as an argument of a ``ModelSpec``; ``of_model`` reads it."""
         return asdict(self) | {"packages": list(self.packages)}
 
 

@@ -47,7 +47,7 @@ class Part:
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is such a folder, with weights in the folder of at least one part."""
+    """Tell whether ``path`` is a sentence-transformers folder with a part in a folder of weights."""
     return path.is_dir() and not (path / CONFIG).exists() and bool(own_folders(path))
 
 

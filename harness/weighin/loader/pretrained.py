@@ -66,8 +66,8 @@ def load_pretrained(
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
         adapter: a folder with an adapter of LoRA, which peft saved. Its products are added to the
             weights, which then equal those of ``PeftModel.from_pretrained(model, adapter)
-            .merge_and_unload()`` bit by bit. Beside the model, the load needs memory for the largest product of two
-            matrices of the adapter.
+            .merge_and_unload()`` bit by bit. Beside the model, the load needs memory for the
+            largest product of two matrices of the adapter.
 
     Raises:
         CheckpointError: the folder is unreadable, lacks weights of its model, is quantised by another

@@ -29,7 +29,7 @@ _STATES: Final = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bi
 
 @contextmanager
 def fitting(name: str) -> Iterator[None]:
-    """Raise CheckpointError for what a damaged file or another layout of codes causes inside."""
+    """Turn errors of a damaged file, or of another layout of codes, into CheckpointErrors."""
     try:
         yield
     except (ArithmeticError, RuntimeError, ValueError, LookupError, TypeError) as error:

@@ -144,7 +144,7 @@ def pretrained_class(
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the weights that the checkpoint lacks.
+    """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint.
 
     ``kwargs`` are the arguments of ``from_config`` for the model of the checkpoint's folder.
 

@@ -143,7 +143,7 @@ def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSl
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the weights that the files lack.
+    """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack.
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder.

@@ -193,7 +193,7 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """Count memory of this process as the load's, which only the symbolic run needed before."""
+        """Count memory as the load's that this process needed only for the symbolic run until now."""
         self.other_anon_bytes -= nbytes
 
     def trimmed(self) -> None:

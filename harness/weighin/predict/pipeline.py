@@ -55,7 +55,7 @@ class Combined:
 
 
 def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for a part of ``library``: its own loader stands for every library's loader."""
+    """Return the strategies for a pipeline's part: the loader of ``library`` in place of other libraries' loaders."""
     loaders = {each.name for each in LIBRARIES}
     return list(dict.fromkeys(library if name in loaders and library else name for name in names))
 

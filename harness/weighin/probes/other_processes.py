@@ -102,7 +102,7 @@ def _limit(pid: int) -> int | None:
 
 
 def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if it has none, has ended, or is another user's."""
+    """Return the mark of a process; None for a process without one, of another user, or that has ended."""
     prefix = f"{WORKER_VARIABLE}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")

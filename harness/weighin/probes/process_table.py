@@ -29,7 +29,7 @@ _REREAD_S: Final = 0.5
 
 
 class Pause:
-    """Holds a repeated action to ``SHARE`` of this thread's time."""
+    """Limits the time of a repeated action to the share ``SHARE`` of this thread's time."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -162,7 +162,7 @@ def _with_closed(
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process as one printable line; empty if it has none, or ends.
+    """Return the command line of a process as one printable line; empty for a process without one, or that has ended.
 
     Raises:
         OSError: the process has ended.

@@ -41,7 +41,7 @@ _RUNS: Final = "RD"  # the states of a thread that runs, or waits for the kernel
 
 
 class StackTaker:
-    """Takes stacks when ``look`` is called with a usage that is near the limit, or is much higher.
+    """Takes stacks when ``look`` is called with a usage near the limit, or much higher than before.
 
     Attributes:
         frozen_ns: the time for which the command was stopped. Without a freezer, py-spy itself stops
@@ -84,7 +84,7 @@ class StackTaker:
         return "" if self._looks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Take the stacks now if the usage at the time ``t_ns`` is worth it."""
+        """Take the stacks now if the usage at ``t_ns`` is near the limit, or much higher than before."""
         if not self._program or not self._is_worth(usage_bytes):
             return
         pids = self._find_pythons()

@@ -31,7 +31,7 @@ def anon_bytes(result: Result) -> int | None:
 
 
 def child_private_bytes(result: Result) -> int | None:
-    """Return the private memory of the forked process with the most; None without such processes."""
+    """Return the private memory of the forked process with the most memory; None without forked processes."""
     children = result.use.children_private_bytes if result.use else ()
     return max(children, default=None)
 

@@ -24,7 +24,7 @@ _ANY_RAM_BYTES: Final = 1 << 62  # for records that do not tell the RAM of their
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The part of a plan that has records; ``again`` is the command that measures the rest.
+    """The cells of a plan that have records; ``again`` is the command that measures the other cells.
 
     ``pending`` are the cells without a record. A search for floors has no fixed number of cells: its
     ``pending`` cells are those whose floor is still searched.

@@ -123,7 +123,7 @@ class Metric:
 
 
 def ready_anon(result: Result) -> int | None:
-    """Return the worker's anonymous memory when the model was ready; None if it was not."""
+    """Return the worker's anonymous memory when the model was ready; None if the model never was."""
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None

@@ -144,7 +144,7 @@ def room(run: Path) -> Iterator[None]:
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run, which are none if the run has a plan but no finished cell.
+    """Return all records of a run; the result is empty if the run has a plan but no finished cell.
 
     An incomplete last line, as after a power cut, causes a warning, and its cell counts as not
     measured. Keys that this version does not know are ignored.

@@ -34,7 +34,7 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
 
 
 def answer(run: Path, result: Result) -> list[str]:
-    """Return the explanation of a result in a run's folder; empty if it is none of a command."""
+    """Return the explanation of a result in a run's folder; empty if the result is not that of a command."""
     return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
 
 

@@ -53,7 +53,7 @@ _MOST_STACKS: Final = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A cause, when it holds, and how it is said. ``hint`` is empty where no way out is certain.
+    """A possible cause of a command's end, with the test and the sentences for it. ``hint`` is empty where no way out is certain.
 
     ``place`` finds the line that took the memory.
     """

@@ -169,7 +169,7 @@ class Facts:
 
 
 def place_of(stack: Stack) -> Place | None:
-    """Return the program's own innermost line of a stack, or else that of a library."""
+    """Return the innermost line of a stack in the program's own files; without one, in a library."""
     frames = read_all(stack.frames)
     frame = own(frames) or next(iter(frames), None)
     return place_at(stack, frames, frames.index(frame)) if frame else None
