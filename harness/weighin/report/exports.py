@@ -22,7 +22,8 @@ from weighin.records.metrics import METRICS, Metric
 from weighin.records.repeats import latest
 from weighin.records.series import Series, SeriesRun, name_of, summarise
 from weighin.report import operations
-from weighin.report.rows import BYTES, LIMITS, NUMBERS, OF_CELLS, cells
+from weighin.report.figures import COLUMNS
+from weighin.report.rows import LIMITS, OF_CELLS, cells
 from weighin.text import one_line
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
         [[row[name] for name in names] for row in rows], columns=names, dtype=object
     )
     table[_MISSING] = missing
-    types = dict.fromkeys((*BYTES, *LIMITS, "repeat", _MISSING), "Int64")
-    types |= dict.fromkeys(NUMBERS, "Float64")
+    types = dict.fromkeys((*LIMITS, "repeat", _MISSING), "Int64")
+    types |= {key: "Int64" if one.is_whole else "Float64" for key, one in COLUMNS.items()}
     table = table.astype({name: types.get(name, "object") for name in table.columns})
     file = BytesIO()
     table.to_parquet(file, engine="pyarrow", index=False)

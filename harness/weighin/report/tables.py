@@ -11,7 +11,8 @@ from typing import Final, TextIO
 
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
-from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
+from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
+from weighin.report.figures import Column
 from weighin.report.markdown import plain, table_lines
 from weighin.report.rows import OF_SERIES, Row, has, is_below_import, series, split, varying
 from weighin.text import markdown as escaped

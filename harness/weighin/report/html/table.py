@@ -6,7 +6,8 @@ from typing import Final
 
 from weighin.record import Outcome
 from weighin.report import captions, style
-from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
+from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
+from weighin.report.figures import Column
 from weighin.report.markdown import plain
 from weighin.report.rows import Row, varying
 
