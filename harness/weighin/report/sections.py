@@ -159,7 +159,7 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
 
 def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     unused = captions.note_unused(results)
-    notes = [*unused, *tables.note_lines(rows)]
+    notes = [*unused, *captions.note_figures(rows)]
     return Section(
         FIGURES,
         lambda: Group(*(Text(line, style="dim") for line in notes)),

@@ -14,7 +14,7 @@ from weighin.report import captions, operations
 from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
 from weighin.report.figures import Column
 from weighin.report.markdown import plain, table_lines
-from weighin.report.rows import OF_SERIES, Row, has, is_below_import, series, split, varying
+from weighin.report.rows import OF_SERIES, Row, series, split, varying
 from weighin.text import markdown as escaped
 
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.
@@ -114,20 +114,6 @@ def what_went_wrong(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ending = plain(row["outcome"] if names_phase else captions.ending(row))
         troubles.append((title, ending + (f": {why}" if why else "")))
     return troubles
-
-
-def note_lines(rows: Sequence[Row]) -> list[str]:
-    """Return explanations of the figures, one per line."""
-    if not rows:
-        return []
-    return captions.note_figures(
-        operations.of(rows),
-        cuda=has(rows, "peak_cuda_allocated_bytes"),
-        repeats=max(row["repeats"] for row in rows),
-        ranks=has(rows, "ranks"),
-        below_import=is_below_import(rows),
-        uses=captions.has_uses(rows),
-    )
 
 
 def _csv_cell(value: object) -> object:
