@@ -20,20 +20,10 @@ from weighin.errors import ConfigError
 
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
-_ONLY_TYPED: Final = frozenset(
-    (
-        "check",
-        "expect-failures",
-        "help",
-        "json",
-        "resume",
-        "trust",
-        "trust-remote-code",
-        "update",
-        "version",
-        "yes",
-    )
-)
+_ONLY_TYPED: Final = (
+    "check", "expect-failures", "help", "json", "resume", "trust", "trust-remote-code", "update",
+    "version", "yes",
+)  # fmt: skip
 
 Defaults = dict[str, dict[str, Any]]
 """The default values of each verb's parameters, by verb and name: click's ``default_map``."""

@@ -24,30 +24,10 @@ EXAMPLES = (
 )
 _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
-    *(
-        "model",
-        "model_option",
-        "kwargs",
-        "variant",
-        "revision",
-        "model_class",
-        "trust_remote_code",
-        "adapter",
-    ),
-    *(
-        "checkpoint",
-        "key",
-        "strip_prefix",
-        "strategies",
-        "device",
-        "dtype",
-        "fmt",
-        "use",
-        "ranks",
-        "seed",
-    ),
-    *("base_image", "wait"),
-}
+    "model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code",
+    "adapter", "checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "use",
+    "ranks", "seed", "base_image", "wait",
+}  # fmt: skip
 
 
 @click.command(cls=VerbOfModelOrCommand, examples=EXAMPLES, codes=True)
@@ -179,18 +159,8 @@ def _search(typed: dict[str, Any]) -> "Search":
         if note:
             _console.note(note)
     else:
-        asked = {
-            "models": [_arguments.one_model(typed["model"], typed["model_option"])],
-            "uses": _arguments.names([typed["use"]]),
-            "ranks": _arguments.names([typed["ranks"]]),
-        } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
-        if names := _arguments.names(typed["strategies"]):
-            asked["strategies"] = names
-        if variables := _arguments.environment(typed["env"]):
-            asked["environment"] = variables
-        if typed["fmt"]:
-            asked["format"] = _arguments.names([typed["fmt"]])
-        suite = _arguments.read_suite(None, asked)
+        model = _arguments.one_model(typed["model"], typed["model_option"])
+        suite = _arguments.suite(typed, model)
         within = _arguments.share(typed["within"])
         request = _arguments.request(typed, suite, within=within, aim=aim)
         search, note = floor_search.start(request)
