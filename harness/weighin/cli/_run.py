@@ -54,8 +54,7 @@ def planned(
     settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
     with base.opened(settings) as engine:
         task, note = start(settings, engine.machines)
-        if note:
-            _console.note(note)
+        _console.note(note)
         yield replace(task, patience_s=patience_s), engine
 
 

@@ -108,8 +108,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
         typed["timeout_s"] = 0.0  # one that follows from the time without a limit
     search = _search(typed)
-    if search.warning:
-        _console.note(search.warning)
+    _console.note(search.warning)
     folder, json_file = search.run.folder, typed["json_file"]
     with (
         _progress.progress(_console.err(), None) as progress,
@@ -156,15 +155,13 @@ def _search(typed: dict[str, Any]) -> "Search":
 
         within = _arguments.share(typed["within"])
         search, note = floor_search.start(asked_command(typed, within=within, aim=aim))
-        if note:
-            _console.note(note)
+        _console.note(note)
     else:
         model = _arguments.one_model(typed["model"], typed["model_option"])
         suite = _arguments.suite(typed, model)
         within = _arguments.share(typed["within"])
         request = _arguments.request(typed, suite, within=within, aim=aim)
         search, note = floor_search.start(request)
-        if note:
-            _console.note(note)
+        _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
