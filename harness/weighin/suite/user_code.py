@@ -1,7 +1,7 @@
 """Find the module of a user's model: in a file, in the current folder, or in a folder of
-PYTHONPATH.
+PYTHONPATH; and parse the files of strategies and uses.
 
-The search does not import the module.
+Nothing here imports or executes a user's code.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import ConfigError
+from weighin.text import printable
 
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
@@ -135,6 +136,32 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function and not node.decorator_list:
             _check_arguments(builder, node.args, kwargs)
+
+
+def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
+    """Return the syntax tree of a strategy's or a use's file, which has a ``function``: "load(job)".
+
+    Raises:
+        ConfigError: the file is missing or not Python, has no such function, or its name cannot be
+            shown; ``example`` is the repair for a missing function.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"the {what} {path}: no such file or folder", "check the path") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is not Python: {error}") from None
+    if not path.stem.isprintable():
+        raise ConfigError(
+            f"the name of the {what} {printable(str(path))} has characters that cannot be shown",
+            "rename the file",
+        )
+    name = function.partition("(")[0]
+    if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+        raise ConfigError(f"{path} has no function {function}", example)
+    return tree
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
