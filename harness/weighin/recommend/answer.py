@@ -41,7 +41,7 @@ from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
-from weighin.units import format_bytes, format_exact
+from weighin.units import format_bytes
 from weighin.uses import FORWARD, TRAINING
 
 ALLOWED: Final = ("resave", "packages", "weighin")
@@ -289,9 +289,6 @@ def _folder(question: Question) -> str | None:
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     """Yield the parts of the answer that ``weighin recommend`` prints, with ``most`` candidates."""
     asked = advice.question
-    limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
-    if asked.limits.vram_bytes:
-        limits.append(f"{format_exact(asked.limits.vram_bytes)} of GPU memory")
     sources = [_sources(candidate) for candidate in advice.candidates]
     known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
     same = len(known) == 1
@@ -299,9 +296,8 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
     of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
     of_ranks += f" for the use {asked.use}" if asked.use else ""
-    table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
-        " and ".join(limits) or "without a limit"
-    )
+    load = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}"
+    table.title = f"{load}, {asked.limits}"
     notes = [f"Memory and time are {known[0]}."] if same else []
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
@@ -319,14 +315,13 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     for heading in [*([] if same else ["memory, time"]), "requires"]:
         table.add_column(heading, overflow="fold")
     for candidate, source in zip(advice.candidates[:most], sources, strict=False):
+        margin, ready_s = candidate.margin_bytes, candidate.ready_s
         table.add_row(
             escape(candidate.strategy),
             f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
             escape(candidate.why),
-            "-"
-            if candidate.margin_bytes is None
-            else format_bytes(candidate.margin_bytes, digits=1),
-            "-" if candidate.ready_s is None else f"{candidate.ready_s:.1f} s",
+            "-" if margin is None else format_bytes(margin, digits=1),
+            "-" if ready_s is None else f"{ready_s:.1f} s",
             *([] if same else [source]),
             escape(", ".join(map(_requirement, candidate.asks))),
         )
