@@ -24,8 +24,9 @@ from weighin.cell import ModelSpec
 from weighin.cli._fitting import FittingConsole
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import html_page, terminal_table
+from weighin.report import html_page
 from weighin.report.rows import series
+from weighin.report.sections import terminal_table
 from weighin.report.summary import paragraphs
 from weighin.report.tables import text_tables
 from weighin.report.writing import write_markdown

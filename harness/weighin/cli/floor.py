@@ -97,8 +97,9 @@ def floor(context: click.Context, /, **_: Any) -> None:
     without a limit, and 30 s more, does not suffice.
     """
     from weighin.cli import _progress
-    from weighin.report import terminal_floors, write_report
+    from weighin.report import findings, floors
     from weighin.report.run_json import of_floors
+    from weighin.report.writing import write_report
     from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
@@ -116,7 +117,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     ):
         results = search.perform(progress)
     if json_file != _console.STDOUT:
-        _console.show(terminal_floors(results))
+        _console.show(findings.terminal(floors.found(results)))
     files = write_report(folder)
     _console.files(files, json_file)
     if json_file:

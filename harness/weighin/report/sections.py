@@ -53,6 +53,14 @@ class Section:
     pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = ()
 
 
+def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
+    """Return the report of a run for a terminal; the findings come last, just above the prompt."""
+    parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
+    for section in sorted(of(results, warnings), key=lambda section: section.is_found):
+        parts += [Text(section.heading, style="bold"), section.terminal()]
+    return Group(*parts)
+
+
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
     """Return the sections of a run in order; ``warnings`` are the warnings of its records file.
 
@@ -79,17 +87,15 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
-    if found := ranks.found(results):
-        pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
-        yield _tables("Memory of all ranks", found, is_found=True, pictures=pictures_of_ranks)
-    if found := after_load.found(results):
-        yield _tables(after_load.TITLE, found, is_found=True)
-    if found := passes.found(results):
-        yield _tables("Forward passes", found, is_found=True)
-    if found := slow_disks.found(results):
-        yield _tables(
-            slow_disks.HEADING, found, is_found=True, pictures=slow_disks.pictures(results)
-        )
+    of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
+    for found, drawn in (
+        (ranks.found(results), of_ranks),
+        (after_load.found(results), ()),
+        (passes.found(results), ()),
+        (slow_disks.found(results), slow_disks.pictures(results)),
+    ):
+        if found:
+            yield _tables(found[0].label, found, is_found=True, pictures=drawn)
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
         yield _tables("RAM floors", floors.found(results), is_found=True)
     elif found := survival.found(results):
