@@ -9,7 +9,7 @@ from typing import Any, Final
 from weighin.record import Outcome, Result
 from weighin.records import after_load
 from weighin.records.metrics import ready_anon
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
 from weighin.report.markdown import plain
@@ -43,9 +43,7 @@ def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]], int]:
     results = [one for one in results if one.cell.operation == "load"]
     rows = series(results)
     extra = [name for name in varying(rows) if name != "use"]
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.cell.series, []).append(result)
+    groups = grouped(results, lambda one: one.cell.series)
     uses = [use for use in values(rows, "use") if use != NONE]
     lines = [
         [*map(_name, ("strategy", *extra), names), *_cells(group, groups, uses)]
