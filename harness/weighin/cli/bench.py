@@ -125,25 +125,9 @@ EXAMPLES = (
     help="Measure up to N cells at once on this machine, for their memory alone: their RAM limits"
     " must fit into the free RAM together, and their times are not comparable.",
 )
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
-    " joins the runs of all shards.",
-)
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-MODEL-RAM.",
-)
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
-)
+@_options.shard
+@_options.out("DATE-MODEL-RAM")
+@_options.resume
 @_options.trust
 @_options.wait
 @_options.json

@@ -64,13 +64,7 @@ _OF_MODELS = {
 @_options.environment
 @_options.timeout(300.0)
 @_options.seed
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-MODEL-floor.",
-)
+@_options.out("DATE-MODEL-floor")
 @click.option(
     "--resume",
     type=_options.PATH,

@@ -70,24 +70,9 @@ EXAMPLES = (
 @_options.label
 @_options.suite
 @_options.engine
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with cell I, from 1.",
-)
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The run's folder. Default: results/DATE-LABEL-RAM.",
-)
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
-)
+@_options.shard
+@_options.out("DATE-LABEL-RAM")
+@_options.resume
 @_options.trust
 @_options.json
 @click.pass_context
