@@ -10,7 +10,9 @@ from weighin.cli import _arguments, _console, _options, _run
 from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
+    from weighin.run.command_request import CommandRequest
     from weighin.run.floor_search import Search
+    from weighin.run.request import Request
 
 EXAMPLES = (
     "weighin floor gpt2-medium",
@@ -142,21 +144,21 @@ def _search(typed: dict[str, Any]) -> "Search":
     from weighin.records.floor import Aim
     from weighin.run import floor_search
 
-    aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
     if typed["resume"]:
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
-    elif typed["command"] is not None:
-        from weighin.cli.run import asked as asked_command
-
-        within = _arguments.share(typed["within"])
-        search, note = floor_search.start(asked_command(typed, within=within, aim=aim))
-        _console.note(note)
     else:
-        model = _arguments.one_model(typed["model"], typed["model_option"])
-        suite = _arguments.suite(typed, model)
-        within = _arguments.share(typed["within"])
-        request = _arguments.request(typed, suite, within=within, aim=aim)
-        search, note = floor_search.start(request)
+        aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
+        settings = {"within": _arguments.share(typed["within"]), "aim": aim}
+        search, note = floor_search.start(_asked(typed, settings))
         _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
+
+
+def _asked(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
+    if typed["command"] is not None:
+        from weighin.cli.run import asked as asked_command
+
+        return asked_command(typed, **settings)
+    model = _arguments.one_model(typed["model"], typed["model_option"])
+    return _arguments.request(typed, _arguments.suite(typed, model), **settings)

@@ -12,6 +12,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.record import Result
+    from weighin.run.command_request import CommandRequest
     from weighin.run.machines import Machines
     from weighin.run.task import Run
 
@@ -111,7 +112,7 @@ def _start(
     return command_request.start(request, machines)
 
 
-def asked(typed: dict[str, Any], **settings: Any) -> Any:
+def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
     """Return the request for the command that was typed; ``settings`` are those of the run."""
     from pathlib import Path
 

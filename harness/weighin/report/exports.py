@@ -48,7 +48,7 @@ def bencher(results: Sequence[Result], missing: int | None = None) -> str:
     for name, series in summarise([SeriesRun(_run(results))]).items():
         benchmarks[name] = {_NOT_OK: {"value": not_ok[name]}}
         for metric, figure in _figures(series):
-            benchmarks[name][_measure(metric)] = {
+            benchmarks[name][f"{metric.name}_{metric.unit}"] = {
                 "value": figure.median,
                 "lower_value": figure.low,
                 "upper_value": figure.high,
@@ -212,10 +212,6 @@ def _labels(cell: Cell) -> dict[str, str]:
 def _label_name(key: str) -> str:
     letters = [letter if letter.isascii() and letter.isalnum() else "_" for letter in key]
     return "".join(letters).lstrip("0123456789_") or "setting"
-
-
-def _measure(metric: Metric) -> str:
-    return f"{metric.name}_{metric.unit}"
 
 
 def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
