@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
 from rich.text import Text
@@ -22,7 +22,6 @@ from weighin.report import (
     tables,
 )
 from weighin.report import terminal as terminals
-from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.findings import Found, markdown, terminal
 from weighin.report.html import facts
 from weighin.report.html.table import build
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FIGURES: Final = "How to read the figures"
+Block = tuple[str, Any]
+"""A template of report.html, and what the template draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Section:
     heading: str
     terminal: Callable[[], "RenderableType"]
     markdown: Callable[[], str]
-    html: Callable[[], list[Drawable]]
+    html: Callable[[], list[Block]]
     is_found: bool = False
     pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = ()
 
@@ -109,8 +110,14 @@ def _tables(
     is_found: bool = False,
     pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
 ) -> Section:
-    shown = partial(terminal, found), partial(markdown, found), partial(_blocks, *found)
-    return Section(heading, *shown, is_found, pictures)
+    return Section(
+        heading,
+        partial(terminal, found),
+        partial(markdown, found),
+        lambda: [("found.html", one) for one in found],
+        is_found,
+        pictures,
+    )
 
 
 def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
@@ -118,7 +125,7 @@ def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
         "All results",
         lambda: terminals.cells(rows, results),
         lambda: "\n".join(tables.markdown_cells(rows, "### {}")).rstrip("\n"),
-        lambda: [Cells(build(rows))],
+        lambda: [("cells.html", build(rows))],
     )
 
 
@@ -130,7 +137,7 @@ def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> 
             heading,
             lambda: Group(*(Text(line, style=style) for line in lines)),
             lambda: "\n".join(f"- {escaped(line)}" for line in lines),
-            lambda: [Items(items)],
+            lambda: [("items.html", items)],
         )
 
 
@@ -141,13 +148,9 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
         if result.allocator_summary:
             texts = summaries.setdefault(plain(result.cell.strategy), [])
             texts.append(_preformatted(result.allocator_summary))
-    for strategy, text in ((name, "\n\n".join(texts)) for name, texts in summaries.items()):
-        yield Section(
-            f"{strategy} ran out of GPU memory: the allocator's summary",
-            partial(Text, text),
-            partial("```\n{}\n```".format, text),
-            partial(_blocks, Preformatted(text)),
-        )
+    for strategy, texts in summaries.items():
+        heading = f"{strategy} ran out of GPU memory: the allocator's summary"
+        yield _verbatim(heading, "\n\n".join(texts))
 
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
@@ -155,12 +158,17 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
     for found in commands.listings(results):
         yield _tables(found.label, [found])
     if text := commands.stacks(results):
-        yield Section(
-            commands.STACKS,
-            partial(Text, text),
-            partial("```\n{}\n```".format, _preformatted(text)),
-            partial(_blocks, Preformatted(text)),
-        )
+        yield _verbatim(commands.STACKS, text)
+
+
+def _verbatim(heading: str, text: str) -> Section:
+    """Return a section with the output of another program."""
+    return Section(
+        heading,
+        partial(Text, text),
+        lambda: f"```\n{_preformatted(text)}\n```",
+        lambda: [("preformatted.html", text)],
+    )
 
 
 def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
@@ -170,16 +178,12 @@ def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
         FIGURES,
         lambda: Group(*(Text(line, style="dim") for line in notes)),
         lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [*_items(unused), Explained(facts.figures(rows))],
+        lambda: [*_items(unused), ("explained.html", facts.figures(rows))],
     )
 
 
-def _items(lines: Sequence[str]) -> list[Drawable]:
-    return [Items([("", line) for line in lines])] if lines else []
-
-
-def _blocks(*blocks: Drawable) -> list[Drawable]:
-    return [*blocks]
+def _items(lines: Sequence[str]) -> list[Block]:
+    return [("items.html", [("", line) for line in lines])] if lines else []
 
 
 def _preformatted(text: str) -> str:
