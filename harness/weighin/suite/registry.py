@@ -358,7 +358,7 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     """Return a built-in model, or the model of a builder."""
     known = models()
     if name not in known:
-        builder = user_code.of_file(name).builder if user_code.is_file(name) else name
+        builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
     from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
 

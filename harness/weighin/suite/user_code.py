@@ -8,7 +8,6 @@ import ast
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
@@ -22,21 +21,13 @@ _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "wei
 """The names of modules that a worker has already imported when it imports a model's module."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuilderFile:
-    """A builder in a file: its name "package.module:function", and the module's import folder."""
-
-    builder: str
-    folder: Path
-
-
 def is_file(name: str) -> bool:
     """Return whether a model's name is a builder in a file: "path/nets.py:build"."""
     return _FILE in name
 
 
-def of_file(name: str) -> BuilderFile:
-    """Return the builder that "path/nets.py:build" names.
+def of_file(name: str) -> tuple[str, Path]:
+    """Return the builder that "path/nets.py:build" names: "nets:build", and its module's import folder.
 
     A file in a package, with ``__init__.py`` beside it, is imported as a part of that package, so
     that the file's relative imports work.
@@ -69,7 +60,7 @@ def of_file(name: str) -> BuilderFile:
             f"--model {name}: Python or weighin already has a module called {parts[0]!r}",
             "rename the file, for example to nets.py",
         )
-    return BuilderFile(f"{'.'.join(parts)}:{function}", folder)
+    return f"{'.'.join(parts)}:{function}", folder
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
@@ -78,7 +69,7 @@ def import_path(names: Iterable[str]) -> tuple[str, ...]:
     The folders are those of builders in files, the current folder, and the existing folders of
     PYTHONPATH.
     """
-    folders = [of_file(name).folder for name in names if is_file(name)]
+    folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders += [Path(text).resolve() for text in listed if text and Path(text).exists()]
