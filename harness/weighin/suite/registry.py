@@ -130,13 +130,6 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     return known[name]
 
 
-def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
-    """Return a list with the strategy of this name, or with all strategies for the name "all"."""
-    if name == "all":
-        return list(strategies(operation).values())
-    return [strategy(name, operation)]
-
-
 def chosen(
     suite: "Suite", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
@@ -148,9 +141,10 @@ def chosen(
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
     """
-    pairs = []
+    pairs, operation = [], suite.operation
     for entry in suite.strategies:
-        for info in named(entry.name, suite.operation):
+        is_all = entry.name == "all"
+        for info in strategies(operation).values() if is_all else [strategy(entry.name, operation)]:
             info.check_options(entry.options)
             pairs.append((info, entry.options))
     if "strategies" not in suite.model_fields_set and own_format in formats.READ_ONLY:
