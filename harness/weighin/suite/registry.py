@@ -141,7 +141,8 @@ def chosen(
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
     """
-    pairs, operation = [], suite.operation
+    pairs = []
+    operation = suite.operation
     for entry in suite.strategies:
         is_all = entry.name == "all"
         for info in strategies(operation).values() if is_all else [strategy(entry.name, operation)]:
