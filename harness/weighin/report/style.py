@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.report import captions, operations
-from weighin.report.rows import Row, split, values, varying
+from weighin.report.rows import DIMENSIONS, Row, split, values, varying
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -25,10 +25,7 @@ INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # Each combination of these properties has its own panel; row labels show formats and options.
-SCENE: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "disk", "disk_latency",
-    "ranks", "use", "dtype", "cache", "isolation",
-)  # fmt: skip
+SCENE: Final = tuple(name for name in DIMENSIONS if name not in ("format", "options"))
 
 # Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted colours for other names.
 _COLOURS: Final = {
