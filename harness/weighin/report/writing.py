@@ -6,7 +6,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from weighin.errors import RecordError, UnknownName
+from weighin.errors import UnknownName
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.run_folder import Records
@@ -144,11 +144,7 @@ FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
 
 
 def _write(path: Path, content: bytes) -> Path:
-    try:
+    repair = "free some space, or copy the run to a folder that you can write to"
+    with run_folder.writing(path, repair=repair):
         path.write_bytes(content)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}",
-            "free some space, or copy the run to a folder that you can write to",
-        ) from error
     return path
