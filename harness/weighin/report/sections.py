@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from weighin.record import Result
+from weighin.records.repeats import grouped
 from weighin.report import (
     after_load,
     captions,
@@ -143,14 +144,10 @@ def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
     """Yield the allocator's summary for each strategy that ran out of GPU memory."""
-    summaries: dict[str, list[str]] = {}
-    for result in results:
-        if result.allocator_summary:
-            texts = summaries.setdefault(plain(result.cell.strategy), [])
-            texts.append(_preformatted(result.allocator_summary))
-    for strategy, texts in summaries.items():
+    refused = [result for result in results if result.allocator_summary]
+    for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
         heading = f"{strategy} ran out of GPU memory: the allocator's summary"
-        yield _verbatim(heading, "\n\n".join(texts))
+        yield _verbatim(heading, "\n\n".join(_preformatted(one.allocator_summary) for one in ours))
 
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:

@@ -1,5 +1,6 @@
 """List the machine and software of a run, and the meaning and accuracy of each figure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,11 +42,10 @@ class Fact:
 
 def environment(results: Sequence[Result]) -> list[Fact]:
     """Return the machine and software of the cells, one fact for each recorded key."""
-    counts_of: dict[str, dict[str, int]] = {}
+    counts_of: dict[str, Counter[str]] = {}
     for result in results:
         for key, value in settings_of([result.environment]).items():
-            counts = counts_of.setdefault(key, {})
-            counts[_text(value)] = counts.get(_text(value), 0) + 1
+            counts_of.setdefault(key, Counter())[_text(value)] += 1
     return [Fact(key, _counted(counts)) for key, counts in counts_of.items()]
 
 
