@@ -246,37 +246,36 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
         ),
     )
-    if not advice.best:
-        return advice
-    info = registry.strategy(advice.best.strategy)
-    checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
-    if (
-        question.checkpoint
-        and (folder := _folder(question))
-        and info.maps_keys
-        and not info.shares_load
-    ):
+    return replace(advice, code=_code(advice, prior.checkpoint_format))
+
+
+def _code(advice: Advice, checkpoint_format: str) -> str:
+    """Return the code of the best candidate; empty without one."""
+    question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
+    if not best:
+        return ""
+    info = registry.strategy(best.strategy)
+    if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         model = question.model.kwargs
-        code = pretrained_snippet(
+        return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
-            gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
+            gguf_file=checkpoint.name if checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
-            variant=variant_of(Path(checkpoint)),
+            variant=variant_of(checkpoint),
             is_chosen=library_in(model["config"]) is TRANSFORMERS
             and model["architecture"] not in (model["config"].get("architectures") or [""])[:1],
             extra=library_in(model["config"]).extra,
         )  # fmt: skip
-        return replace(advice, code=code)
+    path = str(checkpoint or "model.pt")
     if advice.saves_again:
-        checkpoint = _file_name(advice.best.format)
+        path = _file_name(best.format)
     try:
-        code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
+        return snippet(info, device=question.device, dtype=question.dtype, checkpoint=path)
     except CannotWriteOut as why:
-        code = (
+        return (
             f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
         )
-    return replace(advice, code=code)
 
 
 def _folder(question: Question) -> str | None:
