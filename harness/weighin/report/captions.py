@@ -1,14 +1,14 @@
 """Write the captions of a report: the properties that all cells share, and notes on figures."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
-from weighin.report.rows import DIMENSIONS, Row, has, is_below_import, values, varying
+from weighin.report.rows import DIMENSIONS, Row, has, is_below_import, split, values, varying
 from weighin.text import few
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, NONE
@@ -58,6 +58,14 @@ def model_size(rows: Sequence[Row]) -> int | None:
     """Return the model's size in bytes, or None if no row has it or the rows differ."""
     sizes: set[int | None] = {*values(rows, "model_bytes")} - {None}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def apart(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Split the series by these columns, and yield the title and the rows of each group."""
+    for found, group in split(rows, names).items():
+        size = model_size(group)
+        pairs = zip(names, found, strict=True)
+        yield " · ".join(dimension(name, value, size) for name, value in pairs), group
 
 
 def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str] = ()) -> str:

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.report import captions, operations
-from weighin.report.rows import DIMENSIONS, Row, split, values, varying
+from weighin.report.rows import DIMENSIONS, Row, values, varying
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -158,11 +158,7 @@ def headline(rows: Sequence[Row], subject: str) -> str:
 def scenes(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Split the series into comparable groups, and yield the title and the rows of each group."""
     changing = varying(rows)
-    by = [name for name in SCENE if name in changing]
-    for found, group in split(rows, by).items():
-        size = captions.model_size(group)
-        pairs = zip(by, found, strict=True)
-        yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
+    yield from captions.apart(rows, [name for name in SCENE if name in changing])
 
 
 def extent_gib(group: Sequence[Row]) -> float:

@@ -14,7 +14,7 @@ from weighin.report import captions, operations
 from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
 from weighin.report.figures import Column
 from weighin.report.markdown import plain, table_lines
-from weighin.report.rows import OF_SERIES, Row, series, split, varying
+from weighin.report.rows import OF_SERIES, Row, series, varying
 from weighin.text import markdown as escaped
 
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.
@@ -72,10 +72,7 @@ def text_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     changing = varying(rows)
     by = [name for name in _APART if name in changing]
     names = ["strategy", *(name for name in changing if name not in by)]
-    for values, group in split(rows, by).items():
-        size = captions.model_size(group)
-        pairs = zip(by, values, strict=True)
-        heading = " · ".join(captions.dimension(name, value, size) for name, value in pairs)
+    for heading, group in captions.apart(rows, by):
         yield text_table(heading, group, names, figures_of(group))
 
 
