@@ -32,25 +32,19 @@ def found(results: Sequence[Result]) -> list[Found]:
     """Return the table; none if every model was used by forward passes alone."""
     if not any(result.cell.use for result in results):
         return []
-    heads, rows, names = table(results)
-    notes = [NOTE, *([_NOTE_FORK] if any(one.cell.use == FORK for one in results) else [])]
-    caption = captions.shared(series(results), results, without=("use",))
-    return [Found(TITLE, heads, of_texts(rows), names, caption, notes)]
-
-
-def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]], int]:
-    """Return the headings, a row for each strategy, and the number of columns with names."""
-    results = [one for one in results if one.cell.operation == "load"]
-    rows = series(results)
+    loads = [one for one in results if one.cell.operation == "load"]
+    rows = series(loads)
     names = ["strategy", *(name for name in varying(rows) if name != "use")]
-    groups = grouped(results, lambda one: one.cell.series)
+    groups = grouped(loads, lambda one: one.cell.series)
     uses = [use for use in values(rows, "use") if use != NONE]
     lines = [
         [*(name_text(name, group[0]) for name in names), *_cells(group, groups, uses)]
         for group in split(rows, names).values()
     ]
-    heads = [HEADINGS.get(name, name) for name in names]
-    return [*heads, _READY, *map(str, uses)], lines, len(names)
+    heads = [*(HEADINGS.get(name, name) for name in names), _READY, *uses]
+    notes = [NOTE, *([_NOTE_FORK] if any(one.cell.use == FORK for one in results) else [])]
+    caption = captions.shared(series(results), results, without=("use",))
+    return [Found(TITLE, heads, of_texts(lines), len(names), caption, notes)]
 
 
 def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:

@@ -43,7 +43,9 @@ class _Row:
 
     def seconds(self, disk: _Disk) -> float | None:
         """Return the median time until ready and through the first pass; None if no repeat is ok."""
-        time_ns = middle(map(through_first_pass_ns, _good(self.by_disk.get(disk, ()))))
+        repeats = self.by_disk.get(disk, ())
+        good = (each for each in repeats if each.outcome is Outcome.OK)
+        time_ns = middle(map(through_first_pass_ns, good))
         return None if time_ns is None else time_ns / 1e9
 
     @property
@@ -56,8 +58,17 @@ def found(results: Sequence[Result]) -> list[Found]:
     """Return the time of each strategy on each disk; none if every disk was as fast as it is."""
     if not any(result.cell.disk for result in results):
         return []
-    heads, rows = _table(results)
-    return [Found(HEADING, heads, of_texts(rows), 1, _caption(results), [NOTE])]
+    disks, rows = _disks(results), _rows(results)
+    several = len({row.scene for row in rows}) > 1
+    fields = [
+        [
+            f"{row.name} ({row.scene})" if several else row.name,
+            *(_field(row, disk) for disk in disks),
+        ]
+        for row in rows
+    ]
+    heads = ["strategy", *map(_words, disks)]
+    return [Found(HEADING, heads, of_texts(fields), 1, _caption(results), [NOTE])]
 
 
 def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
@@ -67,19 +78,6 @@ def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]
     return [
         *([("time-over-disk-rate", partial(_draw, results, 0))] if len(rates) > 1 else []),
         *([("time-over-disk-latency", partial(_draw, results, 1))] if len(latencies) > 1 else []),
-    ]
-
-
-def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    disks, rows = _disks(results), _rows(results)
-    several = len({row.scene for row in rows}) > 1
-    heads = ["strategy", *map(_words, disks)]
-    return heads, [
-        [
-            f"{row.name} ({row.scene})" if several else row.name,
-            *(_field(row, disk) for disk in disks),
-        ]
-        for row in rows
     ]
 
 
@@ -174,10 +172,6 @@ def _words(disk: _Disk) -> str:
         format_latency(latency_ns) if latency_ns else "",
     )
     return ", ".join(filter(None, words)) or "as fast as it is"
-
-
-def _good(repeats: Sequence[Result]) -> list[Result]:
-    return [each for each in repeats if each.outcome is Outcome.OK]
 
 
 def _caption(results: Sequence[Result]) -> str:
