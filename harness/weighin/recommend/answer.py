@@ -377,7 +377,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
             format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
-            disk_latency_ns=question.disk.latency_ns, **_use_of(question.use),
+            disk_latency_ns=question.disk.latency_ns,
+            **({} if question.use == FORWARD else {"use": question.use, "passes": 0}),
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue
@@ -388,11 +389,6 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large
         yield Planned.of(cell, info)
-
-
-def _use_of(use: str) -> dict[str, Any]:
-    """Return the fields of a cell with this use."""
-    return {} if use == FORWARD else {"use": use, "passes": 0}
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
+from weighin.recommend.answer import Advice, Question, advise, gather
 from weighin.recommend.candidates import Limits
 from weighin.units import format_bytes
 
@@ -74,7 +74,10 @@ def advise_pipeline(
         name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
         for name, question in questions.items()
     }
-    sizes = {name: _model_bytes(each) for name, each in prior.items()}
+    sizes = {
+        name: max((one.model_bytes or 0 for one in each.predictions), default=0)
+        for name, each in prior.items()
+    }
     others = {name: sum(sizes.values()) - size for name, size in sizes.items()}
     together = {
         name: advise(replace(question, limits=_left(question, others[name])), prior[name])
@@ -83,10 +86,6 @@ def advise_pipeline(
     alone = {name: advise(question, prior[name]) for name, question in questions.items()}
     limits = next(iter(questions.values())).limits
     return PipelineAdvice(title, limits, sizes, together, alone)
-
-
-def _model_bytes(prior: PriorKnowledge) -> int:
-    return max((each.model_bytes or 0 for each in prior.predictions), default=0)
 
 
 def _left(question: Question, held_bytes: int) -> Limits:

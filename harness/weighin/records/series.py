@@ -82,8 +82,9 @@ def name_of(cell: Cell) -> str:
     """Return the name of a cell's series: the cell's distinguishing fields as words, in order."""
     limit = cell.ram_limit_bytes
     is_command = cell.operation == "command"
+    of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
     words = [
-        *(["command", cell.strategy] if is_command else _words_of_a_model(cell)),
+        *(("command", cell.strategy) if is_command else of_model),
         cell.cache,
         cell.isolation,
         f"ram={format_exact(limit)}" if limit else "ram=none",
@@ -111,10 +112,6 @@ def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
     if any(other.environment != cell.environment for other in same):
         words += cell.settings
     return " ".join(words)
-
-
-def _words_of_a_model(cell: Cell) -> list[str]:
-    return [cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device]
 
 
 @dataclass(frozen=True, slots=True)
