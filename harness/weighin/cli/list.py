@@ -107,10 +107,8 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
         if entry["packages"]:
             yield f"needs {', '.join(entry['packages'])}"
     elif kind == "models":
-        from weighin.formats.pretrained_folder import (
-            BUILDER,
-            dtype_of,
-        )  # imported here: pyproject.toml makes each command import every verb
+        # Imported here: with settings in pyproject.toml, each command imports every verb.
+        from weighin.formats.pretrained_folder import BUILDER, dtype_of
 
         if entry["builder"] == BUILDER:
             kwargs = entry["kwargs"]
