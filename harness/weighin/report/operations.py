@@ -10,10 +10,6 @@ from typing import Final
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.report.rows import Row
 
-Meaning = tuple[str, str, str, str]
-"""The name, unit, meaning and accuracy of a figure."""
-
-
 _LOST: Final = (
     f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
     f" {REFAULTS_PER_MODEL:.0%} of the model again and took at least {SLOWDOWN:g}x the time without a"
@@ -59,7 +55,8 @@ class Kind:
             ends, but thrashes, and of the times beside it.
         computed, times: explanations of figures, one line each.
         accuracy: what is exact and what is sampled, one line each.
-        meanings: of the figures, for report.html.
+        meanings: of the figures that mean something else than ``figures.COLUMNS`` says.
+        outcome: the meaning of the outcomes.
     """
 
     doing: str
@@ -68,8 +65,9 @@ class Kind:
     words: Mapping[str, str]
     figures: tuple[str, ...]
     accuracy: tuple[str, ...]
-    meanings: tuple[Meaning, ...]
+    outcome: str
     lacks: frozenset[str]
+    meanings: Mapping[str, str] = field(default_factory=dict)
     headings: Mapping[str, str] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
     computed: str = ""
@@ -134,10 +132,6 @@ _ACCURACY: Final = (
     "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
     "Sampled, so short spikes may be missed: anonymous.",
 )
-_PEAK_RSS: Final = ("peak RSS", "GiB", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", "exact, kernel")  # fmt: skip
-_ANONYMOUS: Final = ("anonymous", "GiB", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "sampled")  # fmt: skip
-_FILE_BACKED: Final = ("file-backed", "GiB", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", "sampled")  # fmt: skip
-_CGROUP_PEAK: Final = ("cgroup peak", "GiB", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much", "exact, kernel")  # fmt: skip
 
 _LOAD: Final = Kind(
     doing="loading",
@@ -153,16 +147,7 @@ _LOAD: Final = Kind(
         "import: time of import torch, before the load; import transformers: of a model's class.",
         "load: time until the strategy returned; ready: time until every byte was read once.",
     ),
-    meanings=(
-        ("load", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
-        ("ready", "s", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", "exact, clock"),
-        _PEAK_RSS,
-        ("above import", "x model", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", "exact, computed"),
-        _ANONYMOUS,
-        _FILE_BACKED,
-        _CGROUP_PEAK,
-        ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter", "exact"),
-    ),
+    outcome="ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter",
 )  # fmt: skip
 _SAVE: Final = Kind(
     doing="saving",
@@ -176,18 +161,11 @@ _SAVE: Final = Kind(
     accuracy=_ACCURACY,
     computed="Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
     times=("save: time until the strategy returned; on the disk: time until every file was synced (fsync).",),
-    meanings=(
-        ("save", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
-        ("on the disk", "s", "save plus the time until every file was synced (fsync)", "exact, clock"),
-        _PEAK_RSS,
-        ("above the model", "x model", "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers", "exact, computed"),
-        _ANONYMOUS,
-        _FILE_BACKED,
-        _CGROUP_PEAK,
-        ("outcome", "", "ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter", "exact"),
-        ("written", "GiB", "total size of the files", "exact"),
-        ("files", "", "number of files", "exact"),
-    ),
+    meanings={
+        "ready_s": "save plus the time until every file was synced (fsync)",
+        ABOVE_IMPORT: "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers",
+    },
+    outcome="ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter",
 )  # fmt: skip
 _COMMAND: Final = Kind(
     doing="running",
@@ -224,16 +202,13 @@ _COMMAND: Final = Kind(
         "Sampled, so short spikes may be missed: anonymous, shared (tmpfs too), page cache.",
     ),
     times=("time: from the start of the command to the end of its first process.",),
-    meanings=(
-        ("time", "s", "from the start of the command to the end of its first process", "exact, clock"),
-        ("needs", "GiB", "the most anonymous and shared memory of all processes together, without page cache, which can be given back: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "sampled, or exact less sampled"),
-        ("cgroup peak", "GiB", "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much", "exact, kernel"),
-        ("anonymous", "GiB", "sampled maximum of the anonymous memory of all processes", "sampled"),
-        ("shared", "GiB", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm", "sampled"),
-        ("page cache", "GiB", "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files", "sampled"),
-        ("exit code", "", "of the first process; 128 + n for signal n", "exact"),
-        ("outcome", "", "ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal", "exact"),
-    ),
+    meanings={
+        "ready_s": "from the start of the command to the end of its first process",
+        "anon_sampled_bytes": "sampled maximum of the anonymous memory of all processes",
+        "file_sampled_bytes": "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files",
+        "peak_cgroup_bytes": "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much",
+    },
+    outcome="ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal",
 )  # fmt: skip
 KINDS: Final[Mapping[str, Kind]] = {"load": _LOAD, "save": _SAVE, "command": _COMMAND}
 USUAL: Final = "load"
