@@ -32,7 +32,7 @@ def figures_of(rows: Sequence[Row]) -> list[Column]:
     return [
         replace(COLUMNS[key], heading=headings.get(key, COLUMNS[key].heading))
         for key in keys
-        if (not any(key in kind.measured for kind in kinds) or has(rows, key))
+        if (COLUMNS[key].is_usual or has(rows, key))
         and (key not in operations.OF_USES or captions.has_uses(rows))
         and (key != ABOVE_IMPORT or not is_below_import(rows))
     ]

@@ -38,7 +38,6 @@ class Kind:
         words: the words of a summary in sentences.
         figures: the keys of the number columns, in order.
         headings: the headings of columns that have another heading for other operations.
-        measured: the figures that are left out if no cell has them.
         lacks: the columns of rows that say nothing of this operation.
         held: the column and the name of the memory that a bar shows first.
         cached: the name of the memory that a bar shows next to it.
@@ -69,7 +68,6 @@ class Kind:
     lacks: frozenset[str]
     meanings: Mapping[str, str] = field(default_factory=dict)
     headings: Mapping[str, str] = field(default_factory=dict)
-    measured: frozenset[str] = frozenset()
     computed: str = ""
     times: tuple[str, ...] = ()
     held: tuple[str, str] = ("anon_sampled_bytes", "anonymous")
@@ -107,9 +105,6 @@ _OF_MODELS: Final = (
     "load_s", "ready_s", ON_SLOW_DISKS, "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
 )  # fmt: skip
-_WHERE_MEASURED: Final = frozenset(
-    (*BEFORE_LOAD, ON_SLOW_DISKS, "unreclaimable_sampled_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN)
-)
 _NOT_OF_MODELS: Final = frozenset(
     ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
 )
@@ -139,7 +134,6 @@ _LOAD: Final = Kind(
     until="every byte was read",
     words={"does": "load", "ready": "ready", "before": "the import"} | _STRATEGIES,
     figures=(*BEFORE_LOAD, *_OF_MODELS, *OF_USES),
-    measured=_WHERE_MEASURED | {*OF_USES},
     lacks=_NOT_OF_MODELS,
     accuracy=_ACCURACY,
     computed="Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
@@ -155,7 +149,6 @@ _SAVE: Final = Kind(
     until="every byte was on the disk",
     words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
     figures=_OF_MODELS,  # a save begins with the model in memory, after the imports
-    measured=_WHERE_MEASURED,
     lacks=_NOT_OF_MODELS | _USED,
     headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
     accuracy=_ACCURACY,
@@ -176,7 +169,6 @@ _COMMAND: Final = Kind(
         "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
         "file_sampled_bytes", "exit_code",
     ),
-    measured=frozenset(("peak_cgroup_bytes", "shmem_sampled_bytes", "exit_code")),
     lacks=_NOT_OF_COMMANDS,
     headings={"ready_s": "time"},
     held=("unreclaimable_sampled_bytes", "anonymous and shared"),
