@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
-from weighin.report.rows import Row
+from weighin.report.rows import FIGURES, Row
 
 _LOST: Final = (
     f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
@@ -89,34 +89,29 @@ class Kind:
 ABOVE_IMPORT: Final = "above_import_per_model"
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
-ON_SLOW_DISKS: Final = "ready_and_pass_s"
-_CUDA: Final = (
-    "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
-    "cuda_driver_sampled_bytes", "peak_pinned_bytes",
-)  # fmt: skip
-_WRITTEN: Final = ("written_bytes", "written_files")
-_OF_ALL_RANKS: Final = ("pss_bytes", "sum_of_peaks_bytes")
 OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
     "use_child_bytes",
 )  # fmt: skip
 """The figures of the use after a load; they are shown if a use is more than forward passes."""
 _OF_MODELS: Final = (
-    "load_s", "ready_s", ON_SLOW_DISKS, "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
-    "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
+    "load_s", "ready_s", "ready_and_pass_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
+    "unreclaimable_sampled_bytes", "peak_cgroup_bytes", "pss_bytes", "sum_of_peaks_bytes",
+    "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
+    "cuda_driver_sampled_bytes", "peak_pinned_bytes", "written_bytes", "written_files",
 )  # fmt: skip
 _NOT_OF_MODELS: Final = frozenset(
     ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
 )
 _USED: Final = frozenset(("use", "use_anon_bytes", "use_anon_sampled_bytes", *OF_USES))
-_NOT_OF_COMMANDS: Final = _USED | frozenset(
-    (
-        "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "format", "dtype",
-        "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
-        "written_disk_bytes", "load_s", ON_SLOW_DISKS, *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA,
-        *_WRITTEN,
-    )
+_OF_COMMANDS: Final = (
+    "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
+    "file_sampled_bytes", "exit_code",
 )  # fmt: skip
+_NOT_OF_COMMANDS: Final = frozenset((
+    "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "use", "format", "dtype",
+    *({*FIGURES} - {*_OF_COMMANDS, "unreclaimable_sampled_bytes"}),
+))  # fmt: skip
 _STRATEGIES: Final = {
     "what": "strategy",
     "several": "strategies",
@@ -165,10 +160,7 @@ _COMMAND: Final = Kind(
     subject="all processes of the command",
     until="the command ended",
     words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants", "thrashes": "waits for memory"},
-    figures=(
-        "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
-        "file_sampled_bytes", "exit_code",
-    ),
+    figures=_OF_COMMANDS,
     lacks=_NOT_OF_COMMANDS,
     headings={"ready_s": "time"},
     held=("unreclaimable_sampled_bytes", "anonymous and shared"),
