@@ -92,13 +92,20 @@ def name_of(cell: Cell) -> str:
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 and not (is_command or cell.use) else []),
+        *further_words(cell),
+    ]
+    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
+
+
+def further_words(cell: Cell) -> list[str]:
+    """Return the words of a series' name for what most cells do not have: a use, ranks, options."""
+    return [
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
         *cell.disk,
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]
-    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:

@@ -20,7 +20,7 @@ from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import latest
-from weighin.records.series import SeriesRun, name_of, summarise
+from weighin.records.series import SeriesRun, further_words, name_of, summarise
 from weighin.report import operations
 from weighin.report.figures import COLUMNS
 from weighin.report.rows import LIMITS, OF_CELLS, cells
@@ -179,15 +179,6 @@ def _families(results: Sequence[Result], missing: int | None) -> Iterator["Famil
 
 def _labels(cell: Cell) -> dict[str, str]:
     """Return the properties that identify a series, as labels; every series has the same keys."""
-    options = ",".join(
-        [
-            *([f"ranks={cell.ranks}"] if cell.ranks > 1 else []),
-            *([f"use={cell.use}"] if cell.use else []),
-            *cell.disk,
-            *(f"{key}={value}" for key, value in sorted(cell.options.items())),
-            *cell.settings,
-        ]
-    )
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),
@@ -200,7 +191,7 @@ def _labels(cell: Cell) -> dict[str, str]:
         "ram_high_bytes": str(cell.ram_high_bytes or ""),
         "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
         "passes": str(cell.passes),
-        "options": one_line(options),
+        "options": one_line(",".join(further_words(cell))),
     }
 
 
