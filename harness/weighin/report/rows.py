@@ -4,7 +4,7 @@ The figures of a row are those of ``figures.COLUMNS``.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from weighin.cell import Cell
@@ -16,10 +16,22 @@ from weighin.units import format_exact, format_latency, format_rate
 Row = dict[str, Any]
 
 # Properties that together with the strategy identify a series, in the order of columns.
-DIMENSIONS: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "disk", "disk_latency", "ranks", "use", "format", "dtype", "cache", "isolation", "options",
-)  # fmt: skip
+DIMENSIONS: Final[dict[str, Callable[[Result], Any]]] = {
+    "operation": lambda one: one.cell.operation,
+    "model": lambda one: one.cell.model.title,
+    "device": lambda one: one.cell.device,
+    "ram_limit_bytes": lambda one: one.cell.ram_limit_bytes,
+    "vram_limit_bytes": lambda one: one.cell.vram_limit_bytes,
+    "disk": lambda one: (rate := one.cell.disk_bytes_per_s) and format_rate(rate),
+    "disk_latency": lambda one: (time_ns := one.cell.disk_latency_ns) and format_latency(time_ns),
+    "ranks": lambda one: str(one.cell.ranks) if one.cell.ranks > 1 else None,
+    "use": lambda one: one.cell.after_load if one.cell.operation == "load" else None,
+    "format": lambda one: one.cell.format,
+    "dtype": lambda one: one.cell.dtype,
+    "cache": lambda one: one.cache,
+    "isolation": lambda one: one.cell.isolation,
+    "options": lambda one: ", ".join(_options(one.cell)),
+}
 FIGURES: Final = tuple(COLUMNS)
 LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = (
@@ -95,29 +107,15 @@ def is_below_import(rows: Iterable[Row]) -> bool:
 
 
 def _row(result: Result) -> Row:
-    cell = result.cell
     return {
-        "group": cell.series,
-        "strategy": cell.strategy,
-        "operation": cell.operation,
-        "model": cell.model.title,
-        "device": cell.device,
-        "ram_limit_bytes": cell.ram_limit_bytes,
-        "vram_limit_bytes": cell.vram_limit_bytes,
-        "disk": format_rate(cell.disk_bytes_per_s) if cell.disk_bytes_per_s else None,
-        "disk_latency": format_latency(cell.disk_latency_ns) if cell.disk_latency_ns else None,
-        "ranks": str(cell.ranks) if cell.ranks > 1 else None,
-        "use": cell.after_load if cell.operation == "load" else None,
-        "format": cell.format,
-        "dtype": cell.dtype,
-        "cache": result.cache,
-        "isolation": cell.isolation,
-        "options": ", ".join(_options(cell)),
+        "group": result.cell.series,
+        "strategy": result.cell.strategy,
+        **{name: read(result) for name, read in DIMENSIONS.items()},
         "outcome": result.outcome.value,
         "last_phase": result.last_phase,
         "message": result.message,
         "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
-        "repeat": cell.repeat,
+        "repeat": result.cell.repeat,
         **{key: column.read(result) for key, column in COLUMNS.items()},
     }
 
