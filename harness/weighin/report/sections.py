@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 FIGURES: Final = "How to read the figures"
 Block = tuple[str, Any]
 """A template of report.html, and what the template draws."""
+Pictures = Sequence["tuple[str, Callable[[], Figure]]"]
+"""The names of pictures, each with the function that draws the picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One section: its heading, and its content for the terminal, report.md and report.html.
 
-    ``is_found`` marks a finding; other sections are in the report of every run. ``pictures``
-    contains pairs of a picture's name and the function that draws the picture.
+    ``is_found`` marks a finding; other sections are in the report of every run.
     """
 
     heading: str
@@ -52,7 +53,7 @@ class Section:
     markdown: Callable[[], str]
     html: Callable[[], list[Block]]
     is_found: bool = False
-    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = ()
+    pictures: Pictures = ()
 
 
 def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
@@ -89,13 +90,13 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
-    of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
-    for found, drawn in (
-        (ranks.found(results), of_ranks),
+    tables_drawn: list[tuple[list[Found], Pictures]] = [
+        (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
         (after_load.found(results), ()),
         (passes.found(results), ()),
         (slow_disks.found(results), slow_disks.pictures(results)),
-    ):
+    ]
+    for found, drawn in tables_drawn:
         if found:
             yield _tables(found[0].label, found, is_found=True, pictures=drawn)
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
@@ -105,11 +106,7 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _tables(
-    heading: str,
-    found: Sequence[Found],
-    *,
-    is_found: bool = False,
-    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
+    heading: str, found: Sequence[Found], *, is_found: bool = False, pictures: Pictures = ()
 ) -> Section:
     return Section(
         heading,
