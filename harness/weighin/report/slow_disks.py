@@ -110,8 +110,6 @@ def _draw(results: Sequence[Result], over: int) -> "Figure":
 
 
 def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None) -> dict[str, Any]:
-    from matplotlib.ticker import FixedLocator
-
     handles: dict[str, Any] = {}
     disks = {disk for row in rows for disk in row.by_disk if disk[1 - over] == other}
     values = sorted(value for disk in disks if (value := disk[over]) is not None)
@@ -130,15 +128,8 @@ def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None
     if over == 0 and size:
         axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
     axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
-    axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]))
-    axes.minorticks_off()
-    axes.set_xlabel(f"disk's {_BY[over]}", fontsize=9)
-    axes.set_ylabel("ready + first pass, s", fontsize=9)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    look.tidy(axes)
+    look.frame_curves(axes, f"disk's {_BY[over]}", "ready + first pass, s", log_seconds=True)
     return handles
 
 

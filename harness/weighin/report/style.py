@@ -124,6 +124,22 @@ def tidy(axes: "Axes") -> None:
     axes.tick_params(labelsize=8, colors=INK)
 
 
+def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = False) -> None:
+    """Label the axes of a panel of curves, and draw its grid; times can have a logarithmic axis."""
+    from matplotlib.ticker import FixedLocator
+
+    if log_seconds:
+        axes.set_yscale("log")
+        ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+        axes.yaxis.set_major_locator(FixedLocator(ticks))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel(up, fontsize=9)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    tidy(axes)
+
+
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
     """Put the title and the legend above the panels, and the caption below the panels."""
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]

@@ -113,8 +113,6 @@ def field_words(field: Field | None) -> tuple[str, str]:
 
 def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
     """Draw one line per strategy, and return the legend's handles by name."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     columns, handles = len(matrix.limits), {}
     for row, cell in enumerate(matrix.rows):
         shade, name = look.colour(cell.strategy), matrix.label(row)
@@ -137,18 +135,9 @@ def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
             x, y, _ = points[-1]
             axes.plot([x, x + 1], [y, y], color=shade, linewidth=1, linestyle=":")
             axes.plot(x + 1, y, color=shade, marker="x", markersize=7, markeredgewidth=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(
-        FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
-    )
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xticks(range(columns), [heading(limit) for limit in matrix.limits])
     axes.set_xlim(-0.3, columns - 0.7)
-    axes.set_xlabel("RAM limit", fontsize=9)
-    axes.set_ylabel("time, s", fontsize=9)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    look.tidy(axes)
+    look.frame_curves(axes, "RAM limit", "time, s", log_seconds=True)
     _draw_size_on_curve(axes, matrix)
     return handles
 
