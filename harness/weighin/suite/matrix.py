@@ -118,23 +118,21 @@ def plan(
         ConfigError: the file of a use is not one.
     """
     wanted = [formats.known(name) for name in suite.format]
+    axes: dict[str, Sequence[Any]] = {
+        "ram_limit_bytes": suite.ram,
+        "vram_limit_bytes": suite.vram,
+        "disk_bytes_per_s": suite.disk,
+        "disk_latency_ns": suite.disk_latency,
+        "ranks": suite.ranks,
+        "environment": suite.environment,
+    }
+    inner = (*axes.values(), uses.chosen(suite.uses), strategies)
     planned: dict[str, Planned] = {}
-    for repeat, model, ram, vram, rate, latency_ns, ranks, environment, use, (
-        info,
-        options,
-    ) in product(
-        range(suite.repeats),
-        models,
-        suite.ram,
-        suite.vram,
-        suite.disk,
-        suite.disk_latency,
-        suite.ranks,
-        suite.environment,
-        uses.chosen(suite.uses),
-        strategies,
+    for repeat, model, *values, use, (info, options) in product(
+        range(suite.repeats), models, *inner
     ):
-        if info.shares_load and ranks == 1 and max(suite.ranks) > 1:
+        fields = dict(zip(axes, values, strict=True))
+        if info.shares_load and fields["ranks"] == 1 and max(suite.ranks) > 1:
             continue
         is_forward = use == FORWARD and suite.operation == "load"
         own = own_formats.get(model.title)
@@ -143,10 +141,6 @@ def plan(
                 model=model,
                 strategy=info.name,
                 isolation=isolation,
-                ram_limit_bytes=ram,
-                vram_limit_bytes=vram,
-                disk_bytes_per_s=rate,
-                disk_latency_ns=latency_ns,
                 device=suite.device,
                 dtype=dtypes.get(model.title, "float32"),
                 format=fmt,
@@ -156,9 +150,8 @@ def plan(
                 ram_high_bytes=suite.ram_high,
                 repeat=repeat,
                 operation=suite.operation,
-                environment=environment,
-                ranks=ranks,
                 use="" if use in (FORWARD, NONE) else use,
+                **fields,
             )
             planned[cell.id] = Planned.of(cell, info, own)
     return list(planned.values())
