@@ -378,7 +378,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
             format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
             disk_latency_ns=question.disk.latency_ns,
-            **({} if question.use == FORWARD else {"use": question.use, "passes": 0}),
+            use="" if question.use == FORWARD else question.use, passes=int(question.use == FORWARD),
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue

@@ -4,7 +4,6 @@ This module is apart from ``run_folder``, because pydantic takes 0.07 s to impor
 command need not read.
 """
 
-from functools import cache
 from reprlib import repr as short_repr
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from weighin.records.validate import clean, impossible
 from weighin.text import one_line
 
 _T = TypeVar("_T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}  # made when they are needed: each takes time
 
 
 def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
@@ -49,9 +49,10 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     return parsed
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)  # takes time
+def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def _is_clean(text: bytes) -> bool:
