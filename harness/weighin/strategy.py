@@ -69,36 +69,29 @@ class Load(Protocol):
     @property
     def checkpoint(self) -> Path:
         """The checkpoint's file, or its folder for a format of several files."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device on which every parameter and buffer must be after the load."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that every floating-point parameter and buffer must have after the load."""
-        ...
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The cell's options for this strategy, from a suite's YAML."""
-        ...
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
         """The arguments of ``pretrained_class`` for the model of a Hugging Face folder."""
-        ...
 
     @property
     def adapter(self) -> Path | None:
         """The folder with the adapter to merge into the model; None for a model without one."""
-        ...
 
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
-        ...
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
         """Set every non-persistent buffer to the value that the model's constructor gives it.
@@ -106,7 +99,6 @@ class Load(Protocol):
         No checkpoint contains non-persistent buffers, and a model built on the meta device has no
         values in any buffer.
         """
-        ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
@@ -114,7 +106,6 @@ class Load(Protocol):
         The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
         such as ``touch``, raise a ValueError.
         """
-        ...
 
 
 class Save(Protocol):
@@ -123,22 +114,18 @@ class Save(Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """The complete model, on the cell's device and in the cell's dtype."""
-        ...
 
     @property
     def target(self) -> Path:
         """An empty folder on a disk, in which the save must leave exactly one checkpoint."""
-        ...
 
     @property
     def format(self) -> str:
         """The format to write: one of the strategy's FORMATS."""
-        ...
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The cell's options for this strategy, from a suite's YAML."""
-        ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
@@ -146,7 +133,6 @@ class Save(Protocol):
         The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
         such as ``touch``, raise a ValueError.
         """
-        ...
 
 
 def __getattr__(name: str) -> Any:

@@ -147,14 +147,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         return command_request.restore(folder, found.cells, settings, trusted=trusted)
     if not trusted:
         trust.check(
-            trust.foreign(
-                found.cells,
-                settings.strategy_paths,
-                settings.base_image,
-                uses=settings.use_paths,
-                python_path=settings.python_path,
-                mounts=settings.mounts,
-            ),
+            trust.foreign(found.cells, settings),
             place=folder / run_folder.PLAN,
             again=resume_command(settings.verb, folder),
         )

@@ -74,11 +74,9 @@ class Bench(Protocol):
     @property
     def environment(self) -> dict[str, Any]:
         """The machine and the versions, for each record."""
-        ...
 
     def measure(self, planned: Any) -> CellMeasurement:
         """Measure one cell, and return what is to be recorded."""
-        ...
 
 
 def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
