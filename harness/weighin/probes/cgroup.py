@@ -37,6 +37,16 @@ def all_pids() -> list[int]:
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 
+def pids_in(group: Path) -> list[int]:
+    """Return the processes in a cgroup that are visible here; empty if the group was removed."""
+    try:
+        # Opened anew each time: v1 keeps the list of an open file for a second.
+        found = map(int, (group / "cgroup.procs").read_text().split())
+    except OSError:  # removed, or threaded
+        return []
+    return [pid for pid in found if pid]  # 0 stands for one of another pid namespace
+
+
 def parent_of(pid: int) -> int | None:
     """Return the pid of a process's parent; None if the process has ended."""
     return _number(pid, 1)

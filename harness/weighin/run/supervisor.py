@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import limits_around, read_machine_oom_kills
+from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer, grown
 from weighin.probes.rank_samplers import RankSamplers
@@ -438,13 +438,8 @@ class Watch:
 
     def _pids(self) -> list[int]:
         """Return the cell's processes that are visible; only the worker if it has no cgroup."""
-        worker = [self._running.pid] if self._running.pid else []
-        if not self._running.cgroup:
-            return worker
-        try:
-            return list(map(int, (self._running.cgroup / "cgroup.procs").read_text().split()))
-        except OSError:
-            return worker
+        inside = pids_in(self._running.cgroup) if self._running.cgroup else []
+        return inside or ([self._running.pid] if self._running.pid else [])
 
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()

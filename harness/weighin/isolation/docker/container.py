@@ -25,7 +25,7 @@ from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.isolation.docker.stream import StreamChannel
 from weighin.pipes import last_line
-from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, read_kernel
+from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, pids_in, read_kernel
 from weighin.protocol import decode_event
 from weighin.text import one_line
 
@@ -173,13 +173,8 @@ class DockerRunning:
 
     def _members(self) -> list[int]:
         """Return the pids in the container except the keeper's, oldest first."""
-        if self.cgroup is None:
-            return []
-        try:
-            pids = [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text().split()]
-        except OSError:  # the container has ended
-            return []
-        return sorted(pid for pid in pids if pid not in (0, self._keeper))  # 0: not visible
+        pids = pids_in(self.cgroup) if self.cgroup else []
+        return sorted(pid for pid in pids if pid != self._keeper)
 
 
 def wait_for_container(client: docker.APIClient, container: str, deadline: float) -> int:
