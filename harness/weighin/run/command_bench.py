@@ -1,16 +1,14 @@
 """Measure the commands of a run, one after the other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import Interrupted
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.probes import environment
-from weighin.records import run_folder
 from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
-from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.unlimited import reference_for, unlimited_result
@@ -28,7 +26,7 @@ class CommandBench:
     how: CommandSettings
     timeout_s: float
     environment: dict[str, Any]
-    stopped: bool = field(default=False)
+    stopped: bool = False
 
     def measure(self, planned: PlannedCommand) -> CellMeasurement:
         """Run one command and return its measurement.
@@ -59,10 +57,7 @@ class CommandBench:
 def set_up(task: Run, progress: Progress) -> CommandBench:
     """Prepare the isolation and the folder of samples; raise ConfigError if a limit cannot hold."""
     assert task.settings.command
-    if task.isolation.name == "cgroup":
-        check_limits_around([each.cell for each in task.planned])
-    task.isolation.prepare(progress.building)
-    with run_folder.writing(samples := task.folder / "samples"):
-        samples.mkdir(exist_ok=True)
-    about = environment.machine() | environment.code() | {"isolation": task.isolation.describe()}
-    return CommandBench(task, task.isolation, task.settings.command, task.settings.timeout_s, about)
+    select.check_limits_around(task.isolation, [each.cell for each in task.planned])
+    task.prepare(progress)
+    how, timeout_s = task.settings.command, task.settings.timeout_s
+    return CommandBench(task, task.isolation, how, timeout_s, task.environment())

@@ -349,7 +349,8 @@ class Watch:
         self._peak_bytes = largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
-        event_log, phases = self.event_log, rank_logs.load_phases(self._logs)
+        event_log = self.event_log
+        phases = [phase for log in self._logs for phase in log.load_phases()]
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (self._is_ready or event_log.failure):
