@@ -59,7 +59,6 @@ class LocalCommand:
         self._process = open_process(self.pid)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process has ended within ``timeout_s``; it stays a zombie."""
         return wait_for_end(self._process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
@@ -67,12 +66,10 @@ class LocalCommand:
         return os.waitid(os.P_PID, self.pid, options) is not None
 
     def reap(self) -> Exit:
-        """Return how the first process ended, and remove it from the table of processes."""
         code = self._popen.wait()
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the first process; do nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 

@@ -1,10 +1,11 @@
 """Describe the storage that a path lies on: its file system and device, for records and slow disks."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from weighin.probes.environment import device_of, text_of
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _SYSFS: Final = Path("/sys")
@@ -51,12 +52,11 @@ class Storage:
 
 def describe(path: Path) -> Storage:
     """Return the storage of ``path``, or of its nearest existing parent folder."""
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    number = nearest.stat().st_dev
+    nearest, number = device_of(path)
     name = file_system_of(_MOUNTS.read_text(), nearest.resolve())
-    device = disk_of(f"{os.major(number)}:{os.minor(number)}")
+    device = disk_of(number)
     kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
-    rotational = _read(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
+    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
     return Storage(name, kind, device, rotational == "1" if rotational else None)
 
 
@@ -83,10 +83,3 @@ def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
 def unescaped(text: str) -> str:
     """Return a path of mountinfo, which writes blanks as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

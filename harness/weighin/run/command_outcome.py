@@ -11,7 +11,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.isolation.base import Exit, RunningCommand
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import read_kernel
+from weighin.probes.process_table import command_of
 from weighin.record import Kill, Outcome, Stopped
 from weighin.records import thrashing
 from weighin.text import one_line
@@ -167,7 +167,7 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 def command_line(pid: int) -> str:
     """Return the command line of a process, cut to one line; its pid if it has ended."""
     try:
-        text = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+        text = command_of(pid)
     except OSError:
         text = ""
     return one_line(text, _COMMAND_LENGTH) or f"process {pid}"

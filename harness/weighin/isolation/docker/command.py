@@ -118,7 +118,6 @@ class DockerCommand:
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command has ended within ``timeout_s``."""
         return wait_for_end(self._process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
@@ -149,7 +148,6 @@ class DockerCommand:
         return Exit(code) if code <= 128 else Exit(None, signal=code - 128)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the command; do nothing if it has ended."""
         if self.pid and self._exit is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
