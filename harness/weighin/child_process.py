@@ -250,6 +250,13 @@ def ask(
         return Answer(code, list(filter(None, map(decode_event, lines))), child.stderr_tail)
 
 
+def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
     """Return whether a process has ended within ``timeout_s``; ``process`` is of ``open_process``."""
     deadline = monotonic() + timeout_s

@@ -63,7 +63,22 @@ HELPERS = {
 """The module in which each function is defined; it is imported at the function's first use."""
 
 
-class Load(Protocol):
+class _Measured(Protocol):
+    """What a load and a save have in common: the options, and the phases."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The cell's options for this strategy, from a suite's YAML."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
+
+        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
+        such as ``touch``, raise a ValueError.
+        """
+
+
+class Load(_Measured, Protocol):
     """One load to perform: the checkpoint, the model, and the device and dtype of the result."""
 
     @property
@@ -77,10 +92,6 @@ class Load(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that every floating-point parameter and buffer must have after the load."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The cell's options for this strategy, from a suite's YAML."""
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
@@ -100,15 +111,8 @@ class Load(Protocol):
         values in any buffer.
         """
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
 
-        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
-        such as ``touch``, raise a ValueError.
-        """
-
-
-class Save(Protocol):
+class Save(_Measured, Protocol):
     """One save to perform: the model, the folder to write to, and the format."""
 
     @property
@@ -122,17 +126,6 @@ class Save(Protocol):
     @property
     def format(self) -> str:
         """The format to write: one of the strategy's FORMATS."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The cell's options for this strategy, from a suite's YAML."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
-
-        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
-        such as ``touch``, raise a ValueError.
-        """
 
 
 def __getattr__(name: str) -> Any:

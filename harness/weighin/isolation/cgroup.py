@@ -10,12 +10,12 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weighin.cell import Cell, Job
+from weighin.child_process import signal_each
 from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
@@ -268,9 +268,7 @@ def _kill_members(group: Path) -> None:
             kill.write_text("1")
         return
     for folder in _tree(group):
-        for pid in pids_in(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_each(pids_in(folder))
 
 
 def _remove(groups: list[Path]) -> None:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weighin.child_process import open_process, wait_for_end
+from weighin.child_process import open_process, signal_each, wait_for_end
 from weighin.errors import ConfigError
 from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
@@ -70,8 +70,7 @@ class LocalCommand:
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        signal_each([self.pid], number)
 
     def close(self) -> None:
         """Kill the first process if it still runs, and reap it; a second call has no effect."""

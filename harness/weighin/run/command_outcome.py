@@ -1,6 +1,5 @@
 """Judge how a command ended, and end what it left running."""
 
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
+from weighin.child_process import signal_each
 from weighin.isolation.base import Exit, RunningCommand
 from weighin.probes import kernel_log
 from weighin.probes.process_table import command_of
@@ -142,11 +142,7 @@ def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[
         return ()
     rest = _rest(running)
     names = tuple(command_line(pid) for pid in rest)
-    for pid in rest:
-        try:
-            os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            continue
+    signal_each(rest, signal.SIGTERM)
     if _wait_for_rest(running, grace_s):
         running.kill()
     return names

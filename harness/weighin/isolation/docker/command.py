@@ -11,7 +11,7 @@ from typing import Any, Final
 import docker
 from docker.errors import APIError
 
-from weighin.child_process import open_process, wait_for_end
+from weighin.child_process import open_process, signal_each, wait_for_end
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
@@ -149,8 +149,8 @@ class DockerCommand:
 
     def send_signal(self, number: int) -> None:
         if self.pid and self._exit is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, number)
+            with contextlib.suppress(PermissionError):
+                signal_each([self.pid], number)
 
     def members(self) -> list[int]:
         """Return the processes of the container except its keeper and the watcher."""
@@ -162,9 +162,7 @@ class DockerCommand:
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:
-                for pid in new:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                signal_each(new)
                 killed |= new
         except PermissionError:  # a rootless engine, or one with user namespaces
             with explained("kill a container"), contextlib.suppress(APIError):

@@ -1,7 +1,6 @@
 """A worker in a container: its pid and cgroup on this machine, its exit, and its removal."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
+from weighin.child_process import signal_each
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -128,9 +128,7 @@ class DockerRunning:
         If these processes are not visible, kill the container; its counters are then lost.
         """
         try:
-            for pid in self._members():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_each(self._members())
             if self.cgroup is not None:
                 return
         except PermissionError:  # a rootless engine, or one with user namespaces
