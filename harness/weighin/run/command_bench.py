@@ -6,7 +6,6 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.errors import Interrupted
 from weighin.isolation import select
-from weighin.isolation.base import Isolation
 from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
@@ -22,9 +21,7 @@ class CommandBench:
     """What all commands of a run share. ``stopped`` tells whether a signal asked for the end."""
 
     task: Run
-    isolation: Isolation
     how: CommandSettings
-    timeout_s: float
     environment: dict[str, Any]
     stopped: bool = False
 
@@ -37,10 +34,10 @@ class CommandBench:
         if self.stopped:
             raise Interrupted("stopped; nothing is left running")
         measured, self.stopped = command_runner.take(
-            self.isolation,
+            self.task.isolation,
             self.how.of(planned.cell.strategy),
             planned.cell,
-            self.timeout_s or self._patience_s(planned.cell),
+            self.task.settings.timeout_s or self._patience_s(planned.cell),
             self.environment,
             reference_for(self.task, planned.cell),
         )
@@ -59,5 +56,4 @@ def set_up(task: Run, progress: Progress) -> CommandBench:
     assert task.settings.command
     select.check_limits_around(task.isolation, [each.cell for each in task.planned])
     task.prepare(progress)
-    how, timeout_s = task.settings.command, task.settings.timeout_s
-    return CommandBench(task, task.isolation, how, timeout_s, task.environment())
+    return CommandBench(task, task.settings.command, task.environment())
