@@ -10,14 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    all_pids,
-    parent_of,
-    parse_numbers,
-    pids_in,
-    room_in,
-)
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers, pids_in, room_in
 from weighin.probes.process import read_shares, read_status
 from weighin.probes.process_table import Pause, Shares
 from weighin.record import Sample

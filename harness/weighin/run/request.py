@@ -7,11 +7,7 @@ from typing import Any
 
 from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.errors import (
-    ConfigError,
-    IsolationUnavailable,
-    RecordError,
-)
+from weighin.errors import ConfigError, IsolationUnavailable, RecordError
 from weighin.formats import quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice

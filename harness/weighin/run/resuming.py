@@ -3,13 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weighin.errors import (
-    Interrupted,
-    IsolationUnavailable,
-    NoNodeLeft,
-    RecordError,
-    StillRunning,
-)
+from weighin.errors import Interrupted, IsolationUnavailable, NoNodeLeft, RecordError, StillRunning
 from weighin.records import coverage, run_folder
 from weighin.run.task import Run
 
