@@ -95,7 +95,10 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
 @pytest.mark.parametrize("kernel", HYBRIDS)
 def test_mounts_of_a_hybrid_machine(kernel: str) -> None:
     root = Path("/sys/fs/cgroup")
-    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (root / "memory", root / "unified")
+    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
+        root / "memory",
+        root / "unified",
+    )
 
 
 def test_mounts_of_version_1() -> None:
@@ -105,11 +108,17 @@ def test_mounts_of_version_1() -> None:
 
 @pytest.mark.parametrize("kernel", V2)
 def test_mounts_of_version_2(kernel: str) -> None:
-    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (None, Path("/sys/fs/cgroup"))
+    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
+        None,
+        Path("/sys/fs/cgroup"),
+    )
 
 
 def test_mounts_without_cgroups() -> None:
-    assert cgroup.hierarchies(mounts.parse("22 27 0:21 / /proc rw - proc proc rw\n")) == (None, None)
+    assert cgroup.hierarchies(mounts.parse("22 27 0:21 / /proc rw - proc proc rw\n")) == (
+        None,
+        None,
+    )
 
 
 def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:

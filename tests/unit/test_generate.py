@@ -47,9 +47,7 @@ def make(
     folder: Path, builder: str, kwargs: dict[str, int], fmt: str = "pt", seed: int = 0
 ) -> Manifest:
     folder.mkdir()
-    made = generate.make(
-        ModelSpec("m", builder, kwargs), seed=seed, fmt=fmt, folder=folder
-    )
+    made = generate.make(ModelSpec("m", builder, kwargs), seed=seed, fmt=fmt, folder=folder)
     assert read_manifest(folder / "manifest.json") == made.manifest
     assert set(made.seconds) == {"build", "write"}
     return made.manifest
