@@ -59,7 +59,6 @@ man: .venv/ready-dev  ## Write the manual page, docs/weighin.1, from the command
 
 pages: .venv/ready-dev  ## Write the tables and pictures of README.md and docs/ from results/published and the code
 	$(BIN)/python -m pages.tables README.md docs/*.md
-	$(BIN)/python -m pages.suite_keys docs/suites.md
 
 docs: .venv/ready-dev  ## Write the documentation site to site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from weighin.record import Outcome, Result
-from weighin.records.repeats import middle, outcome_of
+from weighin.records.repeats import grouped, middle, outcome_of
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.report.rows import series
@@ -27,12 +27,8 @@ def markdown_converting(results: Sequence[Result]) -> str:
 
 
 def _rows(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
-    groups: dict[str, dict[str, list[Result]]] = {}
-    for one in measured:
-        of_model = groups.setdefault(one.cell.model.title, {})
-        of_model.setdefault(one.cell.series, []).append(one)
-    for title, of_model in groups.items():
-        for repeats in of_model.values():
+    for title, ours in grouped(measured, lambda one: one.cell.model.title).items():
+        for repeats in grouped(ours, lambda one: one.cell.series).values():
             good = [one for one in repeats if one.outcome is Outcome.OK]
             cell, size = repeats[0].cell, repeats[0].model_bytes
             options = (f"{name}={value}" for name, value in sorted(cell.options.items()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from weighin.errors import HarnessError
 from weighin.record import Outcome, Result
 from weighin.records import sources
+from weighin.records.repeats import grouped
 from weighin.suite import registry
 
 
@@ -105,7 +106,5 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def _listed(texts: dict[str, str]) -> str:
     """Return strategies with their texts; strategies with the same text are grouped."""
-    groups: dict[str, list[str]] = {}
-    for strategy, text in texts.items():
-        groups.setdefault(text, []).append(strategy)
+    groups = grouped(texts, texts.__getitem__)
     return "; ".join(f"{', '.join(names)} ({text})" for text, names in groups.items())

@@ -10,7 +10,7 @@ from typing import Final
 
 from weighin.record import Result
 from weighin.report import captions
-from weighin.report.columns import figures_of, number_text
+from weighin.report.columns import figures_of
 from weighin.report.operations import BEFORE_LOAD
 from weighin.report.rows import Row, series, varying
 from weighin.report.tables import markdown_lines, text_table
@@ -30,7 +30,7 @@ def markdown_relative(results: Sequence[Result]) -> str:
     table = text_table("", _divided(rows), ["strategy", *varying(rows)], shown)
     first = rows[0]
     seconds = (
-        f"{figure.heading} {number_text(first[figure.key], replace(figure, digits=1))} s"
+        f"{figure.heading} {'-' if first[figure.key] is None else f'{first[figure.key]:.1f}'} s"
         for figure in figures
         if figure.key in _TIMES
     )

@@ -1,4 +1,4 @@
-"""Write the keys of suite files into a page: ``python -m pages.suite_keys docs/suites.md``.
+"""Write the keys of suite files into a page (``pages.tables``).
 
 A page contains blocks; the text between the two lines of a block is generated from the data model
 that reads suites, so that the page and the code cannot differ::
@@ -10,8 +10,6 @@ that reads suites, so that the page and the code cannot differ::
 
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -62,13 +60,3 @@ def _meaning(field: FieldInfo) -> str:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     listed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
     return f"{field.description}{listed}".replace("|", "\\|")
-
-
-def main() -> None:
-    for name in sys.argv[1:]:
-        page = Path(name)
-        page.write_text(fill(page.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,8 @@ times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models``,
 measured yet has a line that says so.
 A block may also name several floor searches, to compare their floors (``agreement``), or several
 runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
-the notebook's GPU table with predicted figures, because no GPU was available for measurements::
+the notebook's GPU table with predicted figures, because no GPU was available for measurements.
+``suite_keys`` fills the blocks with the keys of suites::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -30,6 +31,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+from pages import suite_keys
 from pages.agreement import markdown_agreement
 from pages.checked import markdown_checked
 from pages.converting import markdown_converting
@@ -88,7 +90,7 @@ def fill(page: str, root: Path) -> str:
     def predicted(match: re.Match[str]) -> str:
         return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
 
-    return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
+    return suite_keys.fill(_PREDICTED.sub(predicted, _BLOCK.sub(block, page)))
 
 
 def _is_to_measure(run: str, root: Path) -> bool:

@@ -8,8 +8,7 @@ from typing import Final
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from weighin.records import run_folder
-from weighin.report import writing
+from weighin.report.writing import write_report
 
 RUN: Final = Path(__file__).parents[2] / "results/published/gpt2-xl-8GiB"
 PAGE: Final = "example/report.html"
@@ -19,6 +18,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add report.html. The run is copied first: a build leaves nothing in the repository."""
     with tempfile.TemporaryDirectory() as folder:
         run = copytree(RUN, Path(folder) / RUN.name)
-        (report,) = writing.write(run, run_folder.read(run), ["html"])
+        (report,) = write_report(run, ["html"])
         files.append(File.generated(config, PAGE, content=report.read_bytes()))
     return files

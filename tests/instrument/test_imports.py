@@ -94,7 +94,8 @@ def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_pat
     shutil.copytree(ROOT / "tests/integration/fixtures/gpt2-xl-8GiB", run)
     statement = f"""
 from pathlib import Path
-from weighin.report import terminal_table, write_report
+from weighin.report.sections import terminal_table
+from weighin.report.writing import write_report
 from weighin.records.run_folder import read_whole
 records = read_whole(Path({str(run)!r}))
 terminal_table(records.results)

@@ -13,9 +13,10 @@ from test_run_folder import results as any_result
 
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import exports, terminal_table
+from weighin.report import exports
 from weighin.report.html_page import render
 from weighin.report.rows import series
+from weighin.report.sections import terminal_table
 from weighin.report.summary import paragraphs
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown

@@ -27,13 +27,13 @@ from weighin.report import (
     summary,
     survival,
     survival_plots,
-    terminal_table,
     timeline,
 )
 from weighin.report import floors as floors_report
 from weighin.report.exports import bencher, openmetrics, parquet
 from weighin.report.rows import series
 from weighin.report.run_json import of_run
+from weighin.report.sections import terminal_table
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
 from weighin.units import MIB

@@ -186,7 +186,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
         ),
         (
             "models: a\nstrategies: [3]",
-            "strategies: input should be a valid dictionary or instance of SuiteStrategy, got 3",
+            "strategies.name: input should be a valid string, got 3",
         ),
         ("models: a\nram: [8g, lots]", f"ram: cannot read 'lots' as a size\n{SIZE_HINT}"),
         (

@@ -10,7 +10,6 @@ from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
 from pages.agreement import markdown_agreement
-from weighin import report
 from weighin.record import (
     SCHEMA,
     Cost,
@@ -24,6 +23,7 @@ from weighin.record import (
 )
 from weighin.report import html_page
 from weighin.report.findings import markdown
+from weighin.report.findings import terminal as findings_terminal
 from weighin.report.floors import found, has_data
 from weighin.units import GIB, MIB
 
@@ -67,7 +67,7 @@ def a_search() -> list[Result]:
 
 def terminal(results: list[Result]) -> list[str]:
     console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(report.terminal_floors(results))
+    console.print(findings_terminal(found(results)))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

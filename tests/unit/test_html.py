@@ -17,15 +17,20 @@ from factories import (
     make_skipped,
     mixed_run,
     notebook_run,
+    saving_run,
     write_samples,
 )
+from ran_commands import make_ran
 from sweeps import a_sweep
 from test_floors_report import a_search
 
 from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
+from weighin.report.columns import figures_of
+from weighin.report.html.facts import figures
 from weighin.report.html.geometry import Axis, pareto_front, place_labels
 from weighin.report.html_page import render
+from weighin.report.rows import series
 from weighin.units import GIB
 
 VOID = {"meta", "input", "line", "rect", "path", "circle", "br"}
@@ -238,3 +243,11 @@ def test_a_search_has_its_floors(tmp_path: Path) -> None:
     assert "mmap_assign needs the least RAM: 256 MiB" in words
     assert "streaming 4.199 1.05" in words
     assert "Survival" not in words
+
+
+@pytest.mark.parametrize("results", [notebook_run(), saving_run(), mixed_run(), [make_ran()]])
+def test_every_column_is_explained(results: list[Result]) -> None:
+    rows = series(results)
+    explained = {name: meaning for name, _, meaning, _ in figures(rows)}
+    assert all(explained.values())
+    assert {column.heading for column in figures_of(rows)} <= explained.keys()

@@ -14,11 +14,10 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
-from weighin import report
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.html_page import render
-from weighin.report.sections import of
+from weighin.report.sections import of, terminal_table
 from weighin.report.writing import write_markdown
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
@@ -49,7 +48,7 @@ class Headings(HTMLParser):
 
 def in_terminal(results: Sequence[Result], warnings: Sequence[str]) -> list[str]:
     console = Console(width=200, file=io.StringIO(), force_terminal=True)
-    console.print(report.terminal_table(results, warnings))
+    console.print(terminal_table(results, warnings))
     assert isinstance(console.file, io.StringIO)
     lines = (re.fullmatch(r"\x1b\[1m(.*?)\x1b\[0m *", line) for line in
              console.file.getvalue().splitlines())  # fmt: skip

@@ -11,20 +11,21 @@ from factories import MODEL_BYTES, make_cell
 from rich.console import Console
 from sweeps import a_sweep, swept
 
-from weighin import report
 from weighin.record import Faults, Outcome, Result
 from weighin.records import run_folder
 from weighin.records.survival import matrices
 from weighin.records.verdict import Verdict
 from weighin.report import passes, survival
 from weighin.report.findings import markdown
+from weighin.report.sections import terminal_table
 from weighin.report.survival_plots import FILLS, draw_survival, draw_times
+from weighin.report.writing import write_report
 from weighin.units import GIB
 
 
 def terminal(results: list[Result]) -> list[str]:
     console = Console(width=100, file=io.StringIO(), color_system=None)
-    console.print(report.terminal_table(results))
+    console.print(terminal_table(results))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -155,7 +156,7 @@ def test_the_passes_of_each_series_as_markdown() -> None:
 def test_the_report_of_a_sweep_has_its_pictures(tmp_path: Any) -> None:
     for result in a_sweep():
         run_folder.append(tmp_path, result)
-    names = [path.name for path in report.write_report(tmp_path)]
+    names = [path.name for path in write_report(tmp_path)]
     assert names == [
         "report.md", "report.html", "summary.csv", "survival.png", "time-over-limit.png", "peaks.png",
         "timeline.png",

@@ -193,3 +193,11 @@ def test_the_import_of_transformers_is_a_column_of_its_own_where_it_was_measured
     assert "import s" not in "\n".join(
         markdown([replace(own, cell=replace(own.cell, operation="save"))])
     )
+
+
+def test_a_load_outside_of_a_cgroup_has_no_column_of_its_peak() -> None:
+    result = make_result()
+    plain = replace(result, peaks=replace(result.peaks, cgroup_bytes=None))
+    other = make_result(make_cell("baseline"))
+    assert "| cgroup peak GiB |" in "\n".join(markdown([other, plain]))
+    assert "cgroup peak GiB" not in "\n".join(markdown([plain]))

@@ -19,14 +19,14 @@ from factories import (
     notebook_run,
     saving_run,
 )
-from rich.console import Console
 
 from weighin.cell import ModelSpec
 from weighin.cli._fitting import FittingConsole
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import html_page, terminal_table
+from weighin.report import html_page
 from weighin.report.rows import series
+from weighin.report.sections import terminal_table
 from weighin.report.summary import paragraphs
 from weighin.report.tables import text_tables
 from weighin.report.writing import write_markdown
@@ -36,7 +36,7 @@ PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console = FittingConsole(width=width, file=io.StringIO(), color_system=None)
     console.print(terminal_table(results))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -77,20 +77,21 @@ def test_the_terminal_table_of_a_run() -> None:
     ]
 
 
-def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
+def test_a_table_of_saves_in_80_columns_keeps_names_whole_and_leaves_columns_out() -> None:
     assert terminal(saving_run(), 80) == [
         "All results",
         "",
-        "                                on         above",
-        "                               the  peak     the anonymous cgroup",
-        "                         save disk   RSS   model (sampled)   peak written",
-        " strategy        outcome    s    s   GiB x model       GiB    GiB     GiB files",
-        " ──────────────────────────────────────────────────────────────────────────────",
-        " sharded         ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     7",
-        " max_shard_bytes",
-        " =1073741824",
-        " safetensors     ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     1",
+        "                                           on         above",
+        "                                          the  peak     the anonymous",
+        "                                    save disk   RSS   model (sampled) written",
+        " strategy                   outcome    s    s   GiB x model       GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────",
+        " sharded                    ok      6.00 7.00 6.620    1.00     6.500   6.290",
+        " max_shard_bytes=1073741824",
+        " safetensors                ok      6.00 7.00 6.620    1.00     6.500   6.290",
         "",
+        "Left out at 80 columns: cgroup peak, files. All columns are in report.md and",
+        "--json.",
         "saving · gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold",
         "page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup",
         "v2 · torch 2.13.0 · commit unknown, 2025-01-02",
@@ -133,20 +134,19 @@ def test_a_published_run_is_a_table_at_80_columns(run: str) -> None:
 
 
 def test_repeats_of_saves_in_80_columns_have_their_ranges_in_rows_of_their_own() -> None:
-    assert terminal(saving_run(2), 80)[2:15] == [
-        "                                on         above",
-        "                               the  peak     the anonymous cgroup",
-        "                         save disk   RSS   model (sampled)   peak written",
-        " strategy        outcome    s    s   GiB x model       GiB    GiB     GiB files",
-        " ──────────────────────────────────────────────────────────────────────────────",
-        " sharded         ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     7",
-        " max_shard_bytes",
-        " =1073741824",
-        "                 from    6.00 7.00 6.620    1.00     6.500  6.620",
-        "                 to      7.00 8.00 6.621    1.01     6.501  6.621",
-        " safetensors     ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     1",
-        "                 from    6.00 7.00 6.620    1.00     6.500  6.620",
-        "                 to      7.00 8.00 6.621    1.01     6.501  6.621",
+    assert terminal(saving_run(2), 80)[2:14] == [
+        "                                           on         above",
+        "                                          the  peak     the anonymous",
+        "                                    save disk   RSS   model (sampled) written",
+        " strategy                   outcome    s    s   GiB x model       GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────",
+        " sharded                    ok      6.00 7.00 6.620    1.00     6.500   6.290",
+        " max_shard_bytes=1073741824",
+        "                            from    6.00 7.00 6.620    1.00     6.500",
+        "                            to      7.00 8.00 6.621    1.01     6.501",
+        " safetensors                ok      6.00 7.00 6.620    1.00     6.500   6.290",
+        "                            from    6.00 7.00 6.620    1.00     6.500",
+        "                            to      7.00 8.00 6.621    1.01     6.501",
     ]
 
 

@@ -43,12 +43,11 @@ def test_a_file_is_a_module_of_its_folder(here: Path) -> None:
 def test_a_file_in_a_package_is_a_module_of_the_package(here: Path) -> None:
     for name in ("src/mine/__init__.py", "src/mine/nets/__init__.py", "src/mine/nets/large.py"):
         written(here / name)
-    assert user_code.of_file("src/mine/nets/large.py:build") == user_code.BuilderFile(
-        "mine.nets.large:build", here / "src"
+    assert user_code.of_file("src/mine/nets/large.py:build") == (
+        "mine.nets.large:build",
+        here / "src",
     )
-    assert user_code.of_file("src/mine/nets/__init__.py:build") == user_code.BuilderFile(
-        "mine.nets:build", here / "src"
-    )
+    assert user_code.of_file("src/mine/nets/__init__.py:build") == ("mine.nets:build", here / "src")
 
 
 def test_the_folders_of_pythonpath_that_exist_come_last(

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from pages.tables import fill
 from pages.trained import markdown_trained
-from weighin import report
 from weighin.record import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
@@ -22,7 +21,9 @@ from weighin.report import after_load, captions, exports
 from weighin.report.findings import markdown
 from weighin.report.floors import label
 from weighin.report.rows import series
+from weighin.report.sections import terminal_table
 from weighin.report.tables import markdown_table
+from weighin.report.writing import write_report
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -94,8 +95,8 @@ def test_a_terminal_and_a_page_show_the_same_table(tmp_path: Path) -> None:
     for result in a_run():
         run_folder.append(tmp_path, result)
     shown = io.StringIO()
-    Console(file=shown, width=200).print(report.terminal_table(a_run()))
-    report.write_report(tmp_path)
+    Console(file=shown, width=200).print(terminal_table(a_run()))
+    write_report(tmp_path)
     texts = [(tmp_path / name).read_text() for name in ("report.md", "report.html")]
     for text in (shown.getvalue(), *texts):
         assert "4.25 4.03" in text

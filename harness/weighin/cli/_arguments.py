@@ -22,27 +22,18 @@ DEFAULT_MODEL = "gpt2-small"
 _BESIDE_ALL = {"trust", "json_file", "wait"}
 _BESIDE_RESUME = _BESIDE_ALL | {"resume", "address"}
 _BESIDE_SUITE = _BESIDE_ALL | {
-    "suite",
-    "kwargs",
-    "checkpoint",
-    "seed",
-    "folder",
-    "base_image",
-    "mounts",
-    "engine",
-    "jobs",
-    "address",
-    "labels",
-    "shard",
-    "storage",
-    "trust_remote_code",
-    "variant",
-    "model_class",
-    "revision",
-    "adapter",
-}
-_BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
-_BESIDE_SUITE |= {"key", "strip_prefix"}
+    "suite", "kwargs", "checkpoint", "key", "strip_prefix", "seed", "folder", "base_image", "mounts",
+    "engine", "jobs", "address", "labels", "shard", "storage", "trust_remote_code", "variant",
+    "model_class", "revision", "adapter",
+    "checkpoint_dtype", "phases",  # of predict
+}  # fmt: skip
+_OF_SUITE = (
+    "operation", "ram_high", "isolation", "device", "dtype", "cache", "passes", "repeats", "timeout_s",
+    "steady", "trace",
+)  # fmt: skip
+"""Options that a suite can also set, under the same name."""
+_LISTS = {name: name for name in ("ram", "vram", "ranks", "disk", "disk_latency")} | {"uses": "use"}
+"""Keys of a suite that are lists, and the options with their comma-separated items."""
 
 
 def read(context: click.Context) -> dict[str, Any]:
@@ -201,12 +192,22 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
     return chosen
 
 
-def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
-    """Return the suite with this name or file; without a name, make a suite of the options."""
+def suite(typed: dict[str, Any], model: str) -> "Suite":
+    """Return the suite that was typed; without one, make a suite of this model and the options."""
     from weighin.suite import registry
     from weighin.suite.config import check_suite, read_suite
 
-    return read_suite(registry.suite_file(name)) if name else check_suite(asked)
+    if typed.get("suite"):
+        return read_suite(registry.suite_file(typed["suite"]))
+    asked: dict[str, Any] = {"models": [model]}
+    asked |= {key: typed[key] for key in _OF_SUITE if key in typed}
+    asked |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
+    optional = {
+        "strategies": names(typed["strategies"]),
+        "format": names([typed["fmt"] or ""]),
+        "environment": environment(typed.get("env", ())),
+    }
+    return check_suite(asked | {key: value for key, value in optional.items() if value})
 
 
 def json_object(text: str) -> dict[str, Any]:

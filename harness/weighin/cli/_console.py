@@ -59,8 +59,8 @@ def show(*parts: "RenderableType", folds: bool = True) -> None:
 
 
 def note(*texts: str) -> None:
-    """Print each text as a note on a line of its own on standard error."""
-    for text in texts:
+    """Print each text that is not empty as a note on a line of its own on standard error."""
+    for text in filter(None, texts):
         click.echo(f"note: {text}", err=True)
 
 

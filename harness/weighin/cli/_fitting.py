@@ -20,8 +20,6 @@ _ANY_WIDTH = 10_000  # columns
 class FittingConsole(Console):
     """A console that breaks no word in a table: each row of a table that is too wide is a block."""
 
-    keeps_words = True
-
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:

@@ -233,6 +233,18 @@ wait = click.option(
     help="If another run is measuring on this machine, wait for its end instead of exiting with"
     " code 4.",
 )
+resume = click.option(
+    "--resume",
+    type=PATH,
+    metavar="FOLDER",
+    help="Continue the run in this folder at its first cell without a record.",
+)
+shard = click.option(
+    "--shard",
+    metavar="I/N",
+    help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
+    " joins the runs of all shards.",
+)
 json = click.option(
     "--json",
     "json_file",
@@ -293,7 +305,14 @@ server = several(
     ),
 )
 
-_cluster = (
+engine = several(
+    click.option(
+        "--engine",
+        default="local",
+        metavar="NAME",
+        help="Where cells run: local, one by one on this machine, or ray, one at a time on each node"
+        " of a Ray cluster that has the resource weighin_slot.",
+    ),
     click.option(
         "--address",
         metavar="ADDRESS",
@@ -309,16 +328,18 @@ _cluster = (
         " ray.io/accelerator-type=H100. Repeatable.",
     ),
 )
-engine = several(
-    click.option(
-        "--engine",
-        default="local",
-        metavar="NAME",
-        help="Where cells run: local, one by one on this machine, or ray, one at a time on each"
-        " node of a Ray cluster that has the resource weighin_slot.",
-    ),
-    *_cluster,
-)
+
+
+def out(default: str) -> Callable[[Any], Any]:
+    """Return the option ``--out`` with its default."""
+    return click.option(
+        "--out",
+        "folder",
+        type=PATH,
+        metavar="FOLDER",
+        help="The folder to write the run's records and report into, which must not contain a run"
+        f" yet. Default: results/{default}.",
+    )
 
 
 def use(default: str) -> Callable[[Any], Any]:

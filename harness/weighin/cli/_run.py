@@ -37,25 +37,23 @@ def planned(
     from weighin.engines import base
 
     patience_s = math.inf if typed.get("wait") else 0
+    resumed = None
     if typed["resume"]:
         from weighin.run import (
             request,  # imports suites and strategies, which a new command does not need
         )
 
-        task = request.resume(typed["resume"], trusted=typed["trust"])
-        settings = dict(task.settings.engine)
+        resumed = request.resume(typed["resume"], trusted=typed["trust"])
+        settings = dict(resumed.settings.engine)
         if typed["address"]:
             settings |= base.settings(settings.get("name", "local"), typed["address"], ())
-            settings["labels"] = task.settings.engine["labels"]
-        with base.opened(settings) as engine:
-            yield replace(task, patience_s=patience_s), engine
-        return
-    jobs = typed.get("jobs", 1)
-    settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
+            settings["labels"] = resumed.settings.engine["labels"]
+    else:
+        jobs = typed.get("jobs", 1)
+        settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
     with base.opened(settings) as engine:
-        task, note = start(settings, engine.machines)
-        if note:
-            _console.note(note)
+        task, note = (resumed, "") if resumed else start(settings, engine.machines)
+        _console.note(note)
         yield replace(task, patience_s=patience_s), engine
 
 

@@ -20,20 +20,10 @@ from weighin.errors import ConfigError
 
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
-_ONLY_TYPED: Final = frozenset(
-    (
-        "check",
-        "expect-failures",
-        "help",
-        "json",
-        "resume",
-        "trust",
-        "trust-remote-code",
-        "update",
-        "version",
-        "yes",
-    )
-)
+_ONLY_TYPED: Final = (
+    "check", "expect-failures", "help", "json", "resume", "trust", "trust-remote-code", "update",
+    "version", "yes",
+)  # fmt: skip
 
 Defaults = dict[str, dict[str, Any]]
 """The default values of each verb's parameters, by verb and name: click's ``default_map``."""
@@ -102,25 +92,28 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]) -> Defaults:
-    options = {name: options_of(verb) for name, verb in verbs.items()}
-    options = {name: found for name, found in options.items() if found}
+    options = {name: found for name, verb in verbs.items() if (found := options_of(verb))}
     shared = {key for name in _SHARED_BY for key in options[name]}
-    defaults: Defaults = {name: {} for name in options}
-    tables = {
-        key: value
-        for key, value in table.items()
-        if isinstance(value, dict) and _normal(key) not in shared
-    }
+    listed = shared | options.keys()
+    tables: dict[str, dict[str, Any]] = {}
+    common: dict[str, Any] = {}
     for key, value in table.items():
-        _check_key(
-            key, (options if key in tables else shared), shared | options.keys(), path, TABLE
-        )
-        for name in _SHARED_BY if key not in tables else ():
-            _set(defaults[name], options[name], key, value, path, TABLE)
-    for name, values in tables.items():  # after the shared table, to override its values
-        for key, value in values.items():
+        is_table = isinstance(value, dict) and _normal(key) not in shared
+        _check_key(key, options if is_table else shared, listed, path, TABLE)
+        (tables if is_table else common)[key] = value
+    for name, values in tables.items():
+        for key in values:
             _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
-            _set(defaults[name], options[name], key, value, path, f"{TABLE}.{name}")
+    defaults: Defaults = {name: {} for name in options}
+    for name, values, place in (
+        *((name, common, TABLE) for name in _SHARED_BY),
+        *((name, values, f"{TABLE}.{name}") for name, values in tables.items()),  # overrides
+    ):
+        for key, value in values.items():
+            if (param := options[name].get(_normal(key))) and param.name:
+                defaults[name][param.name] = _value(
+                    param, value, f"{path}: {place}.{key}", path.parent
+                )
     return defaults
 
 
@@ -138,20 +131,6 @@ def _check_key(
     near = get_close_matches(normal, sorted(listed), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
-
-
-def _set(
-    defaults: dict[str, Any],
-    options: Mapping[str, click.Parameter],
-    key: str,
-    value: object,
-    path: Path,
-    table: str,
-) -> None:
-    param = options.get(_normal(key))
-    if param is not None:
-        assert param.name
-        defaults[param.name] = _value(param, value, f"{path}: {table}.{key}", path.parent)
 
 
 def _value(param: click.Parameter, value: object, place: str, folder: Path) -> object:

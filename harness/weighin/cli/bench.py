@@ -11,21 +11,6 @@ from weighin.cli.report import show_run
 if TYPE_CHECKING:
     from weighin.run.request import Request
 
-_OF_SUITE = (
-    "operation",
-    "ram_high",
-    "isolation",
-    "device",
-    "dtype",
-    "cache",
-    "passes",
-    "repeats",
-    "timeout_s",
-    "steady",
-    "trace",
-)
-"""Options that a suite can also set, under the same name."""
-
 EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
@@ -148,26 +133,9 @@ EXAMPLES = (
     " the N cells must fit into the free RAM together, and the times of these cells cannot be"
     " compared with others.",
 )
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
-    " joins the runs of all shards.",
-)
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The folder to write the run's records and report into, which must not contain a run yet."
-    " Default: results/DATE-MODEL-RAM.",
-)
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
-)
+@_options.shard
+@_options.out("DATE-MODEL-RAM")
+@_options.resume
 @_options.trust
 @_options.wait
 @_options.json
@@ -206,21 +174,6 @@ def bench(context: click.Context, /, **_: Any) -> None:
 def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
     from weighin.records.shard import parse
 
-    asked = {name: typed[name] for name in _OF_SUITE} | {
-        "models": [_arguments.one_model(typed["model"], typed["model_option"])],
-        "ram": [limit.strip() for limit in typed["ram"].split(",")],
-        "vram": [limit.strip() for limit in typed["vram"].split(",")],
-        "ranks": _arguments.names([typed["ranks"]]),
-        "uses": _arguments.names([typed["use"]]),
-        "disk": _arguments.names([typed["disk"]]),
-        "disk_latency": _arguments.names([typed["disk_latency"]]),
-    }
-    if variables := _arguments.environment(typed["env"]):
-        asked["environment"] = variables
-    if names := _arguments.names(typed["strategies"]):
-        asked["strategies"] = names
-    if typed["fmt"]:
-        asked["format"] = _arguments.names([typed["fmt"]])
     shard = parse(typed["shard"]) if typed["shard"] else None
-    suite = _arguments.read_suite(typed["suite"], asked)
+    suite = _arguments.suite(typed, _arguments.one_model(typed["model"], typed["model_option"]))
     return _arguments.request(typed, suite, shard=shard, engine=engine, storage=typed["storage"])

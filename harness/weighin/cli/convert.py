@@ -1,10 +1,10 @@
 """``weighin convert``: write a checkpoint in another format."""
 
-from pathlib import Path
+from typing import Any
 
 import click
 
-from weighin.cli import _console, _options
+from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 from weighin.run import interrupts
@@ -70,51 +70,35 @@ EXAMPLES = (
 @_options.adapter
 @_options.selection
 @_options.json
-def convert(
-    source: Path,
-    target: Path,
-    fmt: str,
-    dtype: str | None,
-    max_shard_size: str,
-    verify: bool,
-    keys: str,
-    variant: str,
-    revision: str,
-    model_class: str,
-    trust_remote_code: bool,
-    adapter: str,
-    key: str,
-    strip_prefix: str,
-    json_file: str | None,
-) -> None:
+def convert(**typed: Any) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
     from weighin.checkpoint import convert_request
-    from weighin.formats.pretrained_choice import FolderChoice
     from weighin.formats.pretrained_folder import path_of
-    from weighin.formats.selection import Selection
     from weighin.suite.registry import notes_on, weights_of
 
-    selection = Selection(key, strip_prefix)
-    choice = FolderChoice(variant, model_class, revision, trust_remote_code, adapter)
-    keys = "model" if adapter else keys  # an adapter names the model's modules
-    if model_class and keys == "file":
+    source, selection, choice = (
+        typed["source"],
+        _arguments.selection(typed),
+        _arguments.choice(typed),
+    )
+    keys = "model" if choice.adapter else typed["keys"]  # an adapter names the model's modules
+    if choice.model_class and keys == "file":
         raise ConfigError(
             "--class names the model whose keys are written, so it would be ignored",
             "add --keys model, or leave --class out",
         )
     wish = convert_request.Wish(
-        weights_of(source, choice) if variant else path_of(source, revision),
-        target,
-        fmt,
-        dtype,
-        max_shard_size,
-        verify,
-        selection,
-        keys,
-        choice,
+        source=weights_of(source, choice) if choice.variant else path_of(source, choice.revision),
+        target=typed["target"],
+        fmt=typed["fmt"],
+        dtype=typed["dtype"],
+        max_shard_size=typed["max_shard_size"],
+        verify=typed["verify"],
+        selection=selection,
+        keys=keys,
+        choice=choice,
     )
     if not selection:
-        for note in notes_on(wish.source, choice):
-            _console.note(note)
+        _console.note(*notes_on(wish.source, choice))
     finished = convert_request.convert(wish, _console.err(), interrupts.ignore)
-    _console.deliver(json_file, finished.as_json, lambda: _console.line(str(finished)))
+    _console.deliver(typed["json_file"], finished.as_json, lambda: _console.line(str(finished)))

@@ -4,9 +4,8 @@ from typing import Any
 
 import click
 
-from weighin.cli import _console, _options
+from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
-from weighin.errors import ConfigError
 
 NO_LIMIT_EXIT = 3
 
@@ -36,15 +35,7 @@ NO_LIMIT_EXIT = 3
 @_options.engine
 @_options.json
 @click.pass_context
-def doctor(
-    context: click.Context,
-    calibrate: bool,
-    clean: bool,
-    engine: str,
-    address: str | None,
-    labels: tuple[str, ...],
-    json_file: str | None,
-) -> None:
+def doctor(context: click.Context, /, **typed: Any) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     In each isolation, a probe process allocates more memory than its limit, to test that the kernel
@@ -54,19 +45,17 @@ def doctor(
     """
     from weighin.engines import base
 
-    if settings := base.settings(engine, address, labels):
-        if calibrate or clean:
-            raise ConfigError(
-                f"{'--calibrate' if calibrate else '--clean'} is for this machine, and not for a fleet",
-                "leave out --engine ray",
-            )
+    json_file = typed["json_file"]
+    if settings := base.settings(typed["engine"], typed["address"], typed["labels"]):
+        ignored, reason = ("calibrate", "clean"), "a fleet is examined, and not this machine"
+        _arguments.refuse(context, ignored, reason, "leave out --engine ray")
         _examine_fleet(context, settings, json_file)
         return
     from weighin.doctor import doctor as doctors
 
-    examination = doctors.examine(_console.note, clean=clean)
+    examination = doctors.examine(_console.note, clean=typed["clean"])
     tables, document = [doctors.table(examination)], examination.as_json()
-    if calibrate:
+    if typed["calibrate"]:
         from dataclasses import asdict
 
         from weighin.recommend import calibration

@@ -10,7 +10,9 @@ from weighin.cli import _arguments, _console, _options, _run
 from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
+    from weighin.run.command_request import CommandRequest
     from weighin.run.floor_search import Search
+    from weighin.run.request import Request
 
 EXAMPLES = (
     "weighin floor gpt2-medium",
@@ -24,30 +26,10 @@ EXAMPLES = (
 )
 _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
-    *(
-        "model",
-        "model_option",
-        "kwargs",
-        "variant",
-        "revision",
-        "model_class",
-        "trust_remote_code",
-        "adapter",
-    ),
-    *(
-        "checkpoint",
-        "key",
-        "strip_prefix",
-        "strategies",
-        "device",
-        "dtype",
-        "fmt",
-        "use",
-        "ranks",
-        "seed",
-    ),
-    *("base_image", "wait"),
-}
+    "model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code",
+    "adapter", "checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "use",
+    "ranks", "seed", "base_image", "wait",
+}  # fmt: skip
 
 
 @click.command(cls=VerbOfModelOrCommand, examples=EXAMPLES, codes=True)
@@ -86,14 +68,7 @@ _OF_MODELS = {
 @_options.environment
 @_options.timeout(300.0)
 @_options.seed
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The folder to write the run's records and report into, which must not contain a run yet."
-    " Default: results/DATE-MODEL-floor.",
-)
+@_options.out("DATE-MODEL-floor")
 @click.option(
     "--resume",
     type=_options.PATH,
@@ -120,8 +95,9 @@ def floor(context: click.Context, /, **_: Any) -> None:
     times its time without a limit plus 30 s.
     """
     from weighin.cli import _progress
-    from weighin.report import terminal_floors, write_report
+    from weighin.report import findings, floors
     from weighin.report.run_json import of_floors
+    from weighin.report.writing import write_report
     from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
@@ -131,8 +107,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
         typed["timeout_s"] = 0.0  # one that follows from the time without a limit
     search = _search(typed)
-    if search.warning:
-        _console.note(search.warning)
+    _console.note(search.warning)
     folder, json_file = search.run.folder, typed["json_file"]
     with (
         _progress.progress(_console.err(), None) as progress,
@@ -140,7 +115,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     ):
         results = search.perform(progress)
     if json_file != _console.STDOUT:
-        _console.show(terminal_floors(results))
+        _console.show(findings.terminal(floors.found(results)))
     files = write_report(folder)
     _console.files(files, json_file)
     if json_file:
@@ -171,33 +146,21 @@ def _search(typed: dict[str, Any]) -> "Search":
     from weighin.records.floor import Aim
     from weighin.run import floor_search
 
-    aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
     if typed["resume"]:
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
-    elif typed["command"] is not None:
-        from weighin.cli.run import asked as asked_command
-
-        within = _arguments.share(typed["within"])
-        search, note = floor_search.start(asked_command(typed, within=within, aim=aim))
-        if note:
-            _console.note(note)
     else:
-        asked = {
-            "models": [_arguments.one_model(typed["model"], typed["model_option"])],
-            "uses": _arguments.names([typed["use"]]),
-            "ranks": _arguments.names([typed["ranks"]]),
-        } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
-        if names := _arguments.names(typed["strategies"]):
-            asked["strategies"] = names
-        if variables := _arguments.environment(typed["env"]):
-            asked["environment"] = variables
-        if typed["fmt"]:
-            asked["format"] = _arguments.names([typed["fmt"]])
-        suite = _arguments.read_suite(None, asked)
-        within = _arguments.share(typed["within"])
-        request = _arguments.request(typed, suite, within=within, aim=aim)
-        search, note = floor_search.start(request)
-        if note:
-            _console.note(note)
+        aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
+        settings = {"within": _arguments.share(typed["within"]), "aim": aim}
+        search, note = floor_search.start(_asked(typed, settings))
+        _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
+
+
+def _asked(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
+    if typed["command"] is not None:
+        from weighin.cli.run import asked as asked_command
+
+        return asked_command(typed, **settings)
+    model = _arguments.one_model(typed["model"], typed["model_option"])
+    return _arguments.request(typed, _arguments.suite(typed, model), **settings)

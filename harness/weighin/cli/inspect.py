@@ -8,7 +8,6 @@ import click
 
 from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
-from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,45 +43,21 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     it lists the parts with their sizes.
     """
     from weighin.checkpoint import inspect as inspecting
-
-    typed = _arguments.read(context)
-    if found := _pipeline(typed):
-        _show_pipeline(found, typed)
-        return
-    inspected = _inspected(typed)
-    parts = inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"])
-    _console.deliver(typed["json_file"], inspected.as_json, lambda: _show(parts))
-
-
-def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
-    """Return the pipeline that was asked for; None for a checkpoint or a model.
-
-    Raises:
-        ConfigError: an option was given that describes the tensors of one checkpoint.
-    """
-    from weighin.checkpoint.inspect_pipeline import inspect_pipeline
-
-    path = _arguments.pipeline(typed)
-    if path is None:
-        return None
-    ignored = {
-        "--all": typed["show_all"],
-        "--key": typed["key"],
-        "--strip-prefix": typed["strip_prefix"],
-    }
-    if given := [option for option, value in ignored.items() if value]:
-        raise ConfigError(
-            f"a pipeline is listed by its parts: {', '.join(given)} would be ignored",
-            "leave these options out, or give the folder of one part",
-        )
-    return inspect_pipeline(path)
-
-
-def _show_pipeline(inspected: "InspectedPipeline", typed: dict[str, Any]) -> None:
     from weighin.checkpoint import inspect_pipeline
 
-    parts = inspect_pipeline.tables(inspected, sort=typed["sort"])
-    _console.deliver(typed["json_file"], inspected.as_json, lambda: _show(parts))
+    typed = _arguments.read(context)
+    found: InspectedPipeline | Inspected
+    if path := _arguments.pipeline(typed):
+        ignored, reason = ("show_all", "key", "strip_prefix"), "a pipeline is listed by its parts"
+        _arguments.refuse(
+            context, ignored, reason, "leave these options out, or give the folder of one part"
+        )
+        found = inspect_pipeline.inspect_pipeline(path)
+        parts = inspect_pipeline.tables(found, sort=typed["sort"])
+    else:
+        found = _inspected(typed)
+        parts = inspecting.tables(found, sort=typed["sort"], show_all=typed["show_all"])
+    _console.deliver(typed["json_file"], found.as_json, lambda: _show(parts))
 
 
 def _show(parts: "list[Table | str]") -> None:
@@ -104,8 +79,8 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
             registry.weights_of(path, replace(choice, revision="")) if choice.variant else path
         )
         inspected = inspect(weights, _arguments.selection(typed))
-        for note in () if _arguments.selection(typed) else registry.notes_on(weights, choice):
-            _console.note(note)
+        if not _arguments.selection(typed):
+            _console.note(*registry.notes_on(weights, choice))
         return inspected
     from weighin.predict import client
     from weighin.suite.chosen_models import choose

@@ -1,11 +1,15 @@
-"""``weighin list``: strategies, models, uses, suites and isolations."""
+"""``weighin list``: strategies, models, uses, suites and isolations, without slow imports."""
 
 import shutil
+from collections.abc import Iterator
+from typing import Any, Final
 
 import click
 
-from weighin.cli import _console, _options
+from weighin.cli import _console, _options, _wrap
 from weighin.cli._verb import Verb
+from weighin.errors import HarnessError, UnknownName
+from weighin.uses import USES
 
 EXAMPLES = (
     "weighin list",
@@ -14,6 +18,23 @@ EXAMPLES = (
     "weighin list --json -",
 )
 _WIDEST = 100  # columns: longer lines are hard to read
+
+KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
+
+_HEADINGS: Final = {
+    "strategies": "strategies",
+    "saving": "strategies for saves (--operation save)",
+    "models": "models",
+    "uses": "uses after a load (--use NAME)",
+    "suites": "suites (--suite NAME)",
+    "isolations": "isolations (--isolation NAME)",
+}
+
+_ISOLATIONS: Final = {
+    "docker": "A Docker container for each cell. Enforces RAM limits.",
+    "cgroup": "A memory cgroup for each cell, without a container. Enforces RAM limits.",
+    "process": "A plain process for each cell. Measures, but enforces no limit.",
+}
 
 
 @click.command("list", cls=Verb, examples=EXAMPLES)
@@ -26,9 +47,135 @@ _WIDEST = 100  # columns: longer lines are hard to read
 @_options.json
 def list_(kind: str, json_file: str | None) -> None:
     """List the strategies, models, uses, suites and isolations."""
-    from weighin.cli import _listing
-
-    document = _listing.document(kind)
+    found = _document(kind)
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    text = "\n".join(_listing.lines(document, width))
-    _console.deliver(json_file, lambda: document, lambda: _console.line(text))
+    text = "\n".join(_lines(found, width))
+    _console.deliver(json_file, lambda: found, lambda: _console.line(text))
+
+
+def _document(kind: str) -> dict[str, Any]:
+    """Return the entries of one kind, or of every kind for "all", as data for ``--json``.
+
+    Raises:
+        UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
+    """
+    if kind != "all" and kind not in KINDS:
+        raise UnknownName("list", kind, [*KINDS, "all"])
+    found: dict[str, Any] = {}
+    if kind in ("all", "strategies"):
+        found["strategies"] = _strategies("load")
+        found["saving"] = _strategies("save")
+    if kind in ("all", "models"):
+        found["models"] = _models()
+    if kind in ("all", "uses"):
+        found["uses"] = [{"name": name, "summary": summary} for name, summary in USES.items()]
+    if kind in ("all", "suites"):
+        found["suites"] = _suites()
+    if kind in ("all", "isolations"):
+        found["isolations"] = _isolations(tried=kind == "isolations")
+    return found
+
+
+def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
+    """Yield a document as text; no line breaks a word that fits into ``width`` columns."""
+    blank = False
+    for kind, heading in _HEADINGS.items():
+        if kind in listed:
+            if blank:
+                yield ""
+            yield heading
+            for entry in listed[kind]:
+                yield from _entry(kind, entry, max(len(one["name"]) for one in listed[kind]), width)
+            blank = True
+
+
+def _entry(kind: str, entry: dict[str, Any], longest: int, width: int) -> Iterator[str]:
+    """Yield an entry: its name, its summary beside it, and its facts below the summary."""
+    name = entry["name"].ljust(longest)
+    yield from _wrap.definitions([(name, entry.get("summary", ""))], width)
+    indent = " " * (longest + 4)
+    for fact in _facts(kind, entry):
+        yield from (indent + line for line in _wrap.wrap(fact, width - len(indent)))
+
+
+def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
+    if kind in ("strategies", "saving"):
+        reads, loads = ("reads", "loads to") if kind == "strategies" else ("writes", "saves from")
+        yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
+        if entry["options"]:
+            yield f"options {', '.join(entry['options'])}"
+        if entry["packages"]:
+            yield f"needs {', '.join(entry['packages'])}"
+    elif kind == "models":
+        # Imported here: with settings in pyproject.toml, each command imports every verb.
+        from weighin.formats.pretrained_folder import BUILDER, dtype_of
+
+        if entry["builder"] == BUILDER:
+            kwargs = entry["kwargs"]
+            yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config']) or 'float32'}"
+        else:
+            arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
+            yield f"{entry['builder']} {arguments}"
+    elif kind == "isolations" and entry["works"] is not None:
+        yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
+
+
+def _strategies(operation: Any) -> list[dict[str, Any]]:
+    from weighin.suite import registry
+
+    return [
+        {
+            "name": name,
+            "summary": info.summary,
+            "formats": list(info.formats),
+            "devices": list(info.devices),
+            "options": list(info.options),
+            "packages": list(info.packages),
+            "path": str(info.path),
+        }
+        for name, info in registry.strategies(operation).items()
+    ]
+
+
+def _models() -> list[dict[str, Any]]:
+    from weighin.suite import registry
+    from weighin.suite.yaml_file import read_mapping
+
+    found = []
+    for name, path in registry.models().items():
+        content = read_mapping(path)
+        kwargs = content.get("kwargs", {})
+        summary = content.get("description", "")
+        found.append(
+            {"name": name, "summary": summary, "builder": content["builder"], "kwargs": kwargs}
+        )
+    return found
+
+
+def _suites() -> list[dict[str, Any]]:
+    from weighin.suite import registry
+    from weighin.suite.yaml_file import read_mapping
+
+    return [
+        {"name": name, "summary": read_mapping(path).get("description", ""), "path": str(path)}
+        for name, path in registry.suites().items()
+    ]
+
+
+def _isolations(*, tried: bool) -> list[dict[str, Any]]:
+    """Return the isolations. An entry's ``works`` is None unless the isolations are ``tried``."""
+    found = []
+    for name, summary in _ISOLATIONS.items():
+        works, why = _try(name) if tried else (None, "")
+        found.append({"name": name, "summary": summary, "works": works, "why": why})
+    return found
+
+
+def _try(name: str) -> tuple[bool, str]:
+    from weighin.isolation import select
+
+    try:
+        select.named(name).check()
+    except HarnessError as error:
+        return False, f"{error.message}. {error.repair}"
+    return True, ""

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weighin.predict.prediction import Prediction
-    from weighin.suite.config import Suite
 
 EXAMPLES = (
     "weighin predict gpt2-xl",
@@ -82,15 +81,15 @@ def predict(context: click.Context, /, **_: Any) -> None:
         return
     from weighin.predict import tables
 
-    predictions = _predictions(typed, _suite(typed))
+    predictions = _predictions(typed)
     parts = tables.tables(predictions, phases=typed["phases"])
     document = partial(tables.as_json, predictions)
     _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
     _end(context, predictions)
 
 
-def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list[Prediction]":
-    """Return the predictions for a suite; ``name`` is the part of a pipeline that the suite loads."""
+def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
+    """Return the predictions that were asked for; ``name`` is the part of a pipeline that is loaded."""
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
@@ -98,6 +97,7 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
     from weighin.suite.matrix import plan
     from weighin.uses import FORWARD
 
+    suite = _arguments.suite(typed, _arguments.asked_model(typed))
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
         found = quantised.of_model(spec)
@@ -153,7 +153,7 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
             _arguments.names(typed["strategies"]), library_at(part.path)
         )
         asked["strategies"] = names
-        parts[part.name] = _predictions(asked, _suite(asked), part.name)
+        parts[part.name] = _predictions(asked, part.name)
     answers = combining.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)
@@ -189,17 +189,3 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
     show = partial(_console.show, tables.check_table(checked), *lines)
     _console.deliver(typed["json_file"], document, show)
     return [series.prediction for series in checked]
-
-
-def _suite(typed: dict[str, Any]) -> "Suite":
-    asked = {
-        "models": [_arguments.asked_model(typed)],
-        "device": typed["device"],
-        "dtype": typed["dtype"],
-        "strategies": _arguments.names(typed["strategies"]),
-        "format": _arguments.names([typed["fmt"] or ""]),
-        "uses": _arguments.names([typed["use"]]),
-        "ranks": _arguments.names([typed["ranks"]]),
-    }
-    given = {key: value for key, value in asked.items() if value}
-    return _arguments.read_suite(typed["suite"], given)

@@ -51,8 +51,9 @@ def show_run(
 ) -> None:
     """Print the report of a run, and write it in ``formats``, or else in the default formats."""
     with _console.working("computing the table"):
-        from weighin.report import terminal_table, write_report
         from weighin.report.run_json import of_run
+        from weighin.report.sections import terminal_table
+        from weighin.report.writing import write_report
 
         table = terminal_table(records.results, records.warnings)
     if json_file != _console.STDOUT:

@@ -12,6 +12,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.record import Result
+    from weighin.run.command_request import CommandRequest
     from weighin.run.machines import Machines
     from weighin.run.task import Run
 
@@ -72,25 +73,9 @@ EXAMPLES = (
 @_options.label
 @_options.suite
 @_options.engine
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with cell I, from 1.",
-)
-@click.option(
-    "--out",
-    "folder",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="The folder to write the run's records and report into, which must not contain a run yet."
-    " Default: results/DATE-LABEL-RAM.",
-)
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
-)
+@_options.shard
+@_options.out("DATE-LABEL-RAM")
+@_options.resume
 @_options.trust
 @_options.json
 @click.pass_context
@@ -129,7 +114,7 @@ def _start(
     return command_request.start(request, machines)
 
 
-def asked(typed: dict[str, Any], **settings: Any) -> Any:
+def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
     """Return the request for the command that was typed; ``settings`` are those of the run."""
     from pathlib import Path
 

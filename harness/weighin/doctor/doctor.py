@@ -17,7 +17,7 @@ from rich.table import Table
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.disk import mount
-from weighin.doctor import disks
+from weighin.disk.pace import Pace
 from weighin.doctor.capabilities import Capability, figures
 from weighin.errors import HarnessError
 from weighin.isolation import delegation, select
@@ -26,13 +26,17 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 from weighin.record import Outcome
-from weighin.run import command_runner, slow_disk
+from weighin.run import command_runner, disk_proof, slow_disk
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
 _PROBE = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES = 384 * MIB
+_DISKS = (
+    ("rate of a disk (--disk)", Pace(100_000_000)),
+    ("latency of a disk (--disk-latency)", Pace(100_000_000, 5_000_000)),
+)
 _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
 _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
@@ -94,7 +98,7 @@ def _isolation(
     yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
-        yield from disks.examine(isolation, say)
+        yield from _disks(isolation, say)
         return
     say(f"running a probe into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
     try:
@@ -102,7 +106,23 @@ def _isolation(
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
-    yield from disks.examine(isolation, say)
+    yield from _disks(isolation, say)
+
+
+def _disks(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
+    """Yield whether the cells of an isolation can have a slow disk, proven by a direct read."""
+    spec = model("gpt2-tiny")
+    for name, pace in _DISKS:
+        subject = f"isolation {isolation.name}: {name}"
+        say(f"reading directly from a disk of {pace} with {isolation.name}")
+        job = disk_proof.job_of(isolation, spec, pace)
+        try:
+            proof = disk_proof.prove(isolation, job)
+        except HarnessError as error:
+            yield Capability(subject, "poor", f"{error.message}. {error.repair}")
+            continue
+        detail = f"asked for {pace}: a direct read got {proof}"
+        yield Capability(subject, "good" if proof.holds else "poor", detail)
 
 
 def _removed(line: str) -> Capability:

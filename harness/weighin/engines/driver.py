@@ -124,10 +124,9 @@ class Driver:
             if not (busy := self._busy()):
                 self._look_again()
                 continue
-            by_task = {id(member.work.task): member for member in busy if member.work}
-            tasks = [member.work.task for member in busy if member.work]
-            for task in self._transport.wait(tasks, _WAIT_S):
-                self._take_event(by_task[id(task)])
+            by_task = {member.work.task: member for member in busy if member.work}
+            for task in self._transport.wait([*by_task], _WAIT_S):
+                self._take_event(by_task[task])
 
     def _look_again(self) -> None:
         """Ask all nodes for their free RAM; raise NoNodeLeft if no node can go on now."""
@@ -320,14 +319,14 @@ class Driver:
             member.work.task.cancel()
         deadline_s = time.monotonic() + _CANCELLING_S
         while busy and time.monotonic() < deadline_s:
-            tasks = {id(m.work.task): m for m in busy if m.work}
-            for task in self._transport.wait([m.work.task for m in busy if m.work], _WAIT_S):
+            by_task = {member.work.task: member for member in busy if member.work}
+            for task in self._transport.wait([*by_task], _WAIT_S):
                 try:
                     has_ended = task.next_event() is None
                 except LostTask:
                     has_ended = True
                 if has_ended:
-                    busy.remove(tasks[id(task)])
+                    busy.remove(by_task[task])
 
 
 def _settings(task: Run) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
-from weighin.units import format_bytes, format_exact
+from weighin.units import format_bytes
 from weighin.uses import FORWARD, TRAINING
 
 ALLOWED: Final = ("resave", "packages", "weighin")
@@ -246,37 +246,36 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
         ),
     )
-    if not advice.best:
-        return advice
-    info = registry.strategy(advice.best.strategy)
-    checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
-    if (
-        question.checkpoint
-        and (folder := _folder(question))
-        and info.maps_keys
-        and not info.shares_load
-    ):
+    return replace(advice, code=_code(advice, prior.checkpoint_format))
+
+
+def _code(advice: Advice, checkpoint_format: str) -> str:
+    """Return the code of the best candidate; empty without one."""
+    question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
+    if not best:
+        return ""
+    info = registry.strategy(best.strategy)
+    if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         model = question.model.kwargs
-        code = pretrained_snippet(
+        return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
-            gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
+            gguf_file=checkpoint.name if checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
-            variant=variant_of(Path(checkpoint)),
+            variant=variant_of(checkpoint),
             is_chosen=library_in(model["config"]) is TRANSFORMERS
             and model["architecture"] not in (model["config"].get("architectures") or [""])[:1],
             extra=library_in(model["config"]).extra,
         )  # fmt: skip
-        return replace(advice, code=code)
+    path = str(checkpoint or "model.pt")
     if advice.saves_again:
-        checkpoint = _file_name(advice.best.format)
+        path = _file_name(best.format)
     try:
-        code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
+        return snippet(info, device=question.device, dtype=question.dtype, checkpoint=path)
     except CannotWriteOut as why:
-        code = (
+        return (
             f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
         )
-    return replace(advice, code=code)
 
 
 def _folder(question: Question) -> str | None:
@@ -289,9 +288,6 @@ def _folder(question: Question) -> str | None:
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     """Yield the parts of the answer that ``weighin recommend`` prints, with ``most`` candidates."""
     asked = advice.question
-    limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
-    if asked.limits.vram_bytes:
-        limits.append(f"{format_exact(asked.limits.vram_bytes)} of GPU memory")
     sources = [_sources(candidate) for candidate in advice.candidates]
     known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
     same = len(known) == 1
@@ -299,9 +295,8 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
     of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
     of_ranks += f" for the use {asked.use}" if asked.use else ""
-    table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
-        " and ".join(limits) or "without a limit"
-    )
+    load = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}"
+    table.title = f"{load}, {asked.limits}"
     notes = [f"Memory and time are {known[0]}."] if same else []
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
@@ -319,14 +314,13 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     for heading in [*([] if same else ["memory, time"]), "requires"]:
         table.add_column(heading, overflow="fold")
     for candidate, source in zip(advice.candidates[:most], sources, strict=False):
+        margin, ready_s = candidate.margin_bytes, candidate.ready_s
         table.add_row(
             escape(candidate.strategy),
             f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
             escape(candidate.why),
-            "-"
-            if candidate.margin_bytes is None
-            else format_bytes(candidate.margin_bytes, digits=1),
-            "-" if candidate.ready_s is None else f"{candidate.ready_s:.1f} s",
+            "-" if margin is None else format_bytes(margin, digits=1),
+            "-" if ready_s is None else f"{ready_s:.1f} s",
             *([] if same else [source]),
             escape(", ".join(map(_requirement, candidate.asks))),
         )
@@ -383,7 +377,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
             format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
-            disk_latency_ns=question.disk.latency_ns, **_use_of(question.use),
+            disk_latency_ns=question.disk.latency_ns,
+            use="" if question.use == FORWARD else question.use, passes=int(question.use == FORWARD),
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue
@@ -394,11 +389,6 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # dequantised, the checkpoint is another one, up to 8 times as large
         yield Planned.of(cell, info)
-
-
-def _use_of(use: str) -> dict[str, Any]:
-    """Return the fields of a cell with this use."""
-    return {} if use == FORWARD else {"use": use, "passes": 0}
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:

@@ -43,19 +43,7 @@ _TORCH_TIMEOUT_S: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The speeds of a machine, in bytes per second, and costs, in seconds.
-
-    Attributes:
-        read_bytes_per_s: reading a cold file with one thread through the page cache.
-        read_direct_bytes_per_s: reading a cold file with eight threads and direct I/O, as
-            ``streaming`` does.
-        map_bytes_per_s: reading the pages of a mapped cold file.
-        fault_bytes_per_s: writing to fresh memory, in pages of the usual size.
-        copy_bytes_per_s: copying memory, if both places were used before.
-        init_bytes_per_s: drawing random numbers, as a module's constructor does.
-        archive_s: opening a file with ``torch.load``.
-        module_s: importing one Python module.
-    """
+    """The speeds of a machine, in bytes per second, and costs, in seconds: see ``_MEANINGS``."""
 
     read_bytes_per_s: float
     read_direct_bytes_per_s: float
@@ -68,10 +56,9 @@ class Calibration:
 
     def slowed(self, times: float) -> "Calibration":
         """Return the calibration of a machine that takes ``times`` times as long for everything."""
-        figures = asdict(self).items()
         return Calibration(**{
             name: value / times if name.endswith("_per_s") else value * times
-            for name, value in figures
+            for name, value in asdict(self).items()
         })  # fmt: skip
 
 
@@ -95,31 +82,30 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
     """
     folder = cache.folder()
     say(f"calibrating this machine once: reading and writing 512 MiB in {folder}")
-    rounds: dict[str, list[float]] = {}
     with _file(folder) as path:
         page_preconditioning.touch_and_free(2 * _MEMORY_BYTES)
-        for _ in range(_ROUNDS):
-            once = {
-                "read_bytes_per_s": _cold(path, _read_buffered),
-                "read_direct_bytes_per_s": _cold(path, _read_direct),
-                "map_bytes_per_s": _cold(path, _read_mapped),
-                "fault_bytes_per_s": _fault(),
-                "copy_bytes_per_s": _copy(),
-            }
-            for name, value in once.items():
-                rounds.setdefault(name, []).append(value)
-    for once in _ask_torch():
-        for name, value in once.items():
-            rounds.setdefault(name, []).append(value)
+        measured = [_round(path) for _ in range(_ROUNDS)]
+    measured += _ask_torch()
+    names = [each.name for each in fields(Calibration)]
+    rounds = {name: [once[name] for once in measured if name in once] for name in names}
     best = {
         name: max(values) if name.endswith("_per_s") else min(values)
         for name, values in rounds.items()
     }
-    calibration = Calibration(**best)
-    figures = asdict(calibration)
-    content = {"schema": SCHEMA, "machine": _machine(), "figures": figures, "rounds": rounds}
+    content = {"schema": SCHEMA, "machine": _machine(), "figures": best, "rounds": rounds}
     write_text(folder / FILE, json.dumps(content, indent=1))
-    return calibration
+    return Calibration(**best)
+
+
+def _round(path: Path) -> dict[str, float]:
+    """Return the figures that need no torch, measured once."""
+    return {
+        "read_bytes_per_s": _cold(path, _read_buffered),
+        "read_direct_bytes_per_s": _cold(path, _read_direct),
+        "map_bytes_per_s": _cold(path, _read_mapped),
+        "fault_bytes_per_s": _fault(),
+        "copy_bytes_per_s": _copy(),
+    }
 
 
 def table(calibration: Calibration) -> Table:
@@ -135,10 +121,10 @@ def table(calibration: Calibration) -> Table:
 
 _MEANINGS: Final = {
     "read_bytes_per_s": "reading a cold file: one thread, through the page cache",
-    "read_direct_bytes_per_s": "reading a cold file: eight threads, direct I/O",
+    "read_direct_bytes_per_s": "reading a cold file: eight threads, direct I/O, as streaming",
     "map_bytes_per_s": "reading a cold file: pages of a map",
-    "fault_bytes_per_s": "writing to fresh memory",
-    "copy_bytes_per_s": "copying memory",
+    "fault_bytes_per_s": "writing to fresh memory, in pages of the usual size",
+    "copy_bytes_per_s": "copying memory that was used before",
     "init_bytes_per_s": "drawing random numbers, as constructors do",
     "archive_s": "opening a file with torch.load",
     "module_s": "importing one Python module",

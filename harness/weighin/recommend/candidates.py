@@ -14,7 +14,7 @@ from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
-from weighin.units import MIB, format_bytes
+from weighin.units import MIB, format_bytes, format_exact
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
@@ -46,6 +46,12 @@ class Limits:
 
     ram_bytes: int | None = None
     vram_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """ "8GiB of RAM and 4GiB of GPU memory", or "without a limit"."""
+        limits = [f"{format_exact(self.ram_bytes)} of RAM"] if self.ram_bytes else []
+        limits += [f"{format_exact(self.vram_bytes)} of GPU memory"] if self.vram_bytes else []
+        return " and ".join(limits) or "without a limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ def assess(
     need, memory_from = prediction.floor_bytes, "predicted"
     if evidence and evidence.anon_bytes is not None:
         need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
-    cuda = prediction.cuda_with_use("reserved")
+    cuda = prediction.cuda_with_use("cuda_reserved_bytes")
     if evidence and evidence.cuda_reserved_bytes is not None:
         cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
     tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None

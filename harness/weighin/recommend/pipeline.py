@@ -5,7 +5,7 @@ the other parts' weights. *One after the other*, each part is freed before the n
 load has the whole limits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,9 +14,9 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
+from weighin.recommend.answer import Advice, Question, advise, gather
 from weighin.recommend.candidates import Limits
-from weighin.units import format_bytes, format_exact
+from weighin.units import format_bytes
 
 _TOGETHER: Final = "together"
 _ONE_AFTER_THE_OTHER: Final = "one after the other"
@@ -74,7 +74,10 @@ def advise_pipeline(
         name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
         for name, question in questions.items()
     }
-    sizes = {name: _model_bytes(each) for name, each in prior.items()}
+    sizes = {
+        name: max((one.model_bytes or 0 for one in each.predictions), default=0)
+        for name, each in prior.items()
+    }
     others = {name: sum(sizes.values()) - size for name, size in sizes.items()}
     together = {
         name: advise(replace(question, limits=_left(question, others[name])), prior[name])
@@ -83,10 +86,6 @@ def advise_pipeline(
     alone = {name: advise(question, prior[name]) for name, question in questions.items()}
     limits = next(iter(questions.values())).limits
     return PipelineAdvice(title, limits, sizes, together, alone)
-
-
-def _model_bytes(prior: PriorKnowledge) -> int:
-    return max((each.model_bytes or 0 for each in prior.predictions), default=0)
 
 
 def _left(question: Question, held_bytes: int) -> Limits:
@@ -99,20 +98,15 @@ def _left(question: Question, held_bytes: int) -> Limits:
 
 def parts(advice: PipelineAdvice) -> Iterator[RenderableType]:
     """Yield the parts of the answer that ``weighin recommend`` prints for a pipeline."""
-    limits = [f"{format_exact(advice.limits.ram_bytes)} of RAM"] if advice.limits.ram_bytes else []
-    if advice.limits.vram_bytes:
-        limits.append(f"{format_exact(advice.limits.vram_bytes)} of GPU memory")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title = (
-        f"{escape(advice.title)} ({format_bytes(sum(advice.sizes.values()))}), all parts, "
-        + (" and ".join(limits) or "without a limit")
-    )
+    size = format_bytes(sum(advice.sizes.values()))
+    table.title = f"{escape(advice.title)} ({size}), all parts, {advice.limits}"
     for heading in ("part", "size", _TOGETHER, _ONE_AFTER_THE_OTHER):
         table.add_column(heading, overflow="fold")
-    for name, size in advice.sizes.items():
+    for name, part_bytes in advice.sizes.items():
         table.add_row(
             escape(name),
-            format_bytes(size, digits=1),
+            format_bytes(part_bytes, digits=1),
             _choice(advice.together[name]),
             _choice(advice.one_after_the_other[name]),
         )
@@ -136,8 +130,6 @@ def _choice(advice: Advice) -> str:
 
 
 def _codes(chosen: Mapping[str, Advice]) -> Iterator[str]:
-    names: Sequence[str] = list(chosen)
-    for name in names:
-        best = chosen[name].best
-        assert best is not None
-        yield escape(f"# {name}: {best.strategy}\n{chosen[name].code}")
+    for name, advice in chosen.items():
+        assert advice.best is not None
+        yield escape(f"# {name}: {advice.best.strategy}\n{advice.code}")

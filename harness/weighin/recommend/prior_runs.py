@@ -71,8 +71,7 @@ class Evidence:
         larger limit was measured, because a load that thrashes under a smaller limit takes many
         times as long.
         """
-        seconds = self._ready_s_near(limit_bytes)
-        return middle(seconds)
+        return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
         """Return the median absolute deviation of the ready times; None without repeats.

@@ -8,7 +8,7 @@ import ast
 import textwrap
 from pathlib import Path
 from shlex import quote
-from typing import Final
+from typing import Any, Final
 
 from weighin import install
 from weighin.formats.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
@@ -189,17 +189,13 @@ class _Plain(ast.NodeTransformer):
         ]  # fmt: skip
         return self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+    def visit_If(self, node: ast.If | ast.IfExp) -> Any:
         self.generic_visit(node)
         if isinstance(node.test, ast.Constant):
             return node.body if node.test.value else node.orelse
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        if isinstance(node.test, ast.Constant):
-            return node.body if node.test.value else node.orelse
-        return node
+    visit_IfExp = visit_If  # noqa: N815 (ast's name)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         for name in ("checkpoint", "device", "dtype", "build_model"):

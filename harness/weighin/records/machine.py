@@ -39,16 +39,8 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
 CONCURRENT: Final = "concurrent_cells"
 """The number of cells that were measured at once, if more than one: their times are not judged."""
 TIMING: Final = (
-    "machine",
-    "cpu",
-    "cpus",
-    "threads",
-    "gpu",
-    "kernel",
-    "torch",
-    "settings.*",
-    CONCURRENT,
-)
+    "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
+)  # fmt: skip
 """Times are not compared if one of these differs."""
 
 _OF_MACHINE: Final = (

@@ -38,6 +38,9 @@ _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _DAMAGES_TOLD: Final = 5
+_NAME_ANOTHER: Final = (
+    "free some space, or name a folder that you may write: weighin bench ... --out FOLDER"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,12 +383,9 @@ def _read(path: Path) -> bytes:
 
 
 @contextmanager
-def writing(path: Path, and_so: str = "") -> Iterator[None]:
+def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterator[None]:
     """Turn an OSError in this block into a RecordError, whose message ends with ``and_so``."""
     try:
         yield
     except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}{and_so}",
-            "free some space, or name a folder that you may write: weighin bench ... --out FOLDER",
-        ) from error
+        raise RecordError(f"cannot write {path}: {error.strerror}{and_so}", repair) from error

@@ -82,8 +82,9 @@ def name_of(cell: Cell) -> str:
     """Return the name of a cell's series: the cell's distinguishing fields as words, in order."""
     limit = cell.ram_limit_bytes
     is_command = cell.operation == "command"
+    of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
     words = [
-        *(["command", cell.strategy] if is_command else _words_of_a_model(cell)),
+        *(("command", cell.strategy) if is_command else of_model),
         cell.cache,
         cell.isolation,
         f"ram={format_exact(limit)}" if limit else "ram=none",
@@ -91,13 +92,20 @@ def name_of(cell: Cell) -> str:
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 and not (is_command or cell.use) else []),
+        *further_words(cell),
+    ]
+    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
+
+
+def further_words(cell: Cell) -> list[str]:
+    """Return the words of a series' name for what most cells do not have: a use, ranks, options."""
+    return [
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
         *cell.disk,
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]
-    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
@@ -111,10 +119,6 @@ def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
     if any(other.environment != cell.environment for other in same):
         words += cell.settings
     return " ".join(words)
-
-
-def _words_of_a_model(cell: Cell) -> list[str]:
-    return [cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,7 @@ from weighin.strategy import HELPERS
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _WORKER: Final = "weighin.worker.__main__"
-_DECIDING: Final = (
-    "worker",
-    "loader",
-    "checkpoint",
-    "formats",
-    "models",
-)  # folders of this package
+_DECIDING: Final = ("worker", "loader", "checkpoint", "formats", "models")  # folders here
 # A test's body is not a strategy, and the code of saves takes no part in a load.
 _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
     "load": ("weighin.worker.body", "weighin.worker.saving"),

@@ -4,15 +4,15 @@ Memory is a multiple of the model's size, above the memory after the imports.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from weighin.record import Outcome, Result
 from weighin.records import after_load
 from weighin.records.metrics import ready_anon
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.report import captions
+from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
-from weighin.report.markdown import plain
 from weighin.report.rows import Row, series, split, values, varying
 from weighin.uses import FORK, NONE
 
@@ -32,31 +32,19 @@ def found(results: Sequence[Result]) -> list[Found]:
     """Return the table; none if every model was used by forward passes alone."""
     if not any(result.cell.use for result in results):
         return []
-    heads, rows, names = table(results)
-    notes = [NOTE, *([_NOTE_FORK] if any(one.cell.use == FORK for one in results) else [])]
-    caption = captions.shared(series(results), results, without=("use",))
-    return [Found(TITLE, heads, of_texts(rows), names, caption, notes)]
-
-
-def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]], int]:
-    """Return the headings, a row for each strategy, and the number of columns with names."""
-    results = [one for one in results if one.cell.operation == "load"]
-    rows = series(results)
-    extra = [name for name in varying(rows) if name != "use"]
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.cell.series, []).append(result)
+    loads = [one for one in results if one.cell.operation == "load"]
+    rows = series(loads)
+    names = ["strategy", *(name for name in varying(rows) if name != "use")]
+    groups = grouped(loads, lambda one: one.cell.series)
     uses = [use for use in values(rows, "use") if use != NONE]
     lines = [
-        [*map(_name, ("strategy", *extra), names), *_cells(group, groups, uses)]
-        for names, group in split(rows, ["strategy", *extra]).items()
+        [*(name_text(name, group[0]) for name in names), *_cells(group, groups, uses)]
+        for group in split(rows, names).values()
     ]
-    heads = ["RAM limit" if name == "ram_limit_bytes" else name for name in extra]
-    return ["strategy", *heads, _READY, *map(str, uses)], lines, 1 + len(extra)
-
-
-def _name(name: str, value: Any) -> str:
-    return captions.size(value) if name == "ram_limit_bytes" else plain(str(value or _MISSING))
+    heads = [*(HEADINGS.get(name, name) for name in names), _READY, *uses]
+    notes = [NOTE, *([_NOTE_FORK] if any(one.cell.use == FORK for one in results) else [])]
+    caption = captions.shared(series(results), results, without=("use",))
+    return [Found(TITLE, heads, of_texts(lines), len(names), caption, notes)]
 
 
 def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:

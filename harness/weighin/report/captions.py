@@ -1,15 +1,14 @@
 """Write the captions of a report: the properties that all cells share, and notes on figures."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
-from weighin.report.operations import Kind
-from weighin.report.rows import DIMENSIONS, Row, values, varying
+from weighin.report.rows import DIMENSIONS, Row, has, is_below_import, split, values, varying
 from weighin.text import few
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, NONE
@@ -59,6 +58,14 @@ def model_size(rows: Sequence[Row]) -> int | None:
     """Return the model's size in bytes, or None if no row has it or the rows differ."""
     sizes: set[int | None] = {*values(rows, "model_bytes")} - {None}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def apart(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Split the series by these columns, and yield the title and the rows of each group."""
+    for found, group in split(rows, names).items():
+        size = model_size(group)
+        pairs = zip(names, found, strict=True)
+        yield " · ".join(dimension(name, value, size) for name, value in pairs), group
 
 
 def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str] = ()) -> str:
@@ -173,20 +180,12 @@ def _comparable(result: Result) -> Mapping[str, Any]:
     return environment
 
 
-def note_figures(
-    kinds: Sequence[Kind],
-    *,
-    cuda: bool,
-    repeats: int,
-    ranks: bool = False,
-    below_import: bool = False,
-    uses: bool = False,
-) -> list[str]:
-    """Return one line for each column of the summary, with its explanation and accuracy.
-
-    With ``below_import``, the models are smaller than the memory of ``import torch``.
-    """
-    left_out = operations.KINDS["load"] if below_import else None
+def note_figures(rows: Sequence[Row]) -> list[str]:
+    """Return explanations of the figures of these series and their accuracy, one per line."""
+    if not rows:
+        return []
+    kinds = operations.of(rows)
+    left_out = operations.KINDS["load"] if is_below_import(rows) else None
     exact, *sampled = dict.fromkeys(line for kind in kinds for line in kind.accuracy)
     lines = [
         exact,
@@ -195,26 +194,26 @@ def note_figures(
         *(line for kind in kinds for line in kind.times),
         "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]
-    if cuda:
+    if has(rows, "peak_cuda_allocated_bytes"):
         lines[1:1] = [
             "Exact, the allocator's peaks during the load: CUDA requested (by tensors), allocated"
             " (requests rounded up to blocks), reserved (from the driver).",
             "Sampled: CUDA driver, the driver's own figure, which includes the CUDA context.",
             "Exact: pinned, the peak of the allocator of page-locked host memory.",
         ]
-    if ranks:
+    if has(rows, "ranks"):
         lines[1:1] = [
             "Exact: cgroup peak, of all ranks together, counts each page once. Exact when all ranks were"
             " ready: PSS of all ranks.",
             "Misleading: sum of peaks adds the ranks' peak RSS, and so counts shared pages once per rank;"
             " other tools print it. peak RSS, load and ready are those of the rank with the largest value.",
         ]
-    if uses:
+    if has_uses(rows):
         lines.append(
             "use: time of the use after the load; peak RSS of use: exact. Above the anonymous memory after"
             " the imports: most in use (sampled), after use (exact)."
         )
-    if repeats > 1:
+    if (repeats := max(row["repeats"] for row in rows)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines
 

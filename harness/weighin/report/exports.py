@@ -18,11 +18,12 @@ from weighin.cell import Cell
 from weighin.errors import extra
 from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
-from weighin.records.metrics import METRICS, Metric
+from weighin.records.metrics import METRICS
 from weighin.records.repeats import latest
-from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.records.series import SeriesRun, further_words, name_of, summarise
 from weighin.report import operations
-from weighin.report.rows import BYTES, LIMITS, NUMBERS, OF_CELLS, cells
+from weighin.report.figures import COLUMNS
+from weighin.report.rows import LIMITS, OF_CELLS, cells
 from weighin.text import one_line
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def bencher(results: Sequence[Result], missing: int | None = None) -> str:
     not_ok = _not_ok(results)
     for name, series in summarise([SeriesRun(_run(results))]).items():
         benchmarks[name] = {_NOT_OK: {"value": not_ok[name]}}
-        for metric, figure in _figures(series):
-            benchmarks[name][_measure(metric)] = {
+        for key, figure in series.figures.items():
+            benchmarks[name][f"{key}_{METRICS[key].unit}"] = {
                 "value": figure.median,
                 "lower_value": figure.low,
                 "upper_value": figure.high,
@@ -66,7 +67,8 @@ def github_action_benchmark(results: Sequence[Result], missing: int | None = Non
     not_ok = _not_ok(results)
     for name, series in summarise([SeriesRun(_run(results))]).items():
         entries.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": not_ok[name], "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
-        for metric, figure in _figures(series):
+        for key, figure in series.figures.items():
+            metric = METRICS[key]
             entry: dict[str, Any] = {
                 "name": f"{name} {metric.name}",
                 "unit": metric.unit,
@@ -92,7 +94,7 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
         from prometheus_client.openmetrics.exposition import generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected([*_missing_family(missing), *_families(_run(results))]))
+    registry.register(_Collected(_families(_run(results), missing)))
     text: bytes = generate_latest(registry)
     return text.decode()
 
@@ -116,8 +118,8 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
         [[row[name] for name in names] for row in rows], columns=names, dtype=object
     )
     table[_MISSING] = missing
-    types = dict.fromkeys((*BYTES, *LIMITS, "repeat", _MISSING), "Int64")
-    types |= dict.fromkeys(NUMBERS, "Float64")
+    types = dict.fromkeys((*LIMITS, "repeat", _MISSING), "Int64")
+    types |= {key: "Int64" if one.is_whole else "Float64" for key, one in COLUMNS.items()}
     table = table.astype({name: types.get(name, "object") for name in table.columns})
     file = BytesIO()
     table.to_parquet(file, engine="pyarrow", index=False)
@@ -134,20 +136,14 @@ class _Collected:
         yield from self._families
 
 
-def _missing_family(missing: int | None) -> Iterator["Family"]:
-    from prometheus_client.core import GaugeMetricFamily
-
-    if missing is not None:
-        family = GaugeMetricFamily(
-            f"weighin_{_MISSING}", "cells of the plan that were not measured"
-        )
-        family.add_metric([], missing)
-        yield family
-
-
-def _families(results: Sequence[Result]) -> Iterator["Family"]:
+def _families(results: Sequence[Result], missing: int | None) -> Iterator["Family"]:
     from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
+    if missing is not None:
+        unmeasured = "cells of the plan that were not measured"
+        family = GaugeMetricFamily(f"weighin_{_MISSING}", unmeasured)
+        family.add_metric([], missing)
+        yield family
     cells = {name_of(result.cell): result.cell for result in results}
     summary = summarise([SeriesRun(results)])
     if not results:
@@ -183,15 +179,6 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
 
 def _labels(cell: Cell) -> dict[str, str]:
     """Return the properties that identify a series, as labels; every series has the same keys."""
-    options = ",".join(
-        [
-            *([f"ranks={cell.ranks}"] if cell.ranks > 1 else []),
-            *([f"use={cell.use}"] if cell.use else []),
-            *cell.disk,
-            *(f"{key}={value}" for key, value in sorted(cell.options.items())),
-            *cell.settings,
-        ]
-    )
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),
@@ -204,22 +191,13 @@ def _labels(cell: Cell) -> dict[str, str]:
         "ram_high_bytes": str(cell.ram_high_bytes or ""),
         "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
         "passes": str(cell.passes),
-        "options": one_line(options),
+        "options": one_line(",".join(further_words(cell))),
     }
 
 
 def _label_name(key: str) -> str:
     letters = [letter if letter.isascii() and letter.isalnum() else "_" for letter in key]
     return "".join(letters).lstrip("0123456789_") or "setting"
-
-
-def _measure(metric: Metric) -> str:
-    return f"{metric.name}_{metric.unit}"
-
-
-def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
-    for name, figure in series.figures.items():
-        yield METRICS[name], figure
 
 
 def _run(results: Sequence[Result]) -> list[Result]:

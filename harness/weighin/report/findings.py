@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -46,7 +46,6 @@ class Found:
         details: further reasons, for report.md only; report.html shows them on hover.
     """
 
-    template: ClassVar[str] = "found.html"
     label: str
     heads: Sequence[str]
     rows: Sequence[Sequence[Entry]]

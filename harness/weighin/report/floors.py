@@ -1,6 +1,6 @@
 """Tabulate RAM floors."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from weighin.record import Result
@@ -13,19 +13,8 @@ from weighin.report.rows import series
 from weighin.report.survival import SIGNS
 from weighin.units import GIB, MIB, format_seconds
 
-_NAME: Final = ("strategy", "")
-_PER_MODEL: Final = ("floor", "x model")
-_ABOVE_IMPORT: Final = ("above import", "x model")
-HEADINGS: Final = (
-    _NAME,
-    ("RAM floor", "GiB"),
-    _PER_MODEL,
-    _ABOVE_IMPORT,
-    ("one step", "below"),
-    ("at the floor", "ready"),
-    ("at 1.1x", "ready"),
-    ("no limit", "ready"),
-)
+_PER_MODEL: Final = "floor\nx model"
+_ABOVE_IMPORT: Final = "above\nimport\nx model"
 ENDS: Final = "\n(ends)"
 """Marks a floor under which a load thrashes, but ends."""
 
@@ -38,13 +27,11 @@ def has_data(results: Sequence[Result]) -> bool:
 def found(results: Sequence[Result]) -> list[Found]:
     """Return the table of floors, whose reasons are the figures behind each verdict."""
     searched = floors(results)
-    heads = [
-        "\n".join(filter(None, [*heading.split(), unit])) for heading, unit in _headings(searched)
-    ]
-    rows = [_row(floor, searched) for floor in searched]
+    columns = _columns(searched)
+    rows = [[entry(floor) for entry in columns.values()] for floor in searched]
     caption = captions.shared(series(results), results, without=("ram_limit_bytes",))
     lines = [*_reasons(searched), *_notes(searched)]
-    return [Found("RAM floors", heads, rows, 1, caption, reasons=lines)]
+    return [Found("RAM floors", [*columns], rows, 1, caption, reasons=lines)]
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
@@ -105,54 +92,54 @@ def _reasons(searched: Iterable[Floor]) -> list[str]:
 def _notes(searched: Sequence[Floor]) -> list[str]:
     """Return explanations of the columns of the table of floors."""
     cells = sum(floor.cells for floor in searched)
-    is_shown = _ABOVE_IMPORT in _headings(searched)
     kind = _kind(searched)
     above = "above import: (floor - anonymous memory after `import torch`) / the model's size."
     found = {floor.aim for floor in searched if floor.bytes is not None}
     return [
         kind.floor,
         *([kind.floor_ends] if Aim.ENDS in found else []),
-        *([above if is_shown else captions.BELOW_IMPORT] if kind.computed else []),
+        *(
+            [captions.BELOW_IMPORT if _is_below_import(searched) else above]
+            if kind.computed
+            else []
+        ),
         f"{kind.floor_ready} The search ran {cells} cells in all.",
     ]
 
 
-def _row(floor: Floor, searched: Sequence[Floor]) -> list[Entry]:
-    ends = ENDS if floor.bytes and floor.aim is Aim.ENDS else ""
-    entries = [
-        Entry(label(floor, searched)),
-        Entry(_scaled(floor.bytes, GIB, 3) + ends),
-        Entry(_scaled(floor.per_model, 1, 2)),
-        Entry(_scaled(floor.above_import_per_model, 1, 2)),
-        Entry(_below(floor)),
-        *map(_lived, (floor.at_floor, floor.with_room, floor.unlimited)),
-    ]
-    shown = _headings(searched)
-    titles = _titled(_kind(searched))
-    return [entry for entry, heading in zip(entries, titles, strict=True) if heading in shown]
+def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
+    """Return the columns of these floors by heading; without a model, no figure is a multiple of it."""
+    kind = _kind(searched)
+    columns: dict[str, Callable[[Floor], Entry]] = {
+        kind.words["what"]: lambda one: Entry(label(one, searched)),
+        "RAM\nfloor\nGiB": lambda one: Entry(_scaled(one.bytes, GIB, 3) + _ending(one)),
+        _PER_MODEL: lambda one: Entry(_scaled(one.per_model, 1, 2)),
+        _ABOVE_IMPORT: lambda one: Entry(_scaled(one.above_import_per_model, 1, 2)),
+        "one\nstep\nbelow": lambda one: Entry(_below(one)),
+        "at\nthe\nfloor\nready": lambda one: _lived(one.at_floor),
+        "at\n1.1x\nready": lambda one: _lived(one.with_room),
+        "no\nlimit\nready": lambda one: _lived(one.unlimited),
+    }
+    if not kind.computed or _is_below_import(searched):
+        del columns[_ABOVE_IMPORT]
+    if not kind.computed:
+        del columns[_PER_MODEL]
+    return columns
+
+
+def _ending(floor: Floor) -> str:
+    return ENDS if floor.bytes and floor.aim is Aim.ENDS else ""
 
 
 def _kind(searched: Sequence[Floor]) -> Kind:
     return operations.KINDS[searched[0].cell.operation if searched else operations.USUAL]
 
 
-def _headings(searched: Sequence[Floor]) -> list[tuple[str, str]]:
-    """Return the headings of these floors.
-
-    Without a model, no figure is a multiple of it, and "above import" is left out if every model is
-    smaller than the import.
-    """
-    kind = _kind(searched)
-    if not kind.computed:
-        return [each for each in _titled(kind) if each not in (_PER_MODEL, _ABOVE_IMPORT)]
+def _is_below_import(searched: Sequence[Floor]) -> bool:
+    """Return whether every model is smaller than the import."""
     sizes = [(floor.model_bytes, floor.import_bytes) for floor in searched]
     known = [(model, imported) for model, imported in sizes if model and imported]
-    is_left_out = bool(known) and all(model < imported for model, imported in known)
-    return [each for each in _titled(kind) if each != _ABOVE_IMPORT or not is_left_out]
-
-
-def _titled(kind: Kind) -> list[tuple[str, str]]:
-    return [(kind.words["what"], "") if each == _NAME else each for each in HEADINGS]
+    return bool(known) and all(model < imported for model, imported in known)
 
 
 def _below(floor: Floor) -> str:

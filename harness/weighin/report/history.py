@@ -8,9 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from weighin.errors import ConfigError, RecordError
@@ -20,6 +18,7 @@ from weighin.records.metrics import Metric, named
 from weighin.records.repeats import middle
 from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
+from weighin.report.findings import Found, of_texts
 
 _COMMIT_LETTERS: Final = 9
 _PUBLISHED: Final = "published"  # the folder of a project for runs that its pages show
@@ -125,22 +124,21 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
 
 def terminal_table(history: History) -> RenderableType:
     """Return a table with each series' first and last figure, and a list of steps below it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("series", overflow="fold")
-    for heading in ("runs", "first", "last", "change"):
-        table.add_column(heading, justify="right")
-    parts: list[RenderableType] = [
-        Text(f"{history.metric.title} over {len(history.moments)} runs", style="bold"),
-        table,
-    ]
+    rows, texts = [], []
     for line in history.lines:
         figures = [point.figure.median for point in line.points if point.figure]
-        texts = ["-", "-", "-"]
+        fields = ["-", "-", "-"]
         if figures:
             was, now = figures[0], figures[-1]
-            texts = [history.metric.text(was), history.metric.text(now), history.metric.change(was, now)]  # fmt: skip
-        table.add_row(Text(line.series), str(len(line.points)), *texts)
-        parts += [Text(text) for text in describe(line, history.metric)]
+            fields = [*map(history.metric.text, (was, now)), history.metric.change(was, now)]
+        rows.append([line.series, str(len(line.points)), *fields])
+        texts += describe(line, history.metric)
+    heads = ("series", "runs", "first", "last", "change")
+    parts: list[RenderableType] = [
+        Text(f"{history.metric.title} over {len(history.moments)} runs", style="bold"),
+        Found("", heads, of_texts(rows)).terminal(),
+        *map(Text, texts),
+    ]
     parts += [Text(text, style="yellow") for text in _changes(history.moments)]
     if not any(line.steps or line.turns for line in history.lines):
         parts.append(Text("no step: no series changed its level"))

@@ -5,7 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from weighin.errors import ConfigError, RecordError
+from weighin.errors import ConfigError
+from weighin.records import run_folder
 from weighin.records.series import STRATEGY
 from weighin.report import style as look
 from weighin.report.history import History, Moment, SeriesHistory, changed, notes
@@ -29,13 +30,8 @@ def draw(history: History, path: Path) -> Path:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in {"png", "svg"}:
         raise ConfigError(f"cannot draw {path}", "name a file that ends in .png or .svg")
-    try:
-        with path.open("wb") as file:
-            save(history, file, kind)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}", "name another file with --out"
-        ) from error
+    with run_folder.writing(path, repair="name another file with --out"), path.open("wb") as file:
+        save(history, file, kind)
     return path
 
 

@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
-from weighin.report.rows import Row
-
-Meaning = tuple[str, str, str, str]
-"""The name, unit, meaning and accuracy of a figure."""
-
+from weighin.report.rows import FIGURES, Row
 
 _LOST: Final = (
     f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
@@ -42,7 +38,6 @@ class Kind:
         words: the words of a summary in sentences.
         figures: the keys of the number columns, in order.
         headings: the headings of columns that have another heading for other operations.
-        measured: the figures that are left out if no cell has them.
         lacks: the columns of rows that say nothing of this operation.
         held: the column and the name of the memory that a bar shows first.
         cached: the name of the memory that a bar shows next to it.
@@ -59,7 +54,8 @@ class Kind:
             ends, but thrashes, and of the times beside it.
         computed, times: explanations of figures, one line each.
         accuracy: what is exact and what is sampled, one line each.
-        meanings: of the figures, for report.html.
+        meanings: of the figures that mean something else than ``figures.COLUMNS`` says.
+        outcome: the meaning of the outcomes.
     """
 
     doing: str
@@ -68,10 +64,10 @@ class Kind:
     words: Mapping[str, str]
     figures: tuple[str, ...]
     accuracy: tuple[str, ...]
-    meanings: tuple[Meaning, ...]
+    outcome: str
     lacks: frozenset[str]
+    meanings: Mapping[str, str] = field(default_factory=dict)
     headings: Mapping[str, str] = field(default_factory=dict)
-    measured: frozenset[str] = frozenset()
     computed: str = ""
     times: tuple[str, ...] = ()
     held: tuple[str, str] = ("anon_sampled_bytes", "anonymous")
@@ -93,37 +89,29 @@ class Kind:
 ABOVE_IMPORT: Final = "above_import_per_model"
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
-ON_SLOW_DISKS: Final = "ready_and_pass_s"
-_CUDA: Final = (
-    "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
-    "cuda_driver_sampled_bytes", "peak_pinned_bytes",
-)  # fmt: skip
-_WRITTEN: Final = ("written_bytes", "written_files")
-_OF_ALL_RANKS: Final = ("pss_bytes", "sum_of_peaks_bytes")
 OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
     "use_child_bytes",
 )  # fmt: skip
 """The figures of the use after a load; they are shown if a use is more than forward passes."""
 _OF_MODELS: Final = (
-    "load_s", "ready_s", ON_SLOW_DISKS, "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
-    "unreclaimable_sampled_bytes", "peak_cgroup_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN,
+    "load_s", "ready_s", "ready_and_pass_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
+    "unreclaimable_sampled_bytes", "peak_cgroup_bytes", "pss_bytes", "sum_of_peaks_bytes",
+    "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
+    "cuda_driver_sampled_bytes", "peak_pinned_bytes", "written_bytes", "written_files",
 )  # fmt: skip
-_WHERE_MEASURED: Final = frozenset(
-    (*BEFORE_LOAD, ON_SLOW_DISKS, "unreclaimable_sampled_bytes", *_OF_ALL_RANKS, *_CUDA, *_WRITTEN)
-)
 _NOT_OF_MODELS: Final = frozenset(
     ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
 )
 _USED: Final = frozenset(("use", "use_anon_bytes", "use_anon_sampled_bytes", *OF_USES))
-_NOT_OF_COMMANDS: Final = _USED | frozenset(
-    (
-        "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "format", "dtype",
-        "peak_rss_bytes", "above_import_bytes", ABOVE_IMPORT, "baseline_rss_bytes", "model_bytes",
-        "written_disk_bytes", "load_s", ON_SLOW_DISKS, *BEFORE_LOAD, *_OF_ALL_RANKS, *_CUDA,
-        *_WRITTEN,
-    )
+_OF_COMMANDS: Final = (
+    "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
+    "file_sampled_bytes", "exit_code",
 )  # fmt: skip
+_NOT_OF_COMMANDS: Final = frozenset((
+    "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "use", "format", "dtype",
+    *({*FIGURES} - {*_OF_COMMANDS, "unreclaimable_sampled_bytes"}),
+))  # fmt: skip
 _STRATEGIES: Final = {
     "what": "strategy",
     "several": "strategies",
@@ -134,10 +122,6 @@ _ACCURACY: Final = (
     "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
     "Sampled, so short spikes may be missed: anonymous.",
 )
-_PEAK_RSS: Final = ("peak RSS", "GiB", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", "exact, kernel")  # fmt: skip
-_ANONYMOUS: Final = ("anonymous", "GiB", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "sampled")  # fmt: skip
-_FILE_BACKED: Final = ("file-backed", "GiB", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", "sampled")  # fmt: skip
-_CGROUP_PEAK: Final = ("cgroup peak", "GiB", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much", "exact, kernel")  # fmt: skip
 
 _LOAD: Final = Kind(
     doing="loading",
@@ -145,7 +129,6 @@ _LOAD: Final = Kind(
     until="every byte was read",
     words={"does": "load", "ready": "ready", "before": "the import"} | _STRATEGIES,
     figures=(*BEFORE_LOAD, *_OF_MODELS, *OF_USES),
-    measured=_WHERE_MEASURED | {*OF_USES},
     lacks=_NOT_OF_MODELS,
     accuracy=_ACCURACY,
     computed="Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
@@ -153,16 +136,7 @@ _LOAD: Final = Kind(
         "import: time of import torch, before the load; import transformers: of a model's class.",
         "load: time until the strategy returned; ready: time until every byte was read once.",
     ),
-    meanings=(
-        ("load", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
-        ("ready", "s", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", "exact, clock"),
-        _PEAK_RSS,
-        ("above import", "x model", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", "exact, computed"),
-        _ANONYMOUS,
-        _FILE_BACKED,
-        _CGROUP_PEAK,
-        ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter", "exact"),
-    ),
+    outcome="ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter",
 )  # fmt: skip
 _SAVE: Final = Kind(
     doing="saving",
@@ -170,35 +144,23 @@ _SAVE: Final = Kind(
     until="every byte was on the disk",
     words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
     figures=_OF_MODELS,  # a save begins with the model in memory, after the imports
-    measured=_WHERE_MEASURED,
     lacks=_NOT_OF_MODELS | _USED,
     headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
     accuracy=_ACCURACY,
     computed="Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
     times=("save: time until the strategy returned; on the disk: time until every file was synced (fsync).",),
-    meanings=(
-        ("save", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
-        ("on the disk", "s", "save plus the time until every file was synced (fsync)", "exact, clock"),
-        _PEAK_RSS,
-        ("above the model", "x model", "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers", "exact, computed"),
-        _ANONYMOUS,
-        _FILE_BACKED,
-        _CGROUP_PEAK,
-        ("outcome", "", "ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter", "exact"),
-        ("written", "GiB", "total size of the files", "exact"),
-        ("files", "", "number of files", "exact"),
-    ),
+    meanings={
+        "ready_s": "save plus the time until every file was synced (fsync)",
+        ABOVE_IMPORT: "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers",
+    },
+    outcome="ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter",
 )  # fmt: skip
 _COMMAND: Final = Kind(
     doing="running",
     subject="all processes of the command",
     until="the command ended",
     words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants", "thrashes": "waits for memory"},
-    figures=(
-        "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
-        "file_sampled_bytes", "exit_code",
-    ),
-    measured=frozenset(("peak_cgroup_bytes", "shmem_sampled_bytes", "exit_code")),
+    figures=_OF_COMMANDS,
     lacks=_NOT_OF_COMMANDS,
     headings={"ready_s": "time"},
     held=("unreclaimable_sampled_bytes", "anonymous and shared"),
@@ -224,16 +186,13 @@ _COMMAND: Final = Kind(
         "Sampled, so short spikes may be missed: anonymous, shared (tmpfs too), page cache.",
     ),
     times=("time: from the start of the command to the end of its first process.",),
-    meanings=(
-        ("time", "s", "from the start of the command to the end of its first process", "exact, clock"),
-        ("needs", "GiB", "the most anonymous and shared memory of all processes together, without page cache, which can be given back: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "sampled, or exact less sampled"),
-        ("cgroup peak", "GiB", "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much", "exact, kernel"),
-        ("anonymous", "GiB", "sampled maximum of the anonymous memory of all processes", "sampled"),
-        ("shared", "GiB", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm", "sampled"),
-        ("page cache", "GiB", "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files", "sampled"),
-        ("exit code", "", "of the first process; 128 + n for signal n", "exact"),
-        ("outcome", "", "ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal", "exact"),
-    ),
+    meanings={
+        "ready_s": "from the start of the command to the end of its first process",
+        "anon_sampled_bytes": "sampled maximum of the anonymous memory of all processes",
+        "file_sampled_bytes": "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files",
+        "peak_cgroup_bytes": "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much",
+    },
+    outcome="ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal",
 )  # fmt: skip
 KINDS: Final[Mapping[str, Kind]] = {"load": _LOAD, "save": _SAVE, "command": _COMMAND}
 USUAL: Final = "load"

@@ -6,6 +6,7 @@ from typing import Final
 from weighin.record import Phase, Result
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
+from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series, varying
 from weighin.units import format_seconds
@@ -24,7 +25,7 @@ def found(results: Sequence[Result]) -> list[Found]:
     if not any(len(_passes(result)) > 1 for result in results):
         return []
     all_series = series(results)
-    extra = varying(all_series)
+    names = ["strategy", *varying(all_series)]
     groups = grouped(filter(_passes, results), lambda one: one.cell.series)
     rows = []
     for row in all_series:
@@ -32,11 +33,13 @@ def found(results: Sequence[Result]) -> list[Found]:
             continue
         typical_ns = middle(map(_spent_ns, repeats))
         chosen = next(repeat for repeat in repeats if _spent_ns(repeat) == typical_ns)
-        words = [captions.size(row[n]) if n == "ram_limit_bytes" else str(row[n]) for n in extra]
-        rows.append([row["strategy"], *words, *(_pass_text(p, chosen) for p in _passes(chosen))])
-    names = ["strategy", *("RAM limit" if name == "ram_limit_bytes" else name for name in extra)]
+        words = [name_text(name, row) for name in names]
+        rows.append([*words, *(_pass_text(each, chosen) for each in _passes(chosen))])
     most = max(map(len, rows)) - len(names)
-    heads = [*names, *(f"pass {number + 1}" for number in range(most))]
+    heads = [
+        *(HEADINGS.get(name, name) for name in names),
+        *(f"pass {number + 1}" for number in range(most)),
+    ]
     fields = of_texts([row + ["-"] * (len(heads) - len(row)) for row in rows])
     caption = captions.shared(all_series, results)
     return [Found("Forward passes", heads, fields, len(names), caption, [NOTE])]

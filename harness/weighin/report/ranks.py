@@ -68,10 +68,7 @@ def draw_ranks(results: Sequence[Result]) -> "Figure":
         )  # fmt: skip
     axes.set_xticks(numbers)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("ranks", fontsize=9)
-    axes.set_ylabel("all ranks above the imports, x model", fontsize=9)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    look.tidy(axes)
+    look.frame_curves(axes, "ranks", "all ranks above the imports, x model")
     title = look.headline(series(results), "Memory over the number of ranks:")
     look.dress(
         figure, title, handles, [f"{NOTE} {RULE}", captions.shared(series(results), results)]

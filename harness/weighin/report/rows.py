@@ -1,48 +1,38 @@
 """Convert results to rows for tables: one row per cell, or one row per series of repeats.
 
-Bytes are integers, times are unrounded seconds, and a figure that was not measured is None.
+The figures of a row are those of ``figures.COLUMNS``.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.record import IMPORT_TRANSFORMERS, NOT_DROPPED, Outcome, Result
-from weighin.records import after_load
-from weighin.records.rank_growth import sum_of_peaks
+from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.repeats import grouped, latest, middle, outcome_of
-from weighin.records.verdict import through_first_pass_ns
+from weighin.report.figures import COLUMNS
 from weighin.units import format_exact, format_latency, format_rate
 
 Row = dict[str, Any]
 
 # Properties that together with the strategy identify a series, in the order of columns.
-DIMENSIONS: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "disk", "disk_latency", "ranks", "use", "format", "dtype", "cache", "isolation", "options",
-)  # fmt: skip
-BYTES: Final = (
-    "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
-    "peak_cgroup_bytes", "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes",
-    "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
-    "baseline_rss_bytes", "model_bytes",
-    "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
-    "pss_bytes", "sum_of_peaks_bytes", "needed_bytes", "shmem_sampled_bytes", "exit_code",
-    "use_peak_rss_bytes", "use_peak_cgroup_bytes", "use_anon_bytes", "use_anon_sampled_bytes",
-    "use_child_bytes",
-)  # fmt: skip
-_TIMES: Final = (
-    "import_s",
-    "import_transformers_s",
-    "load_s",
-    "ready_s",
-    "ready_and_pass_s",
-    "use_s",
-)
-_MULTIPLES: Final = ("above_import_per_model", "use_most_per_model", "use_anon_per_model")
-NUMBERS: Final = (*_TIMES, *_MULTIPLES)
-FIGURES: Final = (*_TIMES, *BYTES, *_MULTIPLES)
+DIMENSIONS: Final[dict[str, Callable[[Result], Any]]] = {
+    "operation": lambda one: one.cell.operation,
+    "model": lambda one: one.cell.model.title,
+    "device": lambda one: one.cell.device,
+    "ram_limit_bytes": lambda one: one.cell.ram_limit_bytes,
+    "vram_limit_bytes": lambda one: one.cell.vram_limit_bytes,
+    "disk": lambda one: (rate := one.cell.disk_bytes_per_s) and format_rate(rate),
+    "disk_latency": lambda one: (time_ns := one.cell.disk_latency_ns) and format_latency(time_ns),
+    "ranks": lambda one: str(one.cell.ranks) if one.cell.ranks > 1 else None,
+    "use": lambda one: one.cell.after_load if one.cell.operation == "load" else None,
+    "format": lambda one: one.cell.format,
+    "dtype": lambda one: one.cell.dtype,
+    "cache": lambda one: one.cache,
+    "isolation": lambda one: one.cell.isolation,
+    "options": lambda one: ", ".join(_options(one.cell)),
+}
+FIGURES: Final = tuple(COLUMNS)
 LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = (
     "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
@@ -117,78 +107,17 @@ def is_below_import(rows: Iterable[Row]) -> bool:
 
 
 def _row(result: Result) -> Row:
-    cell, peaks, written = result.cell, result.peaks, result.written
-    baseline = result.baseline.rss_bytes if result.baseline else None
-    above = None if baseline is None or peaks.rss_bytes is None else peaks.rss_bytes - baseline
-    ratio = above / result.model_bytes if above is not None and result.model_bytes else None
     return {
-        "group": cell.series,
-        "strategy": cell.strategy,
-        "operation": cell.operation,
-        "model": cell.model.title,
-        "device": cell.device,
-        "ram_limit_bytes": cell.ram_limit_bytes,
-        "vram_limit_bytes": cell.vram_limit_bytes,
-        "disk": format_rate(cell.disk_bytes_per_s) if cell.disk_bytes_per_s else None,
-        "disk_latency": format_latency(cell.disk_latency_ns) if cell.disk_latency_ns else None,
-        "ranks": str(cell.ranks) if cell.ranks > 1 else None,
-        "use": cell.after_load if cell.operation == "load" else None,
-        "format": cell.format,
-        "dtype": cell.dtype,
-        "cache": result.cache,
-        "isolation": cell.isolation,
-        "options": ", ".join(_options(cell)),
+        "group": result.cell.series,
+        "strategy": result.cell.strategy,
+        **{name: read(result) for name, read in DIMENSIONS.items()},
         "outcome": result.outcome.value,
         "last_phase": result.last_phase,
         "message": result.message,
         "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
-        "repeat": cell.repeat,
-        "import_s": _seconds(result.cost.import_ns if result.cost else None),
-        "import_transformers_s": _seconds(_duration_ns(result, IMPORT_TRANSFORMERS)),
-        "load_s": _seconds(result.load_ns),
-        "ready_s": _seconds(result.ready_ns),
-        "ready_and_pass_s": _seconds(through_first_pass_ns(result) if cell.disk else None),
-        "peak_rss_bytes": peaks.rss_bytes,
-        "above_import_bytes": above,
-        "above_import_per_model": ratio,
-        "anon_sampled_bytes": peaks.anon_sampled_bytes,
-        "unreclaimable_sampled_bytes": peaks.unreclaimable_sampled_bytes,
-        "file_sampled_bytes": peaks.file_sampled_bytes,
-        "peak_cgroup_bytes": peaks.cgroup_bytes,
-        "pss_bytes": peaks.pss_bytes,
-        "sum_of_peaks_bytes": sum_of_peaks(result),
-        "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,
-        "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
-        "peak_cuda_reserved_bytes": peaks.cuda_reserved_bytes,
-        "cuda_driver_sampled_bytes": peaks.cuda_driver_sampled_bytes,
-        "peak_pinned_bytes": peaks.pinned_bytes,
-        "baseline_rss_bytes": baseline,
-        "model_bytes": result.model_bytes,
-        "written_bytes": written.file_bytes if written else None,
-        "written_disk_bytes": written.disk_bytes if written else None,
-        "written_files": written.files if written else None,
-        "needed_bytes": result.ran.needed_bytes if result.ran else None,
-        "shmem_sampled_bytes": peaks.shmem_sampled_bytes,
-        "exit_code": result.exit_code,
-        "use_s": _seconds(after_load.used_ns(result)),
-        "use_peak_rss_bytes": after_load.peak_rss_bytes(result),
-        "use_peak_cgroup_bytes": after_load.peak_cgroup_bytes(result),
-        "use_anon_bytes": after_load.anon_bytes(result),
-        "use_anon_sampled_bytes": after_load.most_anon_bytes(result),
-        "use_child_bytes": after_load.child_private_bytes(result),
-        "use_most_per_model": after_load.per_model(result, after_load.most_anon_bytes(result)),
-        "use_anon_per_model": after_load.per_model(result, after_load.anon_bytes(result)),
+        "repeat": result.cell.repeat,
+        **{key: column.read(result) for key, column in COLUMNS.items()},
     }
-
-
-def _seconds(time_ns: int | None) -> float | None:
-    return None if time_ns is None else time_ns / 1e9
-
-
-def _duration_ns(result: Result, name: str) -> int | None:
-    """Return the time of the first phase of this name; None if there is no such phase."""
-    phases = (phase.end_ns - phase.start_ns for phase in result.phases if phase.name == name)
-    return next(phases, None)
 
 
 def _summary(group: Sequence[Result]) -> Row:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
 from rich.text import Text
 
 from weighin.record import Result
+from weighin.records.repeats import grouped
 from weighin.report import (
     after_load,
     captions,
@@ -22,7 +23,6 @@ from weighin.report import (
     tables,
 )
 from weighin.report import terminal as terminals
-from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.findings import Found, markdown, terminal
 from weighin.report.html import facts
 from weighin.report.html.table import build
@@ -35,22 +35,33 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FIGURES: Final = "How to read the figures"
+Block = tuple[str, Any]
+"""A template of report.html, and what the template draws."""
+Pictures = Sequence["tuple[str, Callable[[], Figure]]"]
+"""The names of pictures, each with the function that draws the picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One section: its heading, and its content for the terminal, report.md and report.html.
 
-    ``is_found`` marks a finding; other sections are in the report of every run. ``pictures``
-    contains pairs of a picture's name and the function that draws the picture.
+    ``is_found`` marks a finding; other sections are in the report of every run.
     """
 
     heading: str
     terminal: Callable[[], "RenderableType"]
     markdown: Callable[[], str]
-    html: Callable[[], list[Drawable]]
+    html: Callable[[], list[Block]]
     is_found: bool = False
-    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = ()
+    pictures: Pictures = ()
+
+
+def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
+    """Return the report of a run for a terminal; the findings come last, just above the prompt."""
+    parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
+    for section in sorted(of(results, warnings), key=lambda section: section.is_found):
+        parts += [Text(section.heading, style="bold"), section.terminal()]
+    return Group(*parts)
 
 
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
@@ -79,17 +90,15 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
-    if found := ranks.found(results):
-        pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
-        yield _tables("Memory of all ranks", found, is_found=True, pictures=pictures_of_ranks)
-    if found := after_load.found(results):
-        yield _tables(after_load.TITLE, found, is_found=True)
-    if found := passes.found(results):
-        yield _tables("Forward passes", found, is_found=True)
-    if found := slow_disks.found(results):
-        yield _tables(
-            slow_disks.HEADING, found, is_found=True, pictures=slow_disks.pictures(results)
-        )
+    tables_drawn: list[tuple[list[Found], Pictures]] = [
+        (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
+        (after_load.found(results), ()),
+        (passes.found(results), ()),
+        (slow_disks.found(results), slow_disks.pictures(results)),
+    ]
+    for found, drawn in tables_drawn:
+        if found:
+            yield _tables(found[0].label, found, is_found=True, pictures=drawn)
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
         yield _tables("RAM floors", floors.found(results), is_found=True)
     elif found := survival.found(results):
@@ -97,14 +106,16 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _tables(
-    heading: str,
-    found: Sequence[Found],
-    *,
-    is_found: bool = False,
-    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
+    heading: str, found: Sequence[Found], *, is_found: bool = False, pictures: Pictures = ()
 ) -> Section:
-    shown = partial(terminal, found), partial(markdown, found), partial(_blocks, *found)
-    return Section(heading, *shown, is_found, pictures)
+    return Section(
+        heading,
+        partial(terminal, found),
+        partial(markdown, found),
+        lambda: [("found.html", one) for one in found],
+        is_found,
+        pictures,
+    )
 
 
 def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
@@ -112,7 +123,7 @@ def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
         "All results",
         lambda: terminals.cells(rows, results),
         lambda: "\n".join(tables.markdown_cells(rows, "### {}")).rstrip("\n"),
-        lambda: [Cells(build(rows))],
+        lambda: [("cells.html", build(rows))],
     )
 
 
@@ -124,24 +135,16 @@ def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> 
             heading,
             lambda: Group(*(Text(line, style=style) for line in lines)),
             lambda: "\n".join(f"- {escaped(line)}" for line in lines),
-            lambda: [Items(items)],
+            lambda: [("items.html", items)],
         )
 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
     """Yield the allocator's summary for each strategy that ran out of GPU memory."""
-    summaries: dict[str, list[str]] = {}
-    for result in results:
-        if result.allocator_summary:
-            texts = summaries.setdefault(plain(result.cell.strategy), [])
-            texts.append(_preformatted(result.allocator_summary))
-    for strategy, text in ((name, "\n\n".join(texts)) for name, texts in summaries.items()):
-        yield Section(
-            f"{strategy} ran out of GPU memory: the allocator's summary",
-            partial(Text, text),
-            partial("```\n{}\n```".format, text),
-            partial(_blocks, Preformatted(text)),
-        )
+    refused = [result for result in results if result.allocator_summary]
+    for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
+        heading = f"{strategy} ran out of GPU memory: the allocator's summary"
+        yield _verbatim(heading, "\n\n".join(_preformatted(one.allocator_summary) for one in ours))
 
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
@@ -149,31 +152,32 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
     for found in commands.listings(results):
         yield _tables(found.label, [found])
     if text := commands.stacks(results):
-        yield Section(
-            commands.STACKS,
-            partial(Text, text),
-            partial("```\n{}\n```".format, _preformatted(text)),
-            partial(_blocks, Preformatted(text)),
-        )
+        yield _verbatim(commands.STACKS, text)
+
+
+def _verbatim(heading: str, text: str) -> Section:
+    """Return a section with the output of another program."""
+    return Section(
+        heading,
+        partial(Text, text),
+        lambda: f"```\n{_preformatted(text)}\n```",
+        lambda: [("preformatted.html", text)],
+    )
 
 
 def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     unused = captions.note_unused(results)
-    notes = [*unused, *tables.note_lines(rows)]
+    notes = [*unused, *captions.note_figures(rows)]
     return Section(
         FIGURES,
         lambda: Group(*(Text(line, style="dim") for line in notes)),
         lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [*_items(unused), Explained(facts.figures(rows))],
+        lambda: [*_items(unused), ("explained.html", facts.figures(rows))],
     )
 
 
-def _items(lines: Sequence[str]) -> list[Drawable]:
-    return [Items([("", line) for line in lines])] if lines else []
-
-
-def _blocks(*blocks: Drawable) -> list[Drawable]:
-    return [*blocks]
+def _items(lines: Sequence[str]) -> list[Block]:
+    return [("items.html", [("", line) for line in lines])] if lines else []
 
 
 def _preformatted(text: str) -> str:

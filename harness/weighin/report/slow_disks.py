@@ -43,7 +43,9 @@ class _Row:
 
     def seconds(self, disk: _Disk) -> float | None:
         """Return the median time until ready and through the first pass; None if no repeat is ok."""
-        time_ns = middle(map(through_first_pass_ns, _good(self.by_disk.get(disk, ()))))
+        repeats = self.by_disk.get(disk, ())
+        good = (each for each in repeats if each.outcome is Outcome.OK)
+        time_ns = middle(map(through_first_pass_ns, good))
         return None if time_ns is None else time_ns / 1e9
 
     @property
@@ -56,8 +58,17 @@ def found(results: Sequence[Result]) -> list[Found]:
     """Return the time of each strategy on each disk; none if every disk was as fast as it is."""
     if not any(result.cell.disk for result in results):
         return []
-    heads, rows = _table(results)
-    return [Found(HEADING, heads, of_texts(rows), 1, _caption(results), [NOTE])]
+    disks, rows = _disks(results), _rows(results)
+    several = len({row.scene for row in rows}) > 1
+    fields = [
+        [
+            f"{row.name} ({row.scene})" if several else row.name,
+            *(_field(row, disk) for disk in disks),
+        ]
+        for row in rows
+    ]
+    heads = ["strategy", *map(_words, disks)]
+    return [Found(HEADING, heads, of_texts(fields), 1, _caption(results), [NOTE])]
 
 
 def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
@@ -67,19 +78,6 @@ def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]
     return [
         *([("time-over-disk-rate", partial(_draw, results, 0))] if len(rates) > 1 else []),
         *([("time-over-disk-latency", partial(_draw, results, 1))] if len(latencies) > 1 else []),
-    ]
-
-
-def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    disks, rows = _disks(results), _rows(results)
-    several = len({row.scene for row in rows}) > 1
-    heads = ["strategy", *map(_words, disks)]
-    return heads, [
-        [
-            f"{row.name} ({row.scene})" if several else row.name,
-            *(_field(row, disk) for disk in disks),
-        ]
-        for row in rows
     ]
 
 
@@ -112,8 +110,6 @@ def _draw(results: Sequence[Result], over: int) -> "Figure":
 
 
 def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None) -> dict[str, Any]:
-    from matplotlib.ticker import FixedLocator
-
     handles: dict[str, Any] = {}
     disks = {disk for row in rows for disk in row.by_disk if disk[1 - over] == other}
     values = sorted(value for disk in disks if (value := disk[over]) is not None)
@@ -132,15 +128,8 @@ def _draw_panel(axes: "Axes", rows: Sequence[_Row], over: int, other: int | None
     if over == 0 and size:
         axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
     axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
-    axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]))
-    axes.minorticks_off()
-    axes.set_xlabel(f"disk's {_BY[over]}", fontsize=9)
-    axes.set_ylabel("ready + first pass, s", fontsize=9)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    look.tidy(axes)
+    look.frame_curves(axes, f"disk's {_BY[over]}", "ready + first pass, s", log_seconds=True)
     return handles
 
 
@@ -174,10 +163,6 @@ def _words(disk: _Disk) -> str:
         format_latency(latency_ns) if latency_ns else "",
     )
     return ", ".join(filter(None, words)) or "as fast as it is"
-
-
-def _good(repeats: Sequence[Result]) -> list[Result]:
-    return [each for each in repeats if each.outcome is Outcome.OK]
 
 
 def _caption(results: Sequence[Result]) -> str:

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from weighin.report import captions, operations
-from weighin.report.rows import Row, split, values, varying
+from weighin.report.rows import DIMENSIONS, Row, values, varying
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -25,10 +25,7 @@ INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # Each combination of these properties has its own panel; row labels show formats and options.
-SCENE: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "disk", "disk_latency",
-    "ranks", "use", "dtype", "cache", "isolation",
-)  # fmt: skip
+SCENE: Final = tuple(name for name in DIMENSIONS if name not in ("format", "options"))
 
 # Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted colours for other names.
 _COLOURS: Final = {
@@ -127,6 +124,22 @@ def tidy(axes: "Axes") -> None:
     axes.tick_params(labelsize=8, colors=INK)
 
 
+def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = False) -> None:
+    """Label the axes of a panel of curves, and draw its grid; times can have a logarithmic axis."""
+    from matplotlib.ticker import FixedLocator
+
+    if log_seconds:
+        axes.set_yscale("log")
+        ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+        axes.yaxis.set_major_locator(FixedLocator(ticks))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel(up, fontsize=9)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    tidy(axes)
+
+
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
     """Put the title and the legend above the panels, and the caption below the panels."""
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
@@ -161,11 +174,7 @@ def headline(rows: Sequence[Row], subject: str) -> str:
 def scenes(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Split the series into comparable groups, and yield the title and the rows of each group."""
     changing = varying(rows)
-    by = [name for name in SCENE if name in changing]
-    for found, group in split(rows, by).items():
-        size = captions.model_size(group)
-        pairs = zip(by, found, strict=True)
-        yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
+    yield from captions.apart(rows, [name for name in SCENE if name in changing])
 
 
 def extent_gib(group: Sequence[Row]) -> float:

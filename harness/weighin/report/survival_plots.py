@@ -1,6 +1,6 @@
 """Draw the survival matrix as a picture, and curves of time over the limit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,19 +76,17 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
     axes.xaxis.tick_top()
     axes.tick_params(length=0, labelsize=9, colors=look.INK)
     axes.spines[:].set_visible(False)
-    _draw_model_size(axes, matrix)
+    for column, words in _limits_below(matrix):
+        axes.axvline(column, color="black", linewidth=1.6, linestyle="--")
+        axes.text(column, rows + 0.08, words, fontsize=8, va="top", color=look.INK)
 
 
-def _draw_model_size(axes: "Axes", matrix: Matrix) -> None:
-    """Mark the limits that are smaller than the model."""
+def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
+    """Yield the column whose limit is the first that is smaller than the model, with words for it."""
     size = matrix.model_bytes
-    if not size:
-        return
     for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
-        if right is not None and right < size <= (left or float("inf")):
-            axes.axvline(column, color="black", linewidth=1.6, linestyle="--")
-            words = f" limit below the model's {size / GIB:.2f} GiB →"
-            axes.text(column, len(matrix.rows) + 0.08, words, fontsize=8, va="top", color=look.INK)
+        if size and right is not None and right < size <= (left or float("inf")):
+            yield column, f" limit below the model's {size / GIB:.2f} GiB →"
 
 
 def field_words(field: Field | None) -> tuple[str, str]:
@@ -113,8 +111,6 @@ def field_words(field: Field | None) -> tuple[str, str]:
 
 def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
     """Draw one line per strategy, and return the legend's handles by name."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     columns, handles = len(matrix.limits), {}
     for row, cell in enumerate(matrix.rows):
         shade, name = look.colour(cell.strategy), matrix.label(row)
@@ -137,30 +133,14 @@ def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
             x, y, _ = points[-1]
             axes.plot([x, x + 1], [y, y], color=shade, linewidth=1, linestyle=":")
             axes.plot(x + 1, y, color=shade, marker="x", markersize=7, markeredgewidth=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(
-        FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
-    )
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xticks(range(columns), [heading(limit) for limit in matrix.limits])
     axes.set_xlim(-0.3, columns - 0.7)
-    axes.set_xlabel("RAM limit", fontsize=9)
-    axes.set_ylabel("time, s", fontsize=9)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    look.tidy(axes)
-    _draw_size_on_curve(axes, matrix)
+    look.frame_curves(axes, "RAM limit", "time, s", log_seconds=True)
+    for column, words in _limits_below(matrix):
+        axes.axvline(column - 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
+        across = axes.get_xaxis_transform()
+        axes.text(column - 0.5, 1.01, words, transform=across, fontsize=8, color=look.INK)
     return handles
-
-
-def _draw_size_on_curve(axes: "Axes", matrix: Matrix) -> None:
-    size = matrix.model_bytes
-    for column, (left, right) in enumerate(pairwise(matrix.limits)):
-        if size and right is not None and right < size <= (left or float("inf")):
-            axes.axvline(column + 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
-            words = f" limit below the model's {size / GIB:.2f} GiB →"
-            across = axes.get_xaxis_transform()
-            axes.text(column + 0.5, 1.01, words, transform=across, fontsize=8, color=look.INK)
 
 
 def _model(matrix: Matrix) -> str:

@@ -11,9 +11,10 @@ from typing import Final, TextIO
 
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
-from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
+from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
+from weighin.report.figures import Column
 from weighin.report.markdown import plain, table_lines
-from weighin.report.rows import OF_SERIES, Row, has, is_below_import, series, split, varying
+from weighin.report.rows import OF_SERIES, Row, series, varying
 from weighin.text import markdown as escaped
 
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.
@@ -71,10 +72,7 @@ def text_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     changing = varying(rows)
     by = [name for name in _APART if name in changing]
     names = ["strategy", *(name for name in changing if name not in by)]
-    for values, group in split(rows, by).items():
-        size = captions.model_size(group)
-        pairs = zip(by, values, strict=True)
-        heading = " · ".join(captions.dimension(name, value, size) for name, value in pairs)
+    for heading, group in captions.apart(rows, by):
         yield text_table(heading, group, names, figures_of(group))
 
 
@@ -113,20 +111,6 @@ def what_went_wrong(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ending = plain(row["outcome"] if names_phase else captions.ending(row))
         troubles.append((title, ending + (f": {why}" if why else "")))
     return troubles
-
-
-def note_lines(rows: Sequence[Row]) -> list[str]:
-    """Return explanations of the figures, one per line."""
-    if not rows:
-        return []
-    return captions.note_figures(
-        operations.of(rows),
-        cuda=has(rows, "peak_cuda_allocated_bytes"),
-        repeats=max(row["repeats"] for row in rows),
-        ranks=has(rows, "ranks"),
-        below_import=is_below_import(rows),
-        uses=captions.has_uses(rows),
-    )
 
 
 def _csv_cell(value: object) -> object:

@@ -22,7 +22,6 @@ T = TypeVar("T")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
 # Columns without a heading, whose values are shown below the strategy's name.
 _BELOW_NAME: Final = frozenset(("format", "options"))
-_NAME_COLUMNS: Final = 12  # room for each word of a name; other columns get less padding for it
 _LEFT_OUT: Final = "Left out at {} columns: {}. All columns are in report.md and --json."
 _ANY_WIDTH: Final = 10_000  # columns
 
@@ -32,11 +31,10 @@ class _Layout(NamedTuple):
 
     apart: int = 0  # spaces on the left and right of a column
     range_rows: bool = True  # "from" and "to" are rows of their own
-    folds: bool = False  # folds figures, not only names
 
 
-# The first layout that fits is used, otherwise the last one.
-_LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
+# The first layout that fits is used.
+_LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout())
 
 
 def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
@@ -53,26 +51,22 @@ def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that chooses a layout for the width of its console, and leaves out columns if it must.
 
-    ``rich`` by itself would narrow the names as far as possible and then cut figures: 6.77 for
-    6.776. A console with ``keeps_words`` turns a table that is too wide into blocks, and no name is
-    cut for such a console.
+    A table that fits in no layout is left to the console, which must cut no figure.
     """
 
     section: TextTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        keeps_words = getattr(console, "keeps_words", False)
         anywhere = options.update(width=_ANY_WIDTH)
         for left_out, section in _narrower(self.section):
-            short = section if keeps_words else _with_short_names(section)
-            for layout in _LAYOUTS[:-1]:
-                needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
-                if needed <= options.max_width:
-                    yield _table(section, layout)
+            for layout in _LAYOUTS:
+                table = _table(section, layout)
+                if Measurement.get(console, anywhere, table).minimum <= options.max_width:
+                    yield table
                     if left_out:
                         yield Text(_LEFT_OUT.format(options.max_width, ", ".join(left_out)))
                     return
-        yield _table(self.section, _LAYOUTS[0 if keeps_words else -1])
+        yield _table(self.section, _LAYOUTS[0])
 
 
 def _narrower(section: TextTable) -> Iterator[tuple[list[str], TextTable]]:
@@ -93,7 +87,7 @@ def _table(section: TextTable, layout: _Layout) -> Table:
         # Narrow headings, so that eight columns of numbers fit a terminal.
         label = Text("\n".join([*heading.split(), unit]) if unit else heading)
         side: Literal["left", "right"] = "left" if is_name else "right"
-        stays = not (layout.folds or (is_name and heading not in HEADINGS.values()))
+        stays = not is_name or heading in HEADINGS.values()
         table.add_column(label, justify=side, overflow="fold", no_wrap=stays)
     for row, ranges in zip(section.rows, section.ranges, strict=True):
         if not layout.range_rows:
@@ -115,16 +109,6 @@ def _table(section: TextTable, layout: _Layout) -> Table:
 def _styled(text: str, spread: str = "") -> Text:
     styled = Text(text, style=_STYLES.get(text.partition(" in ")[0], ""))
     return styled.append(f"\n{spread}", style="dim") if spread else styled
-
-
-def _with_short_names(section: TextTable) -> TextTable:
-    """Return the section with its names cut to the length that must fit into the table."""
-    rows = []
-    for row in section.rows:
-        names = (name.partition("\n")[0].split() for name in row[: section.names])
-        short = [" ".join(word[:_NAME_COLUMNS] for word in words) for words in names]
-        rows.append([*short, *row[section.names :]])
-    return replace(section, rows=rows)
 
 
 def _stacked(section: TextTable) -> TextTable:

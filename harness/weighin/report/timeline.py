@@ -8,23 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report import style as look
+from weighin.report import timeline_data as data
 from weighin.report.commands import stacks_at_peak
 from weighin.report.rows import Row, series
-from weighin.report.timeline_data import (
-    CUT_OFF,
-    PARTS,
-    Track,
-    anonymous_by_rank,
-    choose,
-    cut_at,
-    has_part,
-    highest,
-    longest,
-    marks,
-    spans,
-    thin,
-    thin_gpu,
-)
 from weighin.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,12 +34,12 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     if not results:
         return look.empty_figure("Memory over time while loading")
     rows = series(results)
-    tracks = choose(run, results, rows)
+    tracks = data.choose(run, results, rows)
     drawn = tracks[: look.MAX_PANELS]
     columns = min(2, len(drawn))
     lines = -(-len(drawn) // columns)
     figure, grid = look.new_figure(lines * 2.2 + 0.2, lines, columns, sharex=True, sharey=True)
-    span, top = longest(drawn), highest(drawn)
+    span, top = data.longest(drawn), data.highest(drawn)
     for axes, track in zip(grid.flat, drawn, strict=False):
         axes.set_xlim(0, span)
         axes.set_ylim(0, top * _HEADROOM)
@@ -73,7 +59,7 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", track: Track, span: float) -> None:
+def _panel(axes: "Axes", track: data.Track, span: float) -> None:
     look.tidy(axes)
     axes.set_title(
         look.verbatim(f"{track.label}: {track.result.outcome}"), fontsize=9, loc="left", pad=13
@@ -90,7 +76,7 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
         _gpu_line(axes, track)
     _phases(axes, track, span)
     _marks(axes, track, span)
-    if track.result.outcome in CUT_OFF:
+    if track.result.outcome in data.CUT_OFF:
         _cut(axes, track, span)
 
 
@@ -103,21 +89,23 @@ def _limit(axes: "Axes", limit: int | None) -> None:
         axes.annotate(note, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
 
 
-def _areas(axes: "Axes", track: Track) -> None:
+def _areas(axes: "Axes", track: data.Track) -> None:
     """Stack anonymous, file-backed and shared memory."""
-    points = thin(track.samples, _POINTS)
+    points = data.thin(track.samples, _POINTS)
     seconds = [(point.t_ns - track.zero_ns) / 1e9 for point in points]
     shade = look.colour(track.result.cell.strategy)
-    fills: dict[str, Any] = dict(zip(PARTS, (shade, look.tint(shade), "white"), strict=True))
+    fills: dict[str, Any] = dict(zip(data.PARTS, (shade, look.tint(shade), "white"), strict=True))
     # A layer of zeros is not drawn: an SVG would contain each of its points.
-    parts = [name for name in PARTS if name == PARTS[0] or has_part(points, name)]
+    parts = [name for name in data.PARTS if name == data.PARTS[0] or data.has_part(points, name)]
     layers = [[getattr(point, name) / GIB for point in points] for name in parts]
     colours, labels = [fills[name] for name in parts], list(parts)
     total = [sum(heights) for heights in zip(*layers, strict=True)]
     if track.ranks:  # a layer of anonymous memory for each rank, in two shades in turn
-        by_rank = [[size / GIB for size in layer] for layer in anonymous_by_rank(track, points)]
+        by_rank = [
+            [size / GIB for size in layer] for layer in data.anonymous_by_rank(track, points)
+        ]
         shades = [shade if number % 2 == 0 else look.tint(shade) for number in range(len(by_rank))]
-        layers, parts = [*by_rank, *layers[1:]], [*[PARTS[0]] * len(by_rank), *parts[1:]]
+        layers, parts = [*by_rank, *layers[1:]], [*[data.PARTS[0]] * len(by_rank), *parts[1:]]
         colours, labels = [*shades, *["#DDDDDD" for _ in colours[1:]]], list(parts)
     drawn = axes.stackplot(seconds, *layers, colors=colours, labels=labels)
     if _SHARED in parts:
@@ -125,14 +113,14 @@ def _areas(axes: "Axes", track: Track) -> None:
     axes.plot(seconds, total, color=look.INK, linewidth=0.8)
 
 
-def _gpu_line(axes: "Axes", track: Track) -> None:
-    points = thin_gpu(track, _POINTS)
+def _gpu_line(axes: "Axes", track: data.Track) -> None:
+    points = data.thin_gpu(track, _POINTS)
     seconds = [(t_ns - track.zero_ns) / 1e9 for t_ns, _ in points]
     style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
     axes.step(seconds, [used / GIB for _, used in points], where="post", **style)
 
 
-def _phases(axes: "Axes", track: Track, span: float) -> None:
+def _phases(axes: "Axes", track: data.Track, span: float) -> None:
     """Shade every other phase, name long phases in the panel, and list short phases above it."""
     short = []
     style: dict[str, Any] = {
@@ -141,7 +129,7 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
         "fontsize": 7,
         "color": look.INK,
     }
-    for index, (name, start, end) in enumerate(spans(track)):
+    for index, (name, start, end) in enumerate(data.spans(track)):
         if index % 2 == 0:
             axes.axvspan(start, end, color="#EEEEEE", linewidth=0, zorder=0)
         width = (min(end, span) - start) / span
@@ -160,10 +148,10 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
         )
 
 
-def _marks(axes: "Axes", track: Track, span: float) -> None:
+def _marks(axes: "Axes", track: data.Track, span: float) -> None:
     """Draw the marked lines of a command's output, and write as many of them as there is room for."""
     written_s = -span
-    for at_s, text in marks(track):
+    for at_s, text in data.marks(track):
         if at_s > span:
             break
         axes.axvline(at_s, color=look.INK, linestyle=":", linewidth=0.8, zorder=2.5)
@@ -176,7 +164,7 @@ def _marks(axes: "Axes", track: Track, span: float) -> None:
             written_s = at_s
 
 
-def _cut(axes: "Axes", track: Track, span: float) -> None:
+def _cut(axes: "Axes", track: data.Track, span: float) -> None:
     """Mark the time at which the cell was cut off."""
     outcome = track.result.outcome
     if track.end_s > span:
@@ -188,7 +176,7 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
             fontsize=8,
         )
         return
-    end_s, height = cut_at(track)
+    end_s, height = data.cut_at(track)
     axes.plot(end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
     place = track.result.last_phase or ("" if track.result.ran else "no phase")
     side = "right" if end_s > span / 2 else "left"
@@ -199,7 +187,7 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
     )  # fmt: skip
 
 
-def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
+def _legend(tracks: Sequence[data.Track], top: float, cached: str) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -207,21 +195,23 @@ def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
         Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
         Patch(facecolor=look.tint(look.GREY), label=cached, **look.EDGE),
     ]
-    if any(has_part(track.samples, _SHARED) for track in tracks):
+    if any(data.has_part(track.samples, _SHARED) for track in tracks):
         handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
     if any(track.gpu for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
-    if any(marks(track) for track in tracks):
+    if any(data.marks(track) for track in tracks):
         handles.append(Line2D([], [], color=look.INK, linestyle=":", label="line of output"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
     if any(limit and limit / GIB <= top for limit in limits):
         handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
-    if any(track.result.outcome in CUT_OFF for track in tracks):
+    if any(track.result.outcome in data.CUT_OFF for track in tracks):
         handles.append(Line2D([], [], marker="X", color="black", linestyle="", label="cut off"))
     return handles
 
 
-def _caption(rows: Sequence[Row], results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
+def _caption(
+    rows: Sequence[Row], results: Sequence[Result], tracks: Sequence[data.Track]
+) -> list[str]:
     lines = [
         captions.shared(rows, results, without=("model", "ram_limit_bytes")),
         f"All memory is sampled from outside {operations.first_of(rows).outside}; short spikes may be"
@@ -244,7 +234,7 @@ def _caption(rows: Sequence[Row], results: Sequence[Result], tracks: Sequence[Tr
     return lines
 
 
-def _stacks(tracks: Sequence[Track]) -> list[str]:
+def _stacks(tracks: Sequence[data.Track]) -> list[str]:
     """Return a line for each command with the innermost frame at its peak."""
     lines = []
     for track in tracks:

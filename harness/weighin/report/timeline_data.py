@@ -15,18 +15,9 @@ from weighin.report.rows import Row, values
 from weighin.units import GIB
 
 # Outcomes that end a cell early; a timeline marks the time of the end.
-CUT_OFF: Final = frozenset(
-    {
-        Outcome.OOM_KILLED,
-        Outcome.CUDA_OOM,
-        Outcome.TIMEOUT,
-        Outcome.THRASHING,
-        Outcome.STRATEGY_FAILED,
-        Outcome.MEASUREMENT_FAILED,
-        Outcome.COMMAND_FAILED,
-        Outcome.USE_FAILED,
-    }
-)
+CUT_OFF: Final = frozenset(Outcome) - {
+    Outcome.OK, Outcome.CHILD_KILLED, Outcome.WRONG_WEIGHTS, Outcome.SKIPPED,
+}  # fmt: skip
 # weighin chose the time of these ends.
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")

@@ -1,13 +1,14 @@
 """Write the report of a run into its folder, in the requested formats."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from weighin.errors import RecordError, UnknownName
+from weighin.errors import UnknownName
 from weighin.record import Result
+from weighin.records import run_folder
 from weighin.records.run_folder import Records
 from weighin.report import (
     captions,
@@ -32,25 +33,34 @@ TIMELINE: Final = "timeline"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The material of a report; ``formats`` are the requested formats.
-
-    ``missing`` is the number of cells of the plan without a record, None if the run has no plan.
-    """
+    """The material of a report; ``formats`` are the requested formats."""
 
     folder: Path
-    results: Sequence[Result]
-    warnings: Sequence[str]
+    records: Records
     formats: Sequence[str]
-    missing: int | None
+
+    @property
+    def results(self) -> Sequence[Result]:
+        return self.records.results
 
 
-def write(run: Path, records: Records, formats: Iterable[str] = DEFAULT) -> list[Path]:
-    """Write the report of a run into its folder, and return the paths as ``write_report`` does."""
-    wanted = tuple(dict.fromkeys(formats))
+def write_report(
+    run: Path, formats: Sequence[str] = (), records: Records | None = None
+) -> list[Path]:
+    """Write the report into the run's own folder, and return the paths of the written files.
+
+    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. ``records`` are those of
+    the run, if they were read before. The report of a damaged run contains the run's intact records.
+
+    Raises:
+        RecordError: the run's records cannot be read, or the run's folder cannot be written.
+        UnknownName: ``FORMATS`` does not contain a requested format.
+    """
+    wanted = tuple(dict.fromkeys(formats or DEFAULT))
     for name in wanted:
         if name not in FORMATS:
             raise UnknownName("format", name, FORMATS)
-    material = _Run(run, records.results, records.warnings, wanted, records.missing)
+    material = _Run(run, records or run_folder.read_whole(run), wanted)
     paths = []
     for name in wanted:
         paths += [_write(run / file, text) for file, text in FORMATS[name](material).items()]
@@ -79,17 +89,17 @@ def _markdown(run: _Run) -> dict[str, bytes]:
     kinds = [kind for kind in ("png", "svg") if kind in run.formats]
     drawn = pictures(run.folder, run.results) if kinds else {}
     images = [f"{name}.{kinds[0]}" for name in drawn]
-    write_markdown(run.results, file, warnings=run.warnings, images=images)
+    write_markdown(run.results, file, warnings=run.records.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
 
 def _page(run: _Run) -> dict[str, bytes]:
-    return {"report.html": html_page.render(run.folder, run.results, run.warnings).encode()}
+    return {"report.html": html_page.render(run.folder, run.results, run.records.warnings).encode()}
 
 
 def _csv(run: _Run) -> dict[str, bytes]:
     file = StringIO(newline="")
-    tables.write_summary(run.results, file, run.missing)
+    tables.write_summary(run.results, file, run.records.missing)
     return {"summary.csv": file.getvalue().encode()}
 
 
@@ -122,23 +132,19 @@ FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
     "csv": _csv,
     "png": lambda run: _drawn(run, "png"),
     "svg": lambda run: _drawn(run, "svg"),
-    "bmf": lambda run: {"bmf.json": exports.bencher(run.results, run.missing).encode()},
+    "bmf": lambda run: {"bmf.json": exports.bencher(run.results, run.records.missing).encode()},
     "gha": lambda run: {
-        "gha.json": exports.github_action_benchmark(run.results, run.missing).encode()
+        "gha.json": exports.github_action_benchmark(run.results, run.records.missing).encode()
     },
     "openmetrics": lambda run: {
-        "openmetrics.txt": exports.openmetrics(run.results, run.missing).encode()
+        "openmetrics.txt": exports.openmetrics(run.results, run.records.missing).encode()
     },
-    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results, run.missing)},
+    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results, run.records.missing)},
 }
 
 
 def _write(path: Path, content: bytes) -> Path:
-    try:
+    repair = "free some space, or copy the run to a folder that you can write to"
+    with run_folder.writing(path, repair=repair):
         path.write_bytes(content)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}",
-            "free some space, or copy the run to a folder that you can write to",
-        ) from error
     return path

@@ -189,9 +189,10 @@ class SuiteModel(Strict):
         return self.name or self.source
 
 
-def _as_models(value: object) -> object:
+def _by_name(value: object) -> object:
+    """Read a list of mappings, or of names alone."""
     return [
-        item if isinstance(item, dict | SuiteModel) else {"name": item} for item in as_list(value)
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in as_list(value)
     ]
 
 
@@ -209,11 +210,6 @@ def _check_model(model: SuiteModel) -> SuiteModel:
             "leave builder, kwargs and checkpoint out",
         )
     return model
-
-
-def _as_strategies(value: object) -> object:
-    items = as_list(value)
-    return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
 def _check_cache(value: str, info: ValidationInfo) -> str:
@@ -269,13 +265,13 @@ class Suite(Strict):
 
     models: Annotated[
         list[Annotated[SuiteModel, AfterValidator(_check_model)]],
-        BeforeValidator(_as_models),
+        BeforeValidator(_by_name),
         Field(min_length=1),
     ]
     """Names of `weighin list models`, paths of Hugging Face folders or of checkpoints, `from:PATH`, builders, or mappings with the keys of a model."""
     operation: Literal["load", "save"] = "load"
     """Whether the strategies load a checkpoint or save one."""
-    strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
+    strategies: Annotated[list[SuiteStrategy], BeforeValidator(_by_name)] = Field(
         default_factory=lambda known: _default_strategies(known.get("operation", "load")),
         min_length=1,
     )

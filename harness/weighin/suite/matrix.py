@@ -1,7 +1,7 @@
 """Expand a suite into cells, in the order in which they run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -41,8 +41,11 @@ class Planned:
         return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
     @classmethod
-    def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":
-        """Plan a cell; skip it if its strategy does not support the device or format, or lacks a package."""
+    def of(cls, cell: Cell, info: StrategyInfo, own_format: str | None = None) -> "Planned":
+        """Plan a cell; skip it if its strategy does not support the device or format, or lacks a package.
+
+        ``own_format`` is the format of the model's own checkpoint.
+        """
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
@@ -65,6 +68,8 @@ class Planned:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
             if cell.format == gguf.NAME:
                 skip += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
+        if info.pretrained and own_format and cell.format != own_format:
+            skip = skip or f"{info.name} loads the folder's own files, in format {own_format}"
         return cls(cell, info, skip)
 
 
@@ -113,23 +118,21 @@ def plan(
         ConfigError: the file of a use is not one.
     """
     wanted = [formats.known(name) for name in suite.format]
+    axes: dict[str, Sequence[Any]] = {
+        "ram_limit_bytes": suite.ram,
+        "vram_limit_bytes": suite.vram,
+        "disk_bytes_per_s": suite.disk,
+        "disk_latency_ns": suite.disk_latency,
+        "ranks": suite.ranks,
+        "environment": suite.environment,
+    }
+    inner = (*axes.values(), uses.chosen(suite.uses), strategies)
     planned: dict[str, Planned] = {}
-    for repeat, model, ram, vram, rate, latency_ns, ranks, environment, use, (
-        info,
-        options,
-    ) in product(
-        range(suite.repeats),
-        models,
-        suite.ram,
-        suite.vram,
-        suite.disk,
-        suite.disk_latency,
-        suite.ranks,
-        suite.environment,
-        uses.chosen(suite.uses),
-        strategies,
+    for repeat, model, *values, use, (info, options) in product(
+        range(suite.repeats), models, *inner
     ):
-        if info.shares_load and ranks == 1 and max(suite.ranks) > 1:
+        fields = dict(zip(axes, values, strict=True))
+        if info.shares_load and fields["ranks"] == 1 and max(suite.ranks) > 1:
             continue
         is_forward = use == FORWARD and suite.operation == "load"
         own = own_formats.get(model.title)
@@ -138,10 +141,6 @@ def plan(
                 model=model,
                 strategy=info.name,
                 isolation=isolation,
-                ram_limit_bytes=ram,
-                vram_limit_bytes=vram,
-                disk_bytes_per_s=rate,
-                disk_latency_ns=latency_ns,
                 device=suite.device,
                 dtype=dtypes.get(model.title, "float32"),
                 format=fmt,
@@ -151,11 +150,10 @@ def plan(
                 ram_high_bytes=suite.ram_high,
                 repeat=repeat,
                 operation=suite.operation,
-                environment=environment,
-                ranks=ranks,
                 use="" if use in (FORWARD, NONE) else use,
+                **fields,
             )
-            planned[cell.id] = _planned(cell, info, own)
+            planned[cell.id] = Planned.of(cell, info, own)
     return list(planned.values())
 
 
@@ -172,10 +170,3 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
         ]  # a GGUF file is dequantised only if asked for: it takes up to 8 times its size
     supported = [fmt for fmt in wanted if fmt in info.formats]
     return supported or [*wanted, *info.formats][:1]
-
-
-def _planned(cell: Cell, info: StrategyInfo, own: str | None) -> Planned:
-    planned = Planned.of(cell, info)
-    if info.pretrained and own and cell.format != own and not planned.skip:
-        return replace(planned, skip=f"{info.name} loads the folder's own files, in format {own}")
-    return planned

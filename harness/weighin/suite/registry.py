@@ -28,7 +28,6 @@ from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.models import gguf_spec
 from weighin.suite import user_code
-from weighin.text import printable
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
@@ -131,13 +130,6 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     return known[name]
 
 
-def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
-    """Return a list with the strategy of this name, or with all strategies for the name "all"."""
-    if name == "all":
-        return list(strategies(operation).values())
-    return [strategy(name, operation)]
-
-
 def chosen(
     suite: "Suite", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
@@ -150,8 +142,10 @@ def chosen(
         UnknownName: a strategy does not exist, or does not declare one of its options.
     """
     pairs = []
+    operation = suite.operation
     for entry in suite.strategies:
-        for info in named(entry.name, suite.operation):
+        is_all = entry.name == "all"
+        for info in strategies(operation).values() if is_all else [strategy(entry.name, operation)]:
             info.check_options(entry.options)
             pairs.append((info, entry.options))
     if "strategies" not in suite.model_fields_set and own_format in formats.READ_ONLY:
@@ -168,43 +162,25 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has
             an invalid constant.
     """
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"the strategy {path}: no such file or folder", "check the path"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is not Python: {error}") from None
-    if not path.stem.isprintable():
-        raise ConfigError(
-            f"the name of the strategy {printable(str(path))} has characters that cannot be shown",
-            "rename the file",
-        )
-    docstring = ast.get_docstring(tree)
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if operation not in functions:
-        raise ConfigError(
-            f"{path} has no function {operation}(job)",
-            "see strategies/README.md for an example of 20 lines",
-        )
+    example = "see strategies/README.md for an example of 20 lines"
+    tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
+    docstring, constants = ast.get_docstring(tree), _constants(tree)
+    flags = {name for name, (value, _) in constants.items() if value is True}
     return StrategyInfo(
         name=path.stem,
         path=path.resolve(),
         summary=docstring.splitlines()[0] if docstring else "",
-        formats=_constant(tree, "FORMATS", path, ("pt",)),
-        devices=_constant(tree, "DEVICES", path, ("cpu",)),
-        options=_constant(tree, "OPTIONS", path, ()),
-        maps_keys=_flag(tree, "MAPS_KEYS"),
-        pretrained=_library(tree, path),
-        packages=_constant(tree, "PACKAGES", path, ()),
-        shares_load=_flag(tree, "SHARES_LOAD"),
-        weights_only=_flag(tree, "WEIGHTS_ONLY"),
-        dequantises=_flag(tree, "DEQUANTISES"),
-        merges=_flag(tree, "MERGES") or _flag(tree, "NEEDS_ADAPTER"),
-        needs_adapter=_flag(tree, "NEEDS_ADAPTER"),
+        formats=_texts(path, constants, "FORMATS", ("pt",)),
+        devices=_texts(path, constants, "DEVICES", ("cpu",)),
+        options=_texts(path, constants, "OPTIONS"),
+        maps_keys="MAPS_KEYS" in flags,
+        pretrained=_library(path, constants),
+        packages=_texts(path, constants, "PACKAGES"),
+        shares_load="SHARES_LOAD" in flags,
+        weights_only="WEIGHTS_ONLY" in flags,
+        dequantises="DEQUANTISES" in flags,
+        merges=bool(flags & {"MERGES", "NEEDS_ADAPTER"}),
+        needs_adapter="NEEDS_ADAPTER" in flags,
     )
 
 
@@ -377,7 +353,7 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     """Return a built-in model, or the model of a builder."""
     known = models()
     if name not in known:
-        builder = user_code.of_file(name).builder if user_code.is_file(name) else name
+        builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
     from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
 
@@ -429,52 +405,45 @@ def _file_of(module: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin and spec.has_location else None
 
 
-def _flag(tree: ast.Module, name: str) -> bool:
-    """Return whether a file sets the constant ``name`` to True."""
-    return any(
-        isinstance(node, ast.Assign)
-        and [target.id for target in node.targets if isinstance(target, ast.Name)] == [name]
-        and isinstance(node.value, ast.Constant)
-        and node.value.value is True
-        for node in tree.body
-    )
+_Constants = dict[str, tuple[Any, int]]
+"""The value and the line of each name that a file sets; None for a value that is no literal."""
 
 
-def _library(tree: ast.Module, path: Path) -> str:
+def _constants(tree: ast.Module) -> _Constants:
+    found: _Constants = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = None
+            with suppress(ValueError, TypeError):
+                value = ast.literal_eval(node.value or ast.Constant(None))
+            found.setdefault(ast.unparse(target), (value, node.lineno))
+    return found
+
+
+def _texts(
+    path: Path, constants: _Constants, name: str, default: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Return the strings of a constant, which may be empty if its default is."""
+    value, line = constants.get(name, (default, 0))
+    is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if not is_texts or (default and not value):
+        raise ConfigError(
+            f"{path}, line {line}: {name} is not a tuple of strings",
+            f'write a literal tuple, as in {name} = ("{[*default, "name"][0]}",)',
+        )
+    return tuple(value)
+
+
+def _library(path: Path, constants: _Constants) -> str:
     """Return the library that the constant PRETRAINED names; True stands for transformers."""
-    if _flag(tree, "PRETRAINED"):
-        return TRANSFORMERS.name
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PRETRAINED":
-            if any(ast.unparse(node.value) == repr(each.name) for each in LIBRARIES):
-                return str(ast.literal_eval(node.value))
-            names = ", ".join(repr(each.name) for each in LIBRARIES)
-            raise ConfigError(
-                f"{path}, line {node.lineno}: PRETRAINED names no library",
-                f"write one of {names}, or True for transformers",
-            )
-    return ""
-
-
-def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:
-    for node in tree.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if [ast.unparse(target) for target in targets] == [name]:
-            is_empty = isinstance(node.value, ast.Tuple) and not node.value.elts
-            if not (value := _strings(node.value)) and (default or not is_empty):
-                raise ConfigError(
-                    f"{path}, line {node.lineno}: {name} is not a tuple of strings",
-                    f'write a literal tuple, as in {name} = ("{[*default, "name"][0]}",)',
-                )
-            return value
-    return default
-
-
-def _strings(node: ast.expr | None) -> tuple[str, ...]:
-    """Return the items of a literal tuple of strings; empty for any other expression."""
-    items = node.elts if isinstance(node, ast.Tuple) else []
-    values = [item.value for item in items if isinstance(item, ast.Constant)]
-    strings = tuple(value for value in values if isinstance(value, str))
-    return strings if len(strings) == len(items) else ()
+    if "PRETRAINED" not in constants:
+        return ""
+    value, line = constants["PRETRAINED"]
+    names = [each.name for each in LIBRARIES]
+    if value is not True and value not in names:
+        raise ConfigError(
+            f"{path}, line {line}: PRETRAINED names no library",
+            f"write one of {', '.join(map(repr, names))}, or True for transformers",
+        )
+    return TRANSFORMERS.name if value is True else str(value)

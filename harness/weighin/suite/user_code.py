@@ -1,19 +1,19 @@
 """Find the module of a user's model: in a file, in the current folder, or in a folder of
-PYTHONPATH.
+PYTHONPATH; and parse the files of strategies and uses.
 
-The search does not import the module.
+Nothing here imports or executes a user's code.
 """
 
 import ast
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import ConfigError
+from weighin.text import printable
 
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
@@ -21,21 +21,13 @@ _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "wei
 """The names of modules that a worker has already imported when it imports a model's module."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuilderFile:
-    """A builder in a file: its name "package.module:function", and the module's import folder."""
-
-    builder: str
-    folder: Path
-
-
 def is_file(name: str) -> bool:
     """Return whether a model's name is a builder in a file: "path/nets.py:build"."""
     return _FILE in name
 
 
-def of_file(name: str) -> BuilderFile:
-    """Return the builder that "path/nets.py:build" names.
+def of_file(name: str) -> tuple[str, Path]:
+    """Return the builder that "path/nets.py:build" names: "nets:build", and its module's import folder.
 
     A file in a package, with ``__init__.py`` beside it, is imported as a part of that package, so
     that the file's relative imports work.
@@ -68,7 +60,7 @@ def of_file(name: str) -> BuilderFile:
             f"--model {name}: Python or weighin already has a module called {parts[0]!r}",
             "rename the file, for example to nets.py",
         )
-    return BuilderFile(f"{'.'.join(parts)}:{function}", folder)
+    return f"{'.'.join(parts)}:{function}", folder
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
@@ -77,7 +69,7 @@ def import_path(names: Iterable[str]) -> tuple[str, ...]:
     The folders are those of builders in files, the current folder, and the existing folders of
     PYTHONPATH.
     """
-    folders = [of_file(name).folder for name in names if is_file(name)]
+    folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders += [Path(text).resolve() for text in listed if text and Path(text).exists()]
@@ -135,6 +127,32 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function and not node.decorator_list:
             _check_arguments(builder, node.args, kwargs)
+
+
+def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
+    """Return the syntax tree of a strategy's or a use's file, which has a ``function``: "load(job)".
+
+    Raises:
+        ConfigError: the file is missing or not Python, has no such function, or its name cannot be
+            shown; ``example`` is the repair for a missing function.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"the {what} {path}: no such file or folder", "check the path") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is not Python: {error}") from None
+    if not path.stem.isprintable():
+        raise ConfigError(
+            f"the name of the {what} {printable(str(path))} has characters that cannot be shown",
+            "rename the file",
+        )
+    name = function.partition("(")[0]
+    if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+        raise ConfigError(f"{path} has no function {function}", example)
+    return tree
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:

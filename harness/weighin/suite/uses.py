@@ -1,13 +1,11 @@
 """Find the uses of a suite by name, or by the path of a user's own file, without importing it."""
 
-import ast
 from pathlib import Path
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, UnknownName
+from weighin.suite import user_code
 from weighin.uses import FORK, NONE, TO_DEVICE, USES
-
-_FUNCTION = "use"
 
 
 def chosen(names: list[str]) -> dict[str, str]:
@@ -27,7 +25,8 @@ def chosen(names: list[str]) -> dict[str, str]:
             found[name] = ""
             continue
         path = Path(name).expanduser().resolve()
-        _check(path)
+        example = "see docs/after-the-load.md for an example of 3 lines"
+        user_code.parse(path, "use", "use(model)", example)
         if path.stem in (*USES, NONE) or found.get(path.stem, str(path)) != str(path):
             raise ConfigError(
                 f"two uses are called {path.stem!r}, one of them {path}",
@@ -47,20 +46,3 @@ def obstacle(cell: Cell) -> str:
     if cell.use == FORK and is_on_gpu:
         return "a forked process cannot use a model on the GPU"
     return ""
-
-
-def _check(path: Path) -> None:
-    """Raise ConfigError if a file is not Python, or has no function ``use``."""
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the use {path}: {error.strerror}", "check the path"
-        ) from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is not Python: {error}") from None
-    if not any(isinstance(node, ast.FunctionDef) and node.name == _FUNCTION for node in tree.body):
-        raise ConfigError(
-            f"{path} has no function {_FUNCTION}(model)",
-            "see docs/after-the-load.md for an example of 3 lines",
-        )

@@ -130,17 +130,7 @@ def _isolation(name: str, *, limited: bool) -> Isolation:
             "a test's body cannot run in Docker: the image lacks the modules that it imports",
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
-    if name != "auto":
-        return select.choose(name, limited=limited)[0]
-    isolation = select.named("cgroup")
-    try:
-        isolation.check()
-    except IsolationUnavailable:
-        if limited:
-            raise
-        isolation = select.named("process")
-        isolation.check()
-    return isolation
+    return select.choose(name, limited=limited, containers=False)[0]
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:

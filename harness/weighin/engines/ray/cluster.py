@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from weighin import child_process, pipes
+from weighin import child_process, install, pipes
 from weighin.engines.ray import relay
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, extra
-from weighin.protocol import encode_event
+from weighin.protocol import decode_event, encode_event
 from weighin.text import one_line
 
 with extra("ray", "--engine ray"):
@@ -56,11 +56,6 @@ class RayTask:
         self.stream = stream
 
     def next_event(self) -> bytes | None:
-        """Return the next event of a task that ``Cluster.wait`` named; None at its end.
-
-        Raises:
-            LostTask: the task's process, or its node, was lost.
-        """
         try:
             event: bytes = ray.get(next(self.stream))
         except StopIteration:
@@ -71,8 +66,38 @@ class RayTask:
         return event
 
     def cancel(self) -> None:
-        """Stop the task; its process removes what it started, and then ends."""
         ray.cancel(self.stream)
+
+
+def answer(
+    node: RayNode, task: RayTask, kind: str, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Return the event of this kind with which a task answers; ``say`` gets a line for each step.
+
+    Raises:
+        LostTask: the task's process, or its node, was lost.
+        ConfigError: weighin does not run on the node.
+    """
+    answers = {}
+    for event in filter(None, map(decode_event, iter(task.next_event, None))):
+        answers[event["event"]] = event
+        if event["event"] == "preparing":
+            say(f"{node.name}: {event['text']}")
+    if kind not in answers:
+        problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
+        raise ConfigError(
+            f"weighin does not run on the node {node.name}: {problem}",
+            f"install weighin on that node, in Ray's environment: {install.command('ray', anywhere=True)}",
+        )
+    return answers[kind]
+
+
+def no_slot() -> ConfigError:
+    """Return the error for a cluster none of whose nodes can measure."""
+    return ConfigError(
+        f"no node of the cluster has the resource {SLOT} and all labels of --label",
+        f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
+    )
 
 
 class Cluster:

@@ -8,15 +8,14 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from weighin import __version__, install
+from weighin import __version__
 from weighin.doctor import doctor as doctors
 from weighin.doctor.capabilities import Capability
 from weighin.doctor.doctor import Examination
 from weighin.engines.ray import cluster as clusters
-from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError
-from weighin.protocol import decode_event
 from weighin.records import sources
 
 _PINGS: Final = 5  # the first ones start processes
@@ -54,11 +53,7 @@ def examine(
     with clusters.connected(address, labels) as cluster:
         nodes = cluster.nodes()
         if not nodes:
-            raise ConfigError(
-                f"no node of the cluster has the resource {SLOT} and all labels of --label",
-                f"start Ray with this resource on each machine that measures: {START} --address"
-                " HOST:6379",
-            )
+            raise clusters.no_slot()
         tasks = [cluster.submit(node, {"kind": "examine"}) for node in nodes]
         found = []
         for node, task in zip(nodes, tasks, strict=True):
@@ -80,26 +75,14 @@ def table(node: NodeExamination) -> RenderableType:
 def _examined(
     cluster: Cluster, node: RayNode, task: RayTask, say: Callable[[str], None]
 ) -> NodeExamination:
-    answers = {}
-    while (line := task.next_event()) is not None:
-        if event := decode_event(line):
-            answers[event["event"]] = event
-            if event["event"] == "preparing":
-                say(f"{node.name}: {event['text']}")
-    if "examined" not in answers:
-        problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
-        raise ConfigError(
-            f"weighin does not run on the node {node.name}: {problem}",
-            "install weighin on that node, in Ray's environment:"
-            f" {install.command('ray', anywhere=True)}",
-        )
+    examined = clusters.answer(node, task, "examined", say)
     state = cluster.monitor(node)
     repair = f"; start the node with the monitor off: {START}" if state.is_on else ""
     monitor = Capability(
         "no memory monitor of Ray", "bad" if state.is_on else "good", f"{state}{repair}"
     )
-    capabilities = [Capability(**fields) for fields in answers["examined"]["capabilities"]]
-    code = _code(answers["examined"])
+    capabilities = [Capability(**fields) for fields in examined["capabilities"]]
+    code = _code(examined)
     examination = Examination((*capabilities, code, monitor, _clock(cluster, node)))
     return NodeExamination(node.name, node.id, examination, state.is_on)
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from weighin import __version__, install
-from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask, answer, no_slot
 from weighin.engines.scheduler import Demand, Node
 from weighin.engines.transport import LostTask, NodeFacts
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.protocol import decode_event
 from weighin.records import sources
 from weighin.units import format_bytes, format_exact
 
@@ -130,10 +129,7 @@ def find(cluster: Cluster) -> Fleet:
     check_monitors(cluster, nodes)
     found = probe(cluster, nodes)
     if not found:
-        raise ConfigError(
-            f"no node of the cluster has the resource {SLOT} and all labels of --label",
-            f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
-        )
+        raise no_slot()
     return Fleet(found)
 
 
@@ -166,20 +162,11 @@ def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[NodeFacts]:
     found = []
     for node, task in zip(nodes, tasks, strict=True):
         with suppress(LostTask):
-            events = list(filter(None, map(decode_event, iter(task.next_event, None))))
-            found.append(_described(node, {event["event"]: event for event in events}))
+            found.append(_described(node, answer(node, task, "node")))
     return found
 
 
-def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> NodeFacts:
-    if "node" not in answers:
-        problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
-        raise ConfigError(
-            f"weighin does not run on the node {node.name}: {problem}",
-            "install weighin on that node, in Ray's environment:"
-            f" {install.command('ray', anywhere=True)}",
-        )
-    facts = answers["node"]
+def _described(node: RayNode, facts: Mapping[str, Any]) -> NodeFacts:
     if facts["weighin"] != __version__:
         raise ConfigError(
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",

@@ -150,7 +150,7 @@ def _import(facts: Facts) -> Evidence | None:
     if place is None:
         return None
     at = [index for index, frame in enumerate(place.frames) if is_import(frame)]
-    grown = facts.grown(place.stack.pid, _imports)
+    grown = facts.grown(place.stack.pid, lambda one: any(map(is_import, one.frames)))
     if not at or at[0] == 0 or grown < max(LEAST_BYTES, facts.held_bytes // 4):
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
@@ -283,10 +283,6 @@ def _builds(place: Place) -> bool:
     return any(
         any(part in frame.path for part in _BUILDS) for frame in place.frames
     ) and not _copies(place)
-
-
-def _imports(place: Place) -> bool:
-    return any(map(is_import, place.frames))
 
 
 def _shares_line(one: Place, other: Place) -> bool:

@@ -1,30 +1,15 @@
 """List the machine and software of a run, and the meaning and accuracy of each figure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from weighin.record import Result
 from weighin.records.machine import settings_of
-from weighin.report import captions, operations
-from weighin.report.rows import Row, has
-
-_CUDA: Final = (
-    ("CUDA requested", "GiB", "peak of the bytes that tensors on the GPU requested during the load", "exact, allocator"),
-    ("CUDA allocated", "GiB", "the same, with each request rounded up to the allocator's blocks", "exact, allocator"),
-    ("CUDA reserved", "GiB", "peak of the bytes that the allocator reserved from the driver", "exact, allocator"),
-    ("CUDA driver", "GiB", "sampled maximum of the driver's own figure, which includes the CUDA context and buffers of libraries", "sampled"),
-    ("pinned", "GiB", "peak of page-locked host memory", "exact, its allocator"),
-)  # fmt: skip
-
-
-_USES: Final = (
-    ("use", "s", "time of the use of the ready model, in a phase of its own", "exact, clock"),
-    ("peak RSS of use", "GiB", "highest resident set size during the use", "exact, kernel"),
-    ("most in use", "x model", "sampled maximum of anonymous memory during the use, less that after the imports, divided by the model's size", "sampled"),
-    ("after use", "x model", "anonymous memory at the end of the use, less that after the imports, divided by the model's size", "exact"),
-    ("forked process", "GiB", "private dirty memory of the forked process with the most, after it wrote every weight", "exact at that instant"),
-)  # fmt: skip
+from weighin.report import operations
+from weighin.report.columns import figures_of
+from weighin.report.figures import COLUMNS
+from weighin.report.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +26,10 @@ class Fact:
 
 def environment(results: Sequence[Result]) -> list[Fact]:
     """Return the machine and software of the cells, one fact for each recorded key."""
-    counts_of: dict[str, dict[str, int]] = {}
+    counts_of: dict[str, Counter[str]] = {}
     for result in results:
         for key, value in settings_of([result.environment]).items():
-            counts = counts_of.setdefault(key, {})
-            counts[_text(value)] = counts.get(_text(value), 0) + 1
+            counts_of.setdefault(key, Counter())[_text(value)] += 1
     return [Fact(key, _counted(counts)) for key, counts in counts_of.items()]
 
 
@@ -53,9 +37,18 @@ def figures(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """Return the name, unit, meaning and accuracy of each figure in the report."""
     if not rows:
         return []
-    meanings = dict.fromkeys(one for kind in operations.of(rows) for one in kind.meanings)
-    uses = _USES if captions.has_uses(rows) else ()
-    return [*meanings, *uses, *(_CUDA if has(rows, "peak_cuda_allocated_bytes") else ())]
+    explained: dict[tuple[str, str, str, str], None] = {}
+    columns, files = figures_of(rows), COLUMNS["file_sampled_bytes"]
+    for kind in operations.of(rows):
+        for column in columns:
+            if column.key in kind.figures:
+                heading = kind.headings.get(column.key, column.heading)
+                meaning = kind.meanings.get(column.key, column.meaning)
+                explained[heading, column.unit, meaning, column.accuracy] = None
+        if files.key not in kind.figures:  # the bars alone show it
+            explained["file-backed", files.unit, files.meaning, files.accuracy] = None
+        explained["outcome", "", kind.outcome, "exact"] = None
+    return list(explained)
 
 
 def when(results: Sequence[Result]) -> str:

@@ -1,23 +1,16 @@
 """Build the summary as a table that a reader can sort and filter."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.record import Outcome
-from weighin.report import captions, style
-from weighin.report.columns import HEADINGS, Column, figure_text, figures_of, name_text, range_text
-from weighin.report.markdown import plain
+from weighin.report import style
+from weighin.report.columns import figures_of, name_text
 from weighin.report.rows import Row, varying
+from weighin.report.tables import text_table
 
 _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
-
-
-@dataclass(frozen=True, slots=True)
-class TableColumn:
-    heading: str
-    unit: str
-    is_number: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +43,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    columns: list[TableColumn]
+    """The first ``names`` columns are names, the other columns are numbers."""
+
+    columns: list[tuple[str, str]]  # heading, unit
+    names: int
     rows: list[TableRow]
     choices: list[Choice]
 
@@ -62,36 +58,30 @@ def ids(rows: Sequence[Row]) -> dict[str, str]:
 
 def build(series: Sequence[Row]) -> Table:
     """Return a table with one row per series; properties that all series share have no column."""
-    names = ["strategy", *varying(series)]
-    figures = figures_of(series)
-    columns = [TableColumn(HEADINGS.get(name, name), "", is_number=False) for name in names]
-    columns.append(TableColumn("outcome", "", is_number=False))
-    columns += [TableColumn(f.heading, f.unit, is_number=True) for f in figures]
-    series_ids = ids(series)
-    rows = [_row(row, names, figures, series_ids) for row in series]
+    names, figures, series_ids = ["strategy", *varying(series)], figures_of(series), ids(series)
+    table = text_table("", series, names, figures)
+    rows = []
+    for row, texts, ranges in zip(series, table.rows, table.ranges, strict=True):
+        outcome = str(row["outcome"]).split(" ", maxsplit=1)[0]
+        numbers = (row[figure.key] for figure in figures)
+        keys = [_key(name, row) for name in names]
+        keys += [outcome, *("" if number is None else repr(float(number)) for number in numbers)]
+        data = [Datum(*fields) for fields in zip(texts, keys, ranges, strict=True)]
+        sign = _SIGNS.get(row["outcome"], "✗")
+        data[len(names)] = replace(data[len(names)], text=f"{sign} {data[len(names)].text}")
+        rows.append(
+            TableRow(series_ids[row["group"]], style.colour(row["strategy"]), outcome, data)
+        )
     choices = []
-    for index, column in enumerate(columns[: len(names) + 1]):
-        texts = list(dict.fromkeys(row.data[index].text for row in rows))
-        if column.heading == "outcome":
-            texts = list(dict.fromkeys(row.outcome for row in rows))
-        if 1 < len(texts) <= 40:  # instead of a longer list, use the search field
-            choices.append(Choice(column.heading, index, texts))
-    return Table(columns, rows, choices)
+    for index, (heading, _) in enumerate(table.columns[: table.names]):
+        values = list(dict.fromkeys(row.data[index].text for row in rows))
+        if heading == "outcome":
+            values = list(dict.fromkeys(row.outcome for row in rows))
+        if 1 < len(values) <= 40:  # instead of a longer list, use the search field
+            choices.append(Choice(heading, index, values))
+    return Table(table.columns, table.names, rows, choices)
 
 
-def _row(row: Row, names: list[str], figures: list[Column], ids: Mapping[str, str]) -> TableRow:
-    data = []
-    for name in names:
-        text = name_text(name, row)
-        # A row without a limit sorts after all limits.
-        limit = row[name] if name == "ram_limit_bytes" else None
-        key = str(limit or 2**63) if name == "ram_limit_bytes" else text
-        data.append(Datum(text, key))
-    outcome = str(row["outcome"]).split(" ", maxsplit=1)[0]
-    sign = _SIGNS.get(row["outcome"], "✗")
-    data.append(Datum(f"{sign} {plain(captions.ending(row))}", outcome))
-    for figure in figures:
-        value = row[figure.key]
-        key = "" if value is None else repr(float(value))
-        data.append(Datum(figure_text(row, figure), key, range_text(row, figure)))
-    return TableRow(ids[row["group"]], style.colour(row["strategy"]), outcome, data)
+def _key(name: str, row: Row) -> str:
+    """Return the sort key of a name; a row without a limit sorts after all limits."""
+    return str(row[name] or 2**63) if name == "ram_limit_bytes" else name_text(name, row)

@@ -8,7 +8,7 @@ from typing import Final
 from weighin.record import Outcome, Phase, Result
 from weighin.report import captions, style, timeline_data
 from weighin.report.html.geometry import Axis, path
-from weighin.report.rows import Row, split, values
+from weighin.report.rows import Row, values
 from weighin.units import GIB, format_seconds
 
 WIDTH: Final = 460
@@ -81,10 +81,8 @@ def build(
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
     changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
     groups = []
-    for found, members in split(rows, changing).items():
+    for title, members in captions.apart(rows, changing):
         mine = [track_of[row["group"]] for row in members]
-        pairs = zip(changing, found, strict=True)
-        title = " · ".join(captions.dimension(name, value) for name, value in pairs)
         axes = _Axes(
             Axis(timeline_data.longest(mine), _LEFT, _RIGHT),
             Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP),
