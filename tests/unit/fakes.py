@@ -8,7 +8,7 @@ from typing import Any
 from weighin.isolation.base import Exit
 from weighin.probes.observer import Observation, Observer
 from weighin.protocol import encode_event
-from weighin.record import Memory, Sample
+from weighin.result import Memory, Sample
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]

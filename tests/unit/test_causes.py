@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from command_records import PID, made, process, samples_of, stack
 
-from weighin.record import Kill, OpenFile, Outcome, Peaks, Result, Sample
 from weighin.records.explanation import Cause, cause_of
 from weighin.records.explanation.causes import RULES
+from weighin.result import Kill, OpenFile, Outcome, Peaks, Result, Sample
 from weighin.units import MIB
 
 TORCH = "/v/lib/python3.11/site-packages/torch"

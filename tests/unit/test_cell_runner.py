@@ -16,8 +16,8 @@ from weighin.cell import Cell, Job
 from weighin.isolation.base import Streams
 from weighin.probes import page_cache
 from weighin.probes.observer import Observation
-from weighin.record import Outcome
 from weighin.records import sources
+from weighin.result import Outcome
 from weighin.run import page_preconditioning
 from weighin.run.cell_runner import Setting, measure, take
 from weighin.units import MIB

@@ -10,7 +10,7 @@ from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
 from weighin.gate.compare import compare, compare_machines, write_markdown
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 
 
 def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:

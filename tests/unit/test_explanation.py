@@ -13,9 +13,9 @@ from command_records import PID, made, process, samples_of, stack
 from factories import make_result
 
 from weighin.probes.sampler import write_samples
-from weighin.record import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.records.explanation import answer, explain
 from weighin.report.run_json import of_run
+from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.units import GIB, MIB
 
 

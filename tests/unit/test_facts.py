@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from command_records import made, process, samples_of, stack
 
-from weighin.record import Outcome
 from weighin.records.explanation.facts import Facts, Place
 from weighin.records.explanation.frames import read_all
+from weighin.result import Outcome
 from weighin.units import MIB
 
 FRAMES = ("<module> (script.py:14)", "<module> (main.py:3)")

@@ -13,9 +13,9 @@ from ran_commands import make_command, make_ran
 from weighin.cell import Cell
 from weighin.cli import app
 from weighin.errors import RecordError
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
+from weighin.result import Result
 from weighin.run.command_settings import CommandSettings
 from weighin.run.merge import merge
 from weighin.run.settings import RunSettings

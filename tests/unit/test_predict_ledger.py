@@ -11,7 +11,7 @@ from weighin.predict.allocator import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.fake_cuda import pretended
 from weighin.predict.ledger import Ledger
-from weighin.record import Memory
+from weighin.result import Memory
 from weighin.units import KIB, MIB
 
 BASELINE = Memory(rss_bytes=0, anon_bytes=0, file_bytes=5 * MIB, shmem_bytes=0)

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from weighin import formats, load_pretrained, load_streaming
 from weighin.checkpoint.index import index
 from weighin.cli.app import app
+from weighin.construction.skeleton import construct, resolve_builder
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
-from weighin.models.skeleton import construct, resolve_builder
 from weighin.predict.client import predict
 from weighin.recommend.calibration import Calibration
 from weighin.suite import registry

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
-from weighin.record import SCHEMA, Outcome, Peaks, Result
 from weighin.records import coverage, run_folder
+from weighin.result import SCHEMA, Outcome, Peaks, Result
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
 

@@ -11,11 +11,11 @@ from test_evaluate import STREAMING
 from weighin.cell import ModelSpec
 from weighin.formats.pretrained_folder import is_folder
 from weighin.gate import baseline
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.series import SeriesRun, name_of, summarise
 from weighin.report import history
 from weighin.report.rows import cells, values
+from weighin.result import Result
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]

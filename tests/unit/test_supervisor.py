@@ -15,7 +15,7 @@ from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampl
 
 from weighin.isolation.base import Exit
 from weighin.probes.observer import Observation
-from weighin.record import Outcome, Sample
+from weighin.result import Outcome, Sample
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
 
