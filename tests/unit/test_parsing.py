@@ -35,7 +35,7 @@ def test_a_whole_record_comes_back() -> None:
 
 def test_control_characters_are_removed_whether_written_or_escaped() -> None:
     assert parse(Kind, b'{"name": "a\\u001bb"}', "here") == Kind("a?b")
-    assert parse(Kind, '{"name": "a\x7fb"}'.encode(), "here") == Kind("a?b")
+    assert parse(Kind, b'{"name": "a\x7fb"}', "here") == Kind("a?b")
     assert parse(Kind, b'{"name": "a\\nb"}', "here") == Kind("a\nb")
 
 
