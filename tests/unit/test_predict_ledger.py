@@ -195,8 +195,8 @@ def test_work_is_counted_by_its_kind(ledger: Ledger) -> None:
         (lambda n: torch.full((n,), 7, dtype=torch.float16), (2,), torch.float16),
         (lambda n: torch.randint(5, (n,)), (2,), torch.int64),
         (lambda n: torch.randint(5, (n,), dtype=torch.int32), (2,), torch.int32),
-        (lambda n: torch.rand(n), (2,), torch.float32),
-        (lambda n: torch.eye(n), (2, 2), torch.float32),
+        (torch.rand, (2,), torch.float32),
+        (torch.eye, (2, 2), torch.float32),
         (lambda n: torch.eye(n, 3), (2, 3), torch.float32),
     ],
 )
