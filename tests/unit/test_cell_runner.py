@@ -192,3 +192,60 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     assert measured.result.message == (
         f"{who} changed the checkpoint's files during the cell: model.pt; it ended with ok"
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, ..."), (5, "0, 1, 2, ...")]
+)
+def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: str) -> None:
+    files = [tmp_path / str(number) for number in range(count)]
+    for file in files:
+        file.touch()
+    script = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
+    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, files, None).result
+    assert result.message == (
+        f"the strategy changed the checkpoint's files during the cell: {named}; it ended with ok"
+    )
+
+
+def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
+    (file := tmp_path / "a").touch()
+    script = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
+    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [file], None).result
+    assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
+
+
+def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
+    (file := tmp_path / "model.pt").touch()
+    job = replace(JOB, checkpoint=str(file))
+    script = [fakes.baseline(), fakes.phase("read"), fakes.loaded(), ready(), done()]
+    entered: list[str] = []
+    setting = Setting(PlayedIsolation(script), tmp_path, {"cpu": "x"}, on_phase=entered.append)
+    result = measure(setting, job, [file], 700)
+    assert (result.model_bytes, result.touched_bytes_before) == (700, None)
+    assert result.cost and 0 < result.cost.wall_ns < 600 * 10**9
+    assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
+    assert result.environment["cpu"] == "x"
+    assert result.environment["torch"] == fakes.ENVIRONMENT["torch"]
+    assert {"storage", "read_ahead_bytes"} <= result.environment.keys()
+    assert (result.samples_path, result.trace_path, result.stopped) == (None, None, None)
+    without = measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None)
+    assert "storage" not in without.environment
+
+
+def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
+    class Broken(Silent):
+        def look(self) -> Observation:
+            raise RuntimeError("odd")
+
+    started: list[fakes.FakeRunning] = []
+
+    class Noting(PlayedIsolation):
+        def start(self, job: Job) -> fakes.FakeRunning:
+            started.append(super().start(job))
+            return started[-1]
+
+    setting = Setting(Noting([*BASELINE, done()], inside=Broken()), tmp_path, {})
+    with pytest.raises(RuntimeError, match="odd"):
+        measure(setting, JOB, [], None)
+    assert started[0].channel.closed == 1
