@@ -1,7 +1,7 @@
 """Which files of tests are to notice a change of a module."""
 
+import chosen_tests
 import pytest
-from chosen_tests import tests_of
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from chosen_tests import tests_of
     ],
 )
 def test_a_module_is_tested_by_those_that_import_it_or_its_callers(module: str, file: str) -> None:
-    found = [path.name for path in tests_of(module)]
+    found = [path.name for path in chosen_tests.tests_of(module)]
     assert file in found
     assert len(found) <= 5
 
@@ -24,4 +24,4 @@ def test_the_file_of_a_modules_name_comes_first() -> None:
         "run/command_outcome.py": "test_command_outcome.py",
         "records/explanation/causes.py": "test_causes.py",
     }.items():
-        assert tests_of(module)[0].name == file
+        assert chosen_tests.tests_of(module)[0].name == file

@@ -525,7 +525,7 @@ def test_the_bounds_of_a_steady_growth() -> None:
 
 def test_a_growth_whose_quarters_differ_too_much_is_not_steady() -> None:
     def quarters(*grown: int) -> list[int]:
-        levels = [60]
+        levels = [100]
         for each in grown:
             levels += [levels[-1] + each * n // 4 for n in range(1, 5)]
         return levels

@@ -162,7 +162,7 @@ def test_a_comparison_as_json_has_every_figure(runs: list[Path]) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 27])
 def test_two_to_26_runs_can_be_compared(runs: list[Path], count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"cannot compare {count} run{'s' * (count != 1)}$"):
+    with pytest.raises(ConfigError, match=rf"cannot compare {count} run{'s' * (count != 1)}\n"):
         compare([runs[0]] * count)
     assert len(compare([runs[0]] * 26).headings) == 26
     assert len(compare([runs[0]] * 2).headings) == 2

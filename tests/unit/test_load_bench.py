@@ -100,12 +100,12 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
         assert Path(job.checkpoint).exists() and Path(job.manifest).name == "manifest.json"
         assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
         assert (job.timeout_s, job.python_path, job.mounts) == (5, (), ())
-        assert (job.trace, job.target, job.use_path) == (False, None, "")
+        assert (job.trace, job.target, job.use_path) == (False, "", "")
     assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
     assert (told.started, compiled) == (["baseline", "sequential"], ["compiled"])
     assert told.lines[-4:] == ["preparing process", "building", "added for gpt2-tiny", TEXT]
-    assert told.phases == ["read", "touch", "forward"] * 2
+    assert told.phases == ["import", "prepare", "read", "touch", "forward"] * 2
     environment = results[0].environment
     assert environment["isolation"] == {"engine": "played"}
     assert environment["ram_bytes"] and environment["weighin"]
@@ -119,7 +119,7 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
 def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
     run = asked(BASELINE, DONE)
     (planned,) = run.planned
-    cell = replace(planned.cell, ram_limit_bytes=300 * MIB, cache="warm", ranks=2)
+    cell = replace(planned.cell, ram_limit_bytes=400 * MIB, cache="warm", ranks=2)
     runner.run(replace(run, planned=[replace(planned, cell=cell)]), Progress())  # type: ignore[type-var]
     probe, job = jobs_of(run)
     assert probe.cell == replace(cell, ram_limit_bytes=None, cache="cold", ranks=1)
@@ -162,7 +162,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
         return
     need = f"{250 * ranks}.000 MiB"
     assert complaint(run) == (
-        f"--ram {limit} is less than `import torch` alone needs here{said.format(need)}\n"
+        f"--ram {limit}B is less than `import torch` alone needs here{said.format(need)}\n"
         f"give at least {'500.000 MiB' if ranks == 1 else '1.465 GiB'} plus the size of the weights"
     )
     assert not run.folder.exists()
@@ -193,7 +193,8 @@ def test_a_first_worker_that_fails_stops_the_run(
 
 def test_a_run_goes_on_where_it_was_stopped() -> None:
     run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
-    first = runner.run(run, Progress(), iter([run.planned[0], None]).__next__)  # type: ignore[arg-type]
+    following = iter([run.planned[0], None])
+    first = runner.run(run, Progress(), lambda _: next(following))
     assert [each.cell.strategy for each in first] == ["baseline"]
     again = replace(run, isolation=PlayedIsolation(BASELINE, DONE), is_new=False)
     results = runner.run(again, Progress())

@@ -105,7 +105,7 @@ FIGURES = {
 
 def test_each_metric_reads_its_own_figure() -> None:
     touch = Phase("touch", 0, 1, 1, Memory(1, 3, 0, 0), 0, 0)
-    used = Phase("fork", 100, 113, 9, Memory(1, 10, 0, 0), 0, 0)
+    used = Phase("use: fork", 100, 113, 9, Memory(1, 10, 0, 0), 0, 0)
     result = replace(
         make_result(make_cell(use="fork")),
         phases=(touch, used),

@@ -173,9 +173,11 @@ def test_phases_stand_below_their_strategy() -> None:
     assert cells_of(shown([used], phases=True), "mmap_assign") == [
         "mmap_assign", "pt", "fork", "1.000", "0.000", "2.000", "0.000", "1.000", "0.000",
     ]  # fmt: skip
-    lines = shown([used], phases=True).splitlines()
-    at = next(line.index("6.000") for line in lines if "read" in line and "3.000" in line)
-    assert lines[3][at - 3 : at + 5].strip() == "cated"
+    strategy, phase = (
+        next(line for line in shown([used], phases=True).splitlines() if name in line)
+        for name in ("mmap_assign", "read  ")
+    )
+    assert phase.index("6.000") == strategy.rindex("1.000")  # what the allocator gave
 
 
 def cells_of(text: str, name: str) -> list[str]:
@@ -256,7 +258,7 @@ def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
     assert "a [pipe] line (5.000 GiB) · all parts · predicted peaks, GiB" in " ".join(plain.split())
     assert cells_of(plain, "streaming") == ["streaming", "together", "1.000", "2.000", "3.000"]
     assert plain.count("odd: the whole pipeline is not predicted: vae: no") == 1
-    assert plain.rstrip().endswith("each part is freed before the next one is loaded.")
+    assert " ".join(plain.split()).endswith("each part is freed before the next one is loaded.")
     row = cells_of(text([replace(one, **gpu) for one in known]), "streaming")
     assert row[-3:] == ["4.000", "6.000", "7.000"]
     assert "predicted peaks" not in text(failed)
@@ -380,7 +382,7 @@ def test_the_nearest_of_three_anonymous_peaks_is_compared(tmp_path: Path) -> Non
         )
         for number, size in enumerate((900, 415, 1))
     ]
-    (found,) = checks.check(run_of(tmp_path, *repeats))
+    (found,) = checks.check(run_of(tmp_path, *repeats), trusted=True)
     assert found.figures == (
         ("host_anon_most_bytes", 420, 415),
         ("host_file_peak_bytes", 80, 90),
@@ -402,7 +404,7 @@ def test_page_cache_of_ranks_and_figures_that_are_missing_are_not_compared(tmp_p
     none = replace(
         MEASURED, cell=replace(CELL, strategy="baseline"), peaks=Peaks(anon_sampled_bytes=381)
     )
-    of_ranks, of_none = checks.check(run_of(tmp_path, several, none))
+    of_ranks, of_none = checks.check(run_of(tmp_path, several, none), trusted=True)
     assert "host_file_peak_bytes" not in {name for name, *_ in of_ranks.figures}
     assert of_none.figures == (("host_anon_least_bytes", 380, 381),)
     assert of_none.unreclaimable_bytes == 381
@@ -415,7 +417,7 @@ def test_a_use_is_compared_with_its_forked_processes(tmp_path: Path) -> None:
         replace(MEASURED, cell=replace(cell, repeat=number), use=Use(anon, "", children))
         for number, (anon, children) in enumerate([(460, (40, 49)), (590, (1,)), (455, (90,))])
     ]
-    (found,) = checks.check(run_of(tmp_path, *used))
+    (found,) = checks.check(run_of(tmp_path, *used), trusted=True)
     assert found.figures[-2:] == (
         ("use_anon_least_bytes", 450, 460),
         ("children_private_bytes", 90, 89),
@@ -436,7 +438,7 @@ def test_each_checkpoint_of_a_run_is_asked_for_at_once(
     run = run_of(
         tmp_path, *results, failed, checkpoint="/a.pt", checkpoints={"other": "/b.pt"}, key="model"
     )
-    found = checks.check(run)
+    found = checks.check(run, trusted=True)
     assert [one.prediction.cell.series for one in found] == [one.cell.series for one in results]
     names = ["baseline", "mmap_assign"]
     assert [(one["strategies"], one["checkpoint"]) for one in asked] == [
@@ -447,8 +449,8 @@ def test_each_checkpoint_of_a_run_is_asked_for_at_once(
     document = checks.as_json(found)
     assert len(document["checked"]) == 4
     assert document["checked"][2]["model"] == "other"
-    assert document["checked"][0]["figures"]["host_anon_most_bytes"] == {
-        "predicted": 420, "measured": 410,
+    assert document["checked"][0]["figures"]["host_anon_peak_bytes"] == {
+        "predicted": 400, "measured": 410,
     }  # fmt: skip
     assert document["summary"]["series"] == 4
     assert {"predicted_at", "environment"} <= document.keys()

@@ -85,14 +85,12 @@ def test_a_user_who_may_make_no_group_in_the_controller_of_reads(kernel: Kernel)
 
 @pytest.mark.parametrize("kernel", ["v2"], indirect=True)
 @pytest.mark.usefixtures("fuse")
-def test_a_delegated_group_without_the_controller(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delegated_group_without_the_controller(kernel: Kernel) -> None:
     (group := kernel.memory / "mine").mkdir()
-    monkeypatch.setattr(slow_disk.delegation, "groups_root", lambda: group)
-    assert f"{group} lacks the controller io" in refused(RATE, "cgroup")
-    monkeypatch.setattr(slow_disk.delegation, "groups_root", lambda: None)
-    assert "None lacks the controller io" in refused(RATE, "cgroup")
+    for root in (group, None):
+        with pytest.MonkeyPatch.context() as patch:  # which ends before the kernel does
+            patch.setattr(slow_disk.delegation, "groups_root", lambda found=root: found)
+            assert f"{root} lacks the controller io" in refused(RATE, "cgroup")
 
 
 @pytest.mark.usefixtures("fuse")

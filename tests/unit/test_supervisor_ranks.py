@@ -104,7 +104,7 @@ def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
 
 
 def test_a_rank_that_fails_is_named_with_its_phase_and_what_it_printed() -> None:
-    seen = Seen()
+    seen = Seen(oom_kills=0)
     script: list[Step] = [
         *both(seen)[:8],
         of(1, event("ended", code=3, signal=None, stderr_tail="first\nKeyError: x")),
@@ -124,7 +124,7 @@ def test_a_time_out_of_ranks_says_where_each_was() -> None:
     result, _ = followed(FakeRunning([*both(seen)[:7], TimeoutError], KILLED, inside=seen))
     assert result.outcome is Outcome.TIMEOUT
     assert result.message == (
-        "still running after 2.5 s, rank 1 before its first phase, rank 0 in phase 'read'"
+        "still running after 2.5 s, rank 0 in phase 'read', rank 1 before its first phase"
     )
 
 
