@@ -8,6 +8,7 @@ import pytest
 from ran_commands import make_command
 
 from weighin.errors import ConfigError, HarnessError
+from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.records import run_folder
@@ -147,6 +148,7 @@ def test_a_request_that_cannot_start_plans_nothing(
     monkeypatch: pytest.MonkeyPatch, request_: CommandRequest, message: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
     assert message in complaint(request_)
 
 

@@ -277,7 +277,12 @@ def test_a_cached_checkpoint_that_changes_is_made_again() -> None:
     run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
     path = cache.ensure(run.planned[0].cell.model, "pt").path
     before = path.read_bytes()
-    script = [*LOADED, lambda: path.write_bytes(b"spoilt"), ready(), fakes.done()]
+
+    def spoil() -> None:
+        path.unlink()  # a cached file is read-only
+        path.write_bytes(b"spoilt")
+
+    script = [*LOADED, spoil, ready(), fakes.done()]
     run = replace(run, isolation=PlayedIsolation(BASELINE, script, DONE))
     results = runner.run(run, Progress())
     assert [each.outcome for each in results] == [Outcome.STRATEGY_FAILED, Outcome.OK]

@@ -155,3 +155,34 @@ def test_a_read_of_another_disk_may_stall_too(monkeypatch: pytest.MonkeyPatch) -
     assert disk.stalled([1, 2]) == "the read of /nfs/a at offset 5 has no answer"
     assert asked == [[1, 2]]
     disk.close()
+
+
+def test_a_latency_is_given_by_a_mount_that_ends_with_the_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted: list[tuple[Any, ...]] = []
+    closed: list[str] = []
+
+    class Mounted:
+        folder = Path("/mounted")
+
+        def __init__(self, *asked: Any) -> None:
+            mounted.append(asked)
+
+        def close(self) -> None:
+            closed.append("closed")
+
+    monkeypatch.setattr(slow_disk, "Mount", Mounted)
+    monkeypatch.setattr(mount, "obstacle", lambda **_: None)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.pt").touch()
+    cell = replace(JOB.cell, disk_latency_ns=MS)
+    job = replace(JOB, cell=cell, checkpoint=str(tmp_path / "model.pt"))
+    with pytest.raises(KeyError), slow_disk.under(job, "cgroup", stall_from_bytes=7) as disk:
+        assert disk.job == replace(job, checkpoint="/mounted/model.pt")
+        assert disk.means == {"disk": {"means": "fuse", "request_bytes": 128 * 1024}}
+        assert isinstance(disk.mount, Mounted)
+        assert closed == []
+        raise KeyError
+    assert mounted == [(tmp_path, Pace(None, MS, 7), tmp_path / "cache" / "disks")]
+    assert closed == ["closed"]

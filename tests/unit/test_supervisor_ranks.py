@@ -58,8 +58,8 @@ def both(seen: Seen) -> list[Step]:
     """Two ranks that load, of which the second is slower and takes more."""
     return [
         of(0, begin("import")), of(1, begin("import")),
-        seen.sees(usage_bytes=10, peak_bytes=99), of(1, fakes.baseline(t_ns=100)),
-        seen.sees(usage_bytes=20), of(0, fakes.baseline(t_ns=200)),
+        seen.sees(usage_bytes=10, peak_bytes=99), of(0, fakes.baseline(t_ns=100)),
+        seen.sees(usage_bytes=20), of(1, fakes.baseline(t_ns=200)),
         of(0, begin("read")), of(1, begin("read")),
         seen.sees(usage_bytes=30, peak_bytes=40), of(0, phase("read", 500)),
         seen.sees(peak_bytes=60), of(1, phase("read", 600)),
