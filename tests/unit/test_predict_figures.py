@@ -423,6 +423,9 @@ def test_a_use_is_compared_with_its_forked_processes(tmp_path: Path) -> None:
         ("children_private_bytes", 90, 89),
     )
     assert found.unreclaimable_bytes == 591
+    passes = replace(MEASURED, use=Use(460, "", (40,)))  # without a prediction of them
+    (found,) = checks.check(run_of(tmp_path / "passes", passes), trusted=True)
+    assert {name for name, *_ in found.figures if name.startswith(("use_", "children"))} == set()
 
 
 def test_each_checkpoint_of_a_run_is_asked_for_at_once(
