@@ -3,7 +3,7 @@
 ``make model-types ARGS="--all"`` draws the types of ``CONFIG_MAPPING`` beyond those of the page in an order
 that the seed decides. For each type, a process of its own makes a small model with random weights, saves it in
 float32 and in bfloat16, one of them in shards, and loads both folders in two dtypes with both functions. Each
-type is compared or listed with the reason; none is dropped.
+type is compared or counted with the reason; none is dropped.
 """
 
 import contextlib
@@ -109,22 +109,17 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
     compared = [one for one in tried if not one.reason]
     unequal = [one for one in compared if one.unequal]
     told = Counter(one.outputs == "equal" for one in compared)
-    reasons: dict[str, list[str]] = {}
-    for one in tried:
-        if one.reason:
-            reasons.setdefault(_shared(_cell(one.reason)), []).append(one.name)
+    reasons = Counter(_shared(_cell(one.reason)) for one in tried if one.reason)
     return "\n".join(
         [
             HEADING,
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
-            f" transformers {transformers.__version__}. The command draws types of `CONFIG_MAPPING` beyond those above, in the order of"
-            f" --seed {seed}. It shrinks each type's default configuration, and draws one of its classes and its weights. It saves"
-            " the model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load the"
-            " float32 folder with dtype None and bfloat16, and the bfloat16 folder with auto and float32. A type is equal if"
-            " names, values bit by"
-            " bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation configuration and gradients"
-            " are equal. The outputs of a forward pass are compared where simple inputs suffice.",
+            f" transformers {transformers.__version__}. The command draws further types, in the order of --seed {seed}, and shrinks the"
+            " default configuration of each. One class of the type is saved with random weights, in float32 and in bfloat16, one of"
+            " them in shards. `load_pretrained` and `from_pretrained` then load both folders, each in two dtypes. A type is equal"
+            " if names, values bit by bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation"
+            " configuration and gradients are equal. The outputs of a forward pass are compared if simple inputs suffice.",
             "",
             f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
             f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
@@ -142,9 +137,12 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
             *(_storage(compared) or ["No difference."]),
             "",
-            "### Types that were not compared",
+            "### How many types were not compared, and why",
             "",
-            *(f"* {', '.join(names)}: {reason}" for reason, names in sorted(reasons.items())),
+            *(
+                f"* {number}: {reason}"
+                for reason, number in sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
+            ),
             "",
         ]
     )
@@ -153,8 +151,8 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
 def _equal(compared: Sequence[Tried]) -> list[str]:
     """Return the equal types in two lists: with an equal forward pass, and without any."""
     equal = [one for one in compared if not one.unequal]
-    with_outputs = [one.name for one in equal if one.outputs == "equal"]
-    without = [one.name for one in equal if one.outputs != "equal"]
+    with_outputs = sorted(one.name for one in equal if one.outputs == "equal")
+    without = sorted(one.name for one in equal if one.outputs != "equal")
     return [
         f"* equal, and so are the outputs: {', '.join(with_outputs) or 'none'}",
         f"* equal; outputs were not compared: {', '.join(without) or 'none'}",
@@ -167,7 +165,8 @@ def _shared(reason: str) -> str:
         return f"more than {_MOST_PARAMETERS:,} parameters"
     if package := re.search(r"requires the (\w+) library", reason):
         return f"needs the package {package[1]}"
-    return re.sub(r"^\w+: (\w+): .*", r"its class fails with the small configuration: \1", reason)
+    reason = re.sub(r"^(no default configuration|from_pretrained fails): .*", r"\1", reason)
+    return re.sub(r"^\w+: \w+: .*", "the class fails with the small configuration", reason)
 
 
 def _storage(compared: Sequence[Tried]) -> list[str]:

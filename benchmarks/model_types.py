@@ -81,11 +81,10 @@ _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
 _SAYS_PREDICTED: Final = (
-    "`weighin predict --check` predicted every load that was ok, except those by packages that it cannot"
-    " follow, and compared the peaks of anonymous memory, most of which the imports need in models as small"
-    " as these. "
+    "`weighin predict --check` predicted every load that was ok, except loads by packages that it cannot follow,"
+    " and compared the peaks of anonymous memory. In models this small, the imports need most of the memory. "
 )
-HEADINGS: Final = ("types", "kind", "load_pretrained", "strategies ok", "skipped", "not ok")
+HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ class Tried:
     """One type, and what came of its loads."""
 
     name: str
-    kind: str
     compared: str
     results: tuple[Result, ...]
 
@@ -104,7 +102,7 @@ class Tried:
         return ended and self.compared == "equal"
 
     def row(self) -> list[str]:
-        """Return the name, the kind, and what came of the loads; types with the same cells share a row."""
+        """Return the name, and what came of the loads; types with the same cells share a row."""
         count = Counter(one.outcome for one in self.results)
         wrong = [
             f"{one.cell.strategy}: {one.outcome}"
@@ -112,7 +110,7 @@ class Tried:
             if one.outcome not in (Outcome.OK, Outcome.SKIPPED)
         ]
         return [
-            self.name, self.kind, self.compared, str(count[Outcome.OK]), str(count[Outcome.SKIPPED]), ", ".join(wrong) or "0",
+            self.name, self.compared, str(count[Outcome.OK]), str(count[Outcome.SKIPPED]), ", ".join(wrong) or "0",
         ]  # fmt: skip
 
 
@@ -181,13 +179,12 @@ def _parts(page: Path) -> tuple[str, str]:
     return known, heading + drawn
 
 
-def rows(types: Iterable[Sequence[str]], kinds: Sequence[str]) -> list[list[str]]:
-    """Return one row for all types whose other cells are equal, in the order of ``kinds``."""
+def rows(types: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Return one row for all types whose other cells are equal."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in types:
         alike.setdefault(tuple(cells), []).append(name)
-    ordered = sorted(alike.items(), key=lambda one: kinds.index(one[0][0]) if one[0][0] else -1)
-    return [[", ".join(names), *cells] for cells, names in ordered]
+    return [[", ".join(names), *cells] for cells, names in alike.items()]
 
 
 def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
@@ -200,22 +197,21 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
     for result in cells:
         if result.outcome is Outcome.SKIPPED:
             reasons.setdefault(result.cell.strategy, set()).add(result.message)
-    strategies = ", ".join(sorted({f"`{result.cell.strategy}`" for result in cells}))
+    strategies = {result.cell.strategy for result in cells}
     lines = [
         "# Model types of transformers",
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
-        f" {transformers.__version__}. The command saves a small model of each type with `save_pretrained`, and runs"
-        f" `weighin bench FOLDER` with {strategies}. Each model has a few layers and random weights. Decoders and mixtures of"
-        " experts are saved in bfloat16, and the others in float32. Every load is verified against `from_pretrained`."
-        " `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
-        " `from_pretrained`, bit by bit.",
+        f" {transformers.__version__}. The command saves a model of each type with a few layers and random"
+        f" weights, and runs `weighin bench FOLDER` with {len(strategies)} strategies. Decoders and mixtures of experts are saved in"
+        " bfloat16, and the others in float32. Every load is verified against `from_pretrained`. `load_pretrained` is equal"
+        " if its parameters, buffers, dtypes, ties and outputs are those of `from_pretrained`, bit by bit.",
         "",
         f"{len(tried)} types, {len(cells)} loads: "
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
         + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)}.",
         "",
-        *table_lines(HEADINGS, rows((one.row() for one in tried), list(KINDS)), names=3),
+        *table_lines(HEADINGS, rows(one.row() for one in tried), names=2),
         "",
         *(
             ["## Predictions", "", _SAYS_PREDICTED + tables.summary_line(predicted), ""]
@@ -268,7 +264,6 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
     reference = pretrained_class(found.architecture).from_pretrained(model, dtype="auto")
     return Tried(
         name=name,
-        kind=kind,
         compared=_compared(model, reference),
         results=tuple(run_folder.read(run).results),
     )

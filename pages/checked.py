@@ -19,7 +19,7 @@ from weighin.units import MIB
 
 FILE: Final = "predicted.json"
 HEADINGS: Final = ("run", "measured with", "series", "largest difference of anonymous MiB", "strategy",
-                   "largest difference of floors MiB", "strategy", "predicted with")  # fmt: skip
+                   "largest difference of floors MiB", "strategy")  # fmt: skip
 _NAMES: Final = 2
 
 
@@ -29,11 +29,17 @@ def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
     Raises:
         RecordError: a run has no predictions.
     """
-    return "\n".join(table_lines(HEADINGS, (_row(*run) for run in runs.items()), names=_NAMES))
+    contents = {run: _read(run / FILE) for run in runs}
+    rows = [_row(run, results, contents[run]) for run, results in runs.items()]
+    codes = [
+        captions.when_and_what([(content["environment"], content["predicted_at"])])
+        for content in contents.values()
+    ]
+    note = f"Predicted with {'; '.join(dict.fromkeys(codes))}."
+    return "\n".join([*table_lines(HEADINGS, rows, names=_NAMES), "", note])
 
 
-def _row(run: Path, results: Sequence[Result]) -> list[str]:
-    content = _read(run / FILE)
+def _row(run: Path, results: Sequence[Result], content: Mapping[str, Any]) -> list[str]:
     predicted = [series for series in content["checked"] if not series["cannot"]]
     anonymous = [
         (abs(sizes["predicted"] - sizes["measured"]), series["strategy"])
@@ -47,7 +53,6 @@ def _row(run: Path, results: Sequence[Result]) -> list[str]:
         str(len(predicted)),
         *_largest(anonymous),
         *_largest(list(_floor_differences(predicted, results))),
-        captions.when_and_what([(content["environment"], content["predicted_at"])]),
     ]
 
 

@@ -21,33 +21,35 @@ from weighin.report import captions
 from weighin.report.markdown import by_reason, table_lines
 from weighin.report.rows import series
 from weighin.text import markdown as escaped
-from weighin.units import format_bytes, format_seconds
+from weighin.units import MIB, format_seconds
 
-HEADINGS: Final = ("strategy", "format", "peak RSS", "predicted floor", "private memory left")
+HEADINGS: Final = (
+    "strategy",
+    "format",
+    "peak RSS MiB",
+    "predicted floor MiB",
+    "private memory left MiB",
+)
 """Before the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
 INTRODUCTION: Final = """\
 # Loaders
 
-This page compares all strategies that can load a model. `make peers MODEL=gpt2-small` measures the strategies again, their
-repeats in turn, and writes this page from the records. Every figure is the median of the repeats, except the predicted floor.
-Each strategy reads a checkpoint in the first format that it supports; for a Hugging Face folder, it reads the folder's own
-format if it can.
+`make peers MODEL=gpt2-small` measures all strategies that can load a model, and writes this page from the records. Figures are medians of the
+repeats. Each strategy reads a Hugging Face folder's own format if it can, else the first format that it supports.
 
 * **peak RSS**: the kernel's high-water mark of the process, including torch.
-* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. `weighin floor`
-  measures it. "-": this strategy is not predicted.
-* **private memory left**: the anonymous memory of the ready model, without the anonymous memory after `import torch`. Without
-  swap, the kernel cannot reclaim anonymous memory. A mapped file leaves none: the kernel can drop its pages and read them again.
-* **ready**: the time until every byte of the model was read once, with a cold and with a warm page cache. The time until the
-  strategy returns the model is no comparison, because a strategy that maps the file returns before it reads the weights.
+* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": this strategy is not
+  predicted. `weighin floor` measures the floor.
+* **private memory left**: the anonymous memory of the ready model, without that after `import torch`. Without swap, the kernel cannot reclaim
+  it. A mapped file leaves none: the kernel can drop its pages and read them again.
+* **ready**: the time until every byte of the model was read once, with a cold and with a warm page cache. A strategy that maps the file
+  returns the model before it reads the weights.
 
-How to choose: if the model and everything else fit into RAM, a strategy that maps the file needs the least private memory. If the
-kernel may have to drop the file's pages, take the strategy that is ready first among those that hold one copy. A strategy that holds
-two copies of the weights fails where RAM is short.
-
-The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
+How to choose: if everything fits into RAM, a strategy that maps the file needs the least private memory. If the kernel may have to drop the
+file's pages, take the strategy that is ready first among those that hold one copy. A strategy with two copies of the weights fails where RAM
+is short. The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
 """
 
 
@@ -144,7 +146,7 @@ def _private_bytes(result: Result) -> int | None:
 
 
 def _size(size: int | None) -> str:
-    return "-" if size is None else format_bytes(max(0, size))
+    return "-" if size is None else f"{max(0, size) / MIB:.0f}"
 
 
 def _time(duration_ns: int | None) -> str:

@@ -18,12 +18,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weighin.suite.commands import CommandSuite, SuiteCommand
-from weighin.suite.config import Suite, SuiteModel, SuiteStrategy
+from weighin.suite.config import Suite, SuiteModel
 
 _KINDS: Final[dict[str, type[BaseModel]]] = {
     "suite": Suite,
     "model": SuiteModel,
-    "strategy": SuiteStrategy,
     "suite of commands": CommandSuite,
     "command": SuiteCommand,
 }

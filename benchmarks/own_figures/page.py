@@ -19,8 +19,8 @@ from weighin.units import GIB, MIB, format_bytes
 _PAGE: Final = """\
 # What the instrument costs, and how true its figures are
 
-`make self-bench` wrote this page. It measures weighin itself: the time that weighin adds to a load, the processor time and the gaps of
-its samplers, and what weighin and other tools say of programs whose memory is known.
+`make self-bench` measured weighin itself, and wrote this page: the time that weighin adds to a load, the samplers, and the figures of weighin and other tools for
+programs whose memory is known.
 
 {machine}
 
@@ -29,49 +29,41 @@ machine's load average was {load_average:.2f}; an idle machine has 0.
 
 ## What weighin adds to a load
 
-weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The
-table shows the wall time of one cell in its parts, and the processor time of weighin's own process. The first load in each isolation,
-for which weighin imports its modules, is not counted.
+weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The first load in each isolation, for
+which weighin imports its modules, is not counted.
 
 {cells}
 
-* **before**: from the beginning of the cell until the worker imports torch. The parent evicts the checkpoint from the page cache, and
-  starts the container, the cgroup or the process, with a fresh Python. An empty Python program takes {python} s here.
-* **checks**: the worker reads every byte of the model, compares the checksums, and waits at the boundaries of phases. This time grows
-  with the model. The time to read every byte is a part of the column `ready` of a report, and never of `load`.
+* **before**: from the beginning of the cell until the worker imports torch. The parent evicts the checkpoint from the page cache, and starts the container, the
+  cgroup or the process, with a fresh Python. An empty Python program takes {python} s here.
+* **checks**: the worker reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits at the boundaries of phases. This
+  time grows with the model.
 * **after**: from the end of the worker's last phase until its isolation is removed, and the record and the samples are written.
 * **added**: the sum of "before", "checks" and "after".
 * **the load itself**: the import of torch, the load, and the forward pass.
-* **processor**: the processor time of weighin's own process during the cell, with its sampler. The times of the worker and of the
-  Docker engine are left out.
+* **processor**: the processor time of weighin's own process during the cell, with its sampler, without the worker and the Docker engine.
 
 ## The samplers
 
-Each sampler read the memory of a process that holds {held_mib} MiB and sleeps, for {seconds:g} s at each interval. weighin samples a load
-every 5 ms and a command every 20 ms. The parent samples a container on its own machine as it samples a cgroup.
+Each sampler read the memory of a process that holds {held_mib} MiB and sleeps, for {seconds:g} s at each interval. weighin samples a load every 5 ms and a command
+every 20 ms. The parent samples a container on its own machine as it samples a cgroup.
 
 {samplers}
 
-* **share**: the processor time of the sampler, as a share of one processor.
-* **median, 99 %, largest**: the gaps. A gap is the time from the beginning of one sample to the beginning of the next. 99 % of the gaps
-  are no longer than the second figure.
-* **machine**: "idle" if nothing else ran, "busy" while one program for each processor computed without end.
-* A peak that is shorter than a gap can fall between two samples. The kernel's high-water marks have no gaps. Therefore peaks come from
-  these marks; samples draw the timeline, and split the memory into its kinds.
-* Without a cgroup, the memory of a command is a sum of proportional set sizes (PSS). The kernel walks through all pages of a process to
-  compute them, so weighin reads the sum less often than it samples.
+* **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
+  (PSS), for which the kernel walks through all pages of a process.
+* **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
+* The first figure is that of an idle machine, the second that of a machine on which one program for each processor computed without end.
+
+A peak that is shorter than a gap can fall between two samples. weighin's peaks therefore come from the kernel's high-water marks, which have no gaps.
 
 ## Programs whose memory is known
 
-C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory. Without swap, the kernel cannot take this
-memory back: a program needs it. Page cache is no need. All figures are MiB.
+C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory, which the kernel cannot take back without swap. All figures are MiB.
 
 {amounts}
 
-The programs:
-
-* `spend 256 MS` has 64 MiB from its start to its end, and takes 256 MiB more, which it holds for MS milliseconds. The kernel
-  needs time to clear these pages, so the memory is above 64 MiB for longer than MS milliseconds.
+* `spend 256 MS` has 64 MiB from its start to its end, and holds 256 MiB more for MS milliseconds, and for the time in which the kernel clears these pages.
 * `forks 128 3 2000` has 128 MiB, and forks three processes. Each of them overwrites half of the memory, for 2 s.
 * `maps FILE` maps a file of 128 MiB twice, reads both maps, and overwrites half of the private one: 64 MiB of its own.
 * `shares 48 2000` are two processes that share 96 MiB, for 2 s.
@@ -81,29 +73,33 @@ The tools:
 
 {tools}
 
-The line "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
+"errors": the lowest and the highest error of all repeats, as shares of the known amount.
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
-_SAMPLER_HEADS: Final = ("samples of", "isolation", "machine", "interval", "share", "median ms", "99 % ms", "largest ms")  # fmt: skip
+_SAMPLER_HEADS: Final = (
+    "samples of",
+    "isolation",
+    "interval",
+    "share",
+    "median ms",
+    "99 % ms",
+    "largest ms",
+)
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
-the need according to `weighin run --isolation cgroup`: the larger of two figures. One is the largest sample
-  (every 20 ms), the other is the kernel's exact peak of the cgroup minus page cache and the kernel's own memory.""",
+the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and of the kernel's exact peak of the cgroup minus page cache and the kernel's own memory.""",
     amounts.WEIGHIN["process"]: """\
-the need according to `weighin run --isolation process`. Without a cgroup, the kernel keeps no peak of several
-  processes. The figure is therefore the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
+the need according to `weighin run --isolation process`: the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
     amounts.MAX_RSS: """\
-the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single
-  process. It counts mapped page cache as memory of the process, and does not add up processes.""",
+the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single process.
+  `ru_maxrss` counts mapped page cache, and does not add up processes.""",
     amounts.NOTEBOOK: """\
-the largest RSS of the command's first process, which a thread reads with psutil every 100 ms, as in
-  [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. In the notebook, the thread runs inside the measured
-  process and waits for its GIL. Here, the thread runs in another process, which favours it. Each program starts at a random moment
-  between two readings.""",
+the largest RSS of the command's first process, read with psutil every 100 ms, as in
+  [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. The notebook's thread waits for the GIL of the measured process. Here, the thread
+  runs in another process, which favours it. Each program starts at a random moment between two readings.""",
     amounts.OPTIMUM: """\
-the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker is made
-  to follow the process that calls it; here it follows the command's first process.""",
+the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker follows the command's first process.""",
 }
 
 
@@ -125,7 +121,7 @@ def text(
         python=Spread.of(costs.python_ns).text(1e9, 3),
         held_mib=sampling.BASE_MIB + sampling.SPIKE_MIB,
         seconds=seconds,
-        samplers=_lines(_SAMPLER_HEADS, map(_sampler_row, sampled), 3),
+        samplers=_lines(_SAMPLER_HEADS, _sampler_rows(sampled), 2),
         amounts=_lines(("program", "known", *known.tools), _amount_rows(known), 1, known.refused),
         tools="\n".join(
             f"* **{tool}**: {_TOOLS[tool].format(optimum=known.optimum)}" for tool in known.tools
@@ -171,11 +167,20 @@ def _part(found: Sequence[CellCost], part: str) -> Spread:
     return Spread.of([getattr(one, part) for one in found])
 
 
-def _sampler_row(one: Sampled) -> list[str]:
+def _sampler_rows(sampled: Sequence[Sampled]) -> list[list[str]]:
+    """Return a row for each sampler and interval: the figures on the idle machine, then on the busy one."""
+    found: dict[tuple[str, str, int], list[Sampled]] = {}
+    for one in sampled:
+        found.setdefault((one.body, one.isolation, one.interval_ms), []).append(one)
+    return [
+        [f"a {body}", isolation, f"{interval_ms} ms", *map(" / ".join, zip(*map(_figures, both), strict=True))]
+        for (body, isolation, interval_ms), both in found.items()
+    ]  # fmt: skip
+
+
+def _figures(one: Sampled) -> list[str]:
     gaps = (one.gaps.median_ns, one.gaps.most_ns, one.gaps.largest_ns)
-    state = "busy" if one.is_busy else "idle"
-    figures = (f"{one.interval_ms} ms", f"{one.share:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps))
-    return [f"a {one.body}", one.isolation, state, *figures]
+    return [f"{one.share:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps)]
 
 
 def _amount_rows(found: Amounts) -> list[list[str]]:

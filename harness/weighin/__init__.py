@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weighin.program_phases import phase
     from weighin.strategy import Load, Save
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 _PUBLIC = {
     "Load": "weighin.strategy",

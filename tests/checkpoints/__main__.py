@@ -109,15 +109,14 @@ def _try(
             found = dict.fromkeys(verbs, Verdict("WRONG", f"took over {error.timeout} s"))
         finally:
             free.put(forks)
-        verdicts = {verb: page.masked(one, Path(folder)) for verb, one in found.items()}
     lines = [f"{layout.name}: " + " ".join(f"{verb}:{one.state}" for verb, one in found.items())]
     lines += [f"    {verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
     print("\n".join(lines), flush=True)
     if kept:
-        words = {verb: [one.state, one.words] for verb, one in verdicts.items()}
+        words = {verb: [one.state, one.words] for verb, one in found.items()}
         with kept.open("a") as file:
             file.write(json.dumps([layout.name, words]) + "\n")
-    return verdicts
+    return found
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ LAYOUTS: Final = [
     Layout("config.json without weights", GROUP, _only_config, refused("no weights")),
     *(
         Layout(
-            f"dtype {spelling!r} in config.json, which from_pretrained cannot read",
+            f"dtype {spelling!r} in config.json",
             GROUP,
             _dtype_spelled(spelling),
             refused("dtype", all_but("inspect")),

@@ -67,7 +67,7 @@ def _words(name: str) -> str:
 def _layout(name: str) -> Layout:
     words = _words(name)
     if why := _UNREAD.get(name):
-        return Layout(f"{name}: codes that from_pretrained does not read", GROUP, _folder(name),
+        return Layout(f"codes of {name}", GROUP, _folder(name),
                       refused(f"{words}.*{why}", all_but("inspect")),
                       notes={})  # fmt: skip
     told = refused(words, ("baseline",) if name in _OURS else _WEIGHTS)

@@ -27,8 +27,7 @@ def use(model):
     return model.half()
 """
 LONG = (
-    "gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "layouts", "saving",
-    "after-the-load", "--disk", "slow-disk",
+    "gpt2-medium", "gpt2-large", "gpt2-xl", "half-precision", "layouts", "saving", "--disk",
 )  # fmt: skip
 """What takes more than a minute or two; test_runs_on_slow_disks.py runs small loads with --disk."""
 OTHERS = (
@@ -41,18 +40,13 @@ OTHERS = (
     "--suite training",
     ".github/weighin.yaml",
     "results/first",
-    ".gguf",
     "./pipeline",
-    "runs/mine",
-    "zero3-run",
     " -- ",
     "/mnt/",
-    "--suite commands",
     "converting-files",
 )
 """What needs a GPU, a cluster, a network's cache or disk, or an earlier command of the same page; the first gate,
-which test_foreign_repository.py runs; and files that only their own tests make: test_gguf.py,
-test_library_folders.py, test_training_runs.py; and commands of a user's own, which
+which test_foreign_repository.py runs; files that only test_library_folders.py makes; commands of a user's own, which
 test_commands.py runs; and programs of the folder benchmarks."""
 
 

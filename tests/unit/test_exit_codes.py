@@ -65,13 +65,6 @@ def test_the_help_says_what_each_exit_code_means(verb: tuple[str, ...]) -> None:
     assert exit_codes.EXPLAINED in " ".join(shown(*verb, "--help")[1].split())
 
 
-def test_the_list_of_exit_codes_for_a_ci_is_whole() -> None:
-    _, _, text = (ROOT / "docs" / "ci.md").read_text().partition("Exit codes: ")
-    sentence = " ".join(text.partition("\n\n")[0].split())
-    codes = re.findall(r"(?:^|[;,] )(\d+) ", sentence.partition(". ")[0])
-    assert list(map(int, codes)) == list(exit_codes.MEANINGS)
-
-
 def test_the_page_of_the_command_line_has_them_all() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weighin import formats
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Part, TensorSlice
 from weighin.loader import fill
 from weighin.loader.fill import READ_BYTES, Fill
 from weighin.loader.huge_pages import allocate, memory_of
@@ -61,6 +61,30 @@ def test_the_largest_lend_half_of_what_is_converted_as_evenly_as_there_are_threa
         assert at % ALIGNMENT == 0
         assert lender.target.data_ptr() <= at
         assert at + len(buffer) == lender.target.data_ptr() + lender.target.nbytes
+
+
+def test_parts_of_several_tensors_are_read_in_the_files_order() -> None:
+    """Experts of a mixture, joined to two tensors: one read covers neighbours of both tensors."""
+    size = 4 * MIB
+
+    def joined(name: str, places: Sequence[int]) -> Fill:
+        parts = tuple(
+            Part(
+                (number, 0), TensorSlice("", (1, size), (size, 1), "uint8", Path("a"), at, at, size)
+            )
+            for number, at in enumerate(places)
+        )
+        shape = (len(places), size)
+        first = places[0]
+        whole = TensorSlice(
+            name, shape, (size, 1), "uint8", Path("a"), first, first, 2 * size, parts=parts
+        )
+        return Fill(whole, torch.empty(shape, dtype=torch.uint8))
+
+    fills = [joined("up", [3 * size, size]), joined("down", [0, 2 * size])]
+    borrowers = list(lend(fills, READ_BYTES, threads=2).borrowers)
+    assert [one.offset for one in borrowers] == sorted(one.offset for one in borrowers)
+    assert sum(one.target.nbytes for one in borrowers) == 4 * size
 
 
 def test_none_lends_more_than_a_disk_wants_at_once() -> None:

@@ -81,8 +81,8 @@ def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missin
     )
     gaps = Gaps(5 * MS, 6 * MS, 17 * MS)
     sampled = [
-        Sampled("load", "process", 5, is_busy=busy, share=0.012, gaps=gaps)
-        for busy in (False, True)
+        Sampled("load", "process", 5, is_busy=busy, share=share, gaps=gaps)
+        for busy, share in ((False, 0.012), (True, 0.004))
     ]
     figures = {amounts.MAX_RSS: [320 * MIB, 330 * MIB], amounts.NOTEBOOK: [64 * MIB, 320 * MIB]}
     known = Amounts([SPEND], {SPEND.id: figures}, {amounts.OPTIMUM: "it is not installed"}, "")
@@ -90,8 +90,9 @@ def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missin
     lines = text.splitlines()
     assert "| process | 0.50 | 3.50 | 1.00 | 5.00 | 15.00 | 0.25 |" in lines
     assert "The table lacks docker: no engine answers." in lines
-    assert "| a load | process | idle | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
-    assert "| a load | process | busy | 5 ms | 1.2% | 5.0 | 6.0 | 17.0 |" in lines
+    assert (
+        "| a load | process | 5 ms | 1.2% / 0.4% | 5.0 / 5.0 | 6.0 / 6.0 | 17.0 / 17.0 |" in lines
+    )
     assert "| spend 256 5 | 320 | 320.0 (320.0-330.0) | 64.0 (64.0-320.0) |" in lines
     assert "| errors |  | +0.0% to +3.1% | -80.0% to +0.0% |" in lines
     assert "The table lacks optimum-benchmark: it is not installed." in lines

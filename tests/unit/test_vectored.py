@@ -114,6 +114,20 @@ def test_neighbours_are_one_read(file: Path, monkeypatch: MonkeyPatch) -> None:
     assert page_cache.cached([file]) == 0
 
 
+def test_targets_that_lie_otherwise_in_memory_are_read_into_their_own_pages(file: Path) -> None:
+    """A copy through the buffer would limit a read to the buffer's size."""
+    large = 100 * ALIGNMENT
+    targets = Targets([Place(40 + number * large, 64, large) for number in range(5)])
+    gathered = gather(targets.places, memoryview(mmap.mmap(-1, 15 * ALIGNMENT)))
+    assert gathered is not None
+    assert sum(len(buffer) for buffer in gathered.buffers) == (5 * 100 + 1) * ALIGNMENT
+    reader = PieceReader()
+    page_cache.drop([file])
+    reader.read_together(file, targets.places)
+    reader.close()
+    targets.check()
+
+
 def test_what_needs_more_buffer_than_there_is_is_not_one_read() -> None:
     bounce = memoryview(mmap.mmap(-1, 4 * ALIGNMENT))
     aside = memoryview(mmap.mmap(-1, 5 * ALIGNMENT))[8:]

@@ -79,6 +79,10 @@ class Neighbours:
         return False
 
     @property
+    def scattered(self) -> bool:
+        return False
+
+    @property
     def source_bytes(self) -> int:
         return self.source.nbytes
 

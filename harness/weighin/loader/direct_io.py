@@ -2,8 +2,7 @@
 
 A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``,
 which is faster than filling the cache and adds no page that the kernel charges to the process's
-cgroup. Adjacent targets are filled by one read. If a target's alignment in memory differs from its
-alignment in the file, the bytes are read to an aligned address nearby and then moved. If the file
+cgroup. Adjacent targets are filled by one read (``vectored``). If the file
 system refuses ``O_DIRECT``, the file is read through the page cache, and the pages already read are
 dropped from it.
 """
@@ -21,7 +20,7 @@ from typing import Final
 from weighin.loader.alignment import LARGEST_ALIGNMENT
 from weighin.loader.mapped_copy import make_present
 from weighin.loader.open_file import OpenedFile
-from weighin.loader.vectored import ALIGNMENT, address_of, down, gather, up
+from weighin.loader.vectored import ALIGNMENT, address_of, gather, up
 
 PIECE_BYTES: Final = 1024**2
 """The size of a read through a buffer: efficient for a disk, and small enough for a processor's cache."""
@@ -50,7 +49,6 @@ LARGEST_ELEMENT_BYTES: Final = 8
 """The size in bytes of the largest element that can be converted to another dtype."""
 
 _unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
-_LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # smaller targets are as fast through the buffer
 
 
 class PieceReader:
@@ -147,9 +145,8 @@ class PieceReader:
         return self._file
 
     def _read_alone(self, opened: OpenedFile, target: memoryview, offset: int) -> None:
-        """Fill one target: its front by a read that is moved into place, and the rest in pieces."""
-        moved = self._read_and_move(opened, target, offset)
-        for start in range(moved, len(target), PIECE_BYTES):
+        """Fill one target in pieces."""
+        for start in range(0, len(target), PIECE_BYTES):
             part, at = target[start : start + PIECE_BYTES], offset + start
             if opened.is_cached(at, len(part)):
                 opened.read_cached(part, at)
@@ -169,22 +166,6 @@ class PieceReader:
         for target, source in gathered.copies:
             copy(target, source)
         return True
-
-    def _read_and_move(self, opened: OpenedFile, target: memoryview, offset: int) -> int:
-        """Fill the front of a target whose alignment differs from the file's; return its size in bytes.
-
-        The bytes are read to an aligned place within the target and then moved to its front. The
-        read is as large as for an aligned target, and needs no buffer.
-        """
-        shift = (offset - address_of(target)) % opened.alignment
-        if not shift or len(target) < _LEAST_MOVED_BYTES or not opened.direct:
-            return 0
-        count = down(offset + len(target) - shift, opened.alignment) - offset
-        alike = target[shift : shift + count]
-        if not self._read_at_once(opened, [(alike, offset)]):
-            return 0
-        copy(target[:count], alike)
-        return count
 
     def _read_around_cache(self, opened: OpenedFile, offset: int, size: int) -> memoryview | None:
         """Read past the page cache into the buffer; return None if the file system refuses."""

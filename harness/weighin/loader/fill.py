@@ -51,6 +51,10 @@ class Fill:
         return self.memory.dtype != self.source.dtype
 
     @property
+    def scattered(self) -> bool:
+        return bool(self.source.parts)
+
+    @property
     def source_bytes(self) -> int:
         return self.source.nbytes
 
@@ -67,7 +71,9 @@ class Fill:
         """Yield each range of a file, with the part of the tensor that this range holds."""
         if not self.source.parts:
             yield self.source, self.memory
-        for part in self.source.parts:
+        for part in sorted(
+            self.source.parts, key=lambda part: (str(part.where.file), part.where.offset)
+        ):
             place = tuple(
                 slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
             )

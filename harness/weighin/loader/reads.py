@@ -17,7 +17,9 @@ from weighin.loader.mapped_copy import WINDOW_BYTES
 MOST_BETWEEN_BYTES: Final = 64 * 1024
 """The largest gap between two pieces of a file that one read covers, in bytes."""
 
-_MOST_PIECES: Final = 256  # a piece takes up to two buffers of a preadv call, which allows 1024
+_MOST_PIECES: Final = (
+    80  # a piece may take three pages of a reader's buffer, and two buffers of a call
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,6 +263,11 @@ class Fillable(Protocol):
     @property
     def converts(self) -> bool:
         """Whether the elements have another dtype in the file than in memory."""
+        ...
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the values lie in several places of the files."""
         ...
 
     @property

@@ -4,8 +4,10 @@ Large reads are the fastest for a disk, but a load that converts dtypes would ne
 them. The memory of the largest tensors serves as these buffers until these tensors are filled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from itertools import chain
 from typing import Final
 
 from weighin.loader.direct_io import PIECE_BYTES
@@ -54,13 +56,19 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
                 left -= size
             else:
                 own.append(piece)
-    borrowers = (
-        part
-        for stretch in stretches
-        for piece in others.get(id(stretch), stretch.pieces(most_bytes))
-        for part in _parts(piece)
-    )
-    return Lent(tuple(lenders), borrowers)
+
+    def left_of(stretch: Fillable) -> Iterable[Piece]:
+        return others.get(id(stretch), stretch.pieces(most_bytes))
+
+    adjacent = (left_of(stretch) for stretch in stretches if not stretch.scattered)
+    scattered = (left_of(stretch) for stretch in stretches if stretch.scattered)
+    pieces = chain(chain.from_iterable(adjacent), merge(*scattered, key=_place))
+    return Lent(tuple(lenders), (part for piece in pieces for part in _parts(piece)))
+
+
+def _place(piece: Piece) -> tuple[str, int]:
+    """Return the place in the files: one read can fill adjacent parts of several tensors."""
+    return str(piece.source.file), piece.offset
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:

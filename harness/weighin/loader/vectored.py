@@ -1,9 +1,10 @@
 """Fill several targets by one vectored read, aligned targets directly, others through a buffer.
 
-A direct read transfers whole pages of a file to whole pages of memory. If a target has the same
-alignment in memory as in the file, all its pages except the first and the last can be read straight
-into it. The first and the last page, and small targets, are read into a buffer by the same call,
-because a separate small read would wait for the large reads that were submitted before it.
+A direct read transfers whole pages of a file to whole pages of memory. The pages of a target can be
+read straight into it. If its alignment in memory differs from its alignment in the file, these bytes
+are then moved by less than a page. The target's first and last page, and small targets, are read into a
+buffer by the same call, because a separate small read would wait for the large reads that were
+submitted before it.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast thr
 class Gathered:
     """A read at ``offset`` into all ``buffers`` in turn; the file must have ``wanted_bytes`` there.
 
-    ``copies`` must be made after the read: each one is a target and the bytes for it in the buffer.
+    ``copies`` must be made after the read, in turn: each one is a target, and the bytes for it in the
+    buffer or, a part of a page away, in the target.
     """
 
     offset: int
@@ -43,15 +45,18 @@ def gather(
         alignment: the alignment that direct reads of the file need, in bytes.
     """
     start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
-    straight = [
-        (start, start, bounce[:0]),
-        *filter(None, (_straight(place, alignment) for place in places)),
-        (stop, stop, bounce[:0]),
-    ]
+    found = ((place, _straight(place, alignment)) for place in places)
+    pages = [(place, straight) for place, straight in found if straight]
+    ends = (start, start, bounce[:0]), (stop, stop, bounce[:0])
+    straights = [ends[0], *(straight for _, straight in pages), ends[1]]
     buffers: list[memoryview] = []
-    copies: list[tuple[memoryview, memoryview]] = []
+    copies = [
+        (target[first - offset : last - offset], view)
+        for (target, offset), (first, last, view) in pages
+        if address_of(view) - address_of(target) != first - offset
+    ]
     used = 0
-    for (_, first, _), (last, _, view) in pairwise(straight):
+    for (_, first, _), (last, _, view) in pairwise(straights):
         if used + last - first > len(bounce):
             return None
         passing = bounce[used : used + last - first]
@@ -84,10 +89,12 @@ def up(offset: int, alignment: int) -> int:
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return the start and end in the file, and the memory, of a target's part for direct reads.
 
-    The result is None if the alignments differ or the part is small.
+    The memory is whole pages of the target, nearest to where the bytes belong. The result is None if the
+    part is small.
     """
     target, offset = place
-    first, last = up(offset, alignment), down(offset + len(target), alignment)
-    if last - first < _LEAST_STRAIGHT_BYTES or (address_of(target) - offset) % alignment:
+    first, page = up(offset, alignment), -address_of(target) % alignment
+    last = min(down(offset + len(target), alignment), first + down(len(target) - page, alignment))
+    if last - first < _LEAST_STRAIGHT_BYTES:
         return None
-    return first, last, target[first - offset : last - offset]
+    return first, last, target[page : page + last - first]

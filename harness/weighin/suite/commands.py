@@ -50,7 +50,7 @@ class SuiteCommand(Strict):
     name: Annotated[str, AfterValidator(_check_name)]
     """The label of the command in reports and in a baseline. Each command has its own."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
-    """The program and its arguments: a list, or one text that is split as a shell splits it. For pipes and variables: `[sh, -c, LINE]`."""
+    """The program and its arguments: a list, or one text that is split as a shell splits it."""
     cold: Annotated[list[str], BeforeValidator(as_list)] = Field([])
     """Files and folders to drop from the page cache before each start, as `--cold`."""
     marks: Annotated[list[str], BeforeValidator(as_list)] = Field([])
@@ -84,7 +84,7 @@ class CommandSuite(Strict):
         BeforeValidator(as_list),
         Field(min_length=1),
     ] = Field([None])
-    """RAM limits, such as `[8g, 600m, none]`: each limit in cells of its own."""
+    """RAM limits, such as `[8g, 600m, none]`."""
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     """How a command is limited and measured. `auto` takes a cgroup, or a plain process; a container must be asked for."""
     image: str = ""

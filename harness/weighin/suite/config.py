@@ -272,18 +272,18 @@ class Suite(Strict):
         BeforeValidator(_as_models),
         Field(min_length=1),
     ]
-    """The models: a name of `weighin list models`, the path of a Hugging Face folder or of a checkpoint, `from:PATH`, a builder, or a mapping with the keys of a model."""
+    """Names of `weighin list models`, paths of Hugging Face folders or of checkpoints, `from:PATH`, builders, or mappings with the keys of a model."""
     operation: Literal["load", "save"] = "load"
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
         default_factory=lambda known: _default_strategies(known.get("operation", "load")),
         min_length=1,
     )
-    """The strategies: names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
+    """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
     ram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
-    """RAM limits, such as `[8g, 6500m, none]`: each limit in cells of its own."""
+    """RAM limits, such as `[8g, 6500m, none]`."""
     vram: Annotated[list[_Ram], BeforeValidator(as_list), Field(min_length=1)] = [None]
-    """Limits of GPU memory, each in cells of its own."""
+    """Limits of GPU memory, as `ram`."""
     ram_high: _Ram = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
@@ -295,11 +295,11 @@ class Suite(Strict):
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
     format: Annotated[list[str], BeforeValidator(as_list)] = []
-    """The formats of the checkpoint, each in cells of its own. Without it, each strategy reads its own format."""
+    """The formats of the checkpoint. Without it, each strategy reads its own format."""
     uses: Annotated[
         list[str], BeforeValidator(as_list), AfterValidator(_check_uses), Field(min_length=1)
     ] = [FORWARD]
-    """What is done with the model after a load, each in cells of its own: names of `weighin list uses`, paths of files (`./mine.py`), or `none`."""
+    """What is done with the model after a load: names of `weighin list uses`, paths of files (`./mine.py`), or `none`."""
     passes: Annotated[int, AfterValidator(_check_passes)] = 1
     """The number of forward passes of the use `forward`."""
     ranks: Annotated[
@@ -308,19 +308,19 @@ class Suite(Strict):
         AfterValidator(_check_ranks),
         Field(min_length=1),
     ] = [1]
-    """The numbers of processes that load the model at once, each number in cells of its own."""
+    """The numbers of processes that load the model at once."""
     disk: Annotated[
         list[_Rate], BeforeValidator(as_list), AfterValidator(_check_disk), Field(min_length=1)
     ] = [None]
-    """Rates of the checkpoint's disk, such as `[50MB/s, 200MB/s, none]`: each rate in cells of its own."""
+    """Rates of the checkpoint's disk, such as `[50MB/s, none]`."""
     disk_latency: Annotated[
         list[_Latency], BeforeValidator(as_list), AfterValidator(_check_disk), Field(min_length=1)
     ] = [None]
-    """Latencies of each request to the checkpoint's disk, such as `[1ms, 20ms, none]`, each in cells of its own."""
+    """Latencies of the checkpoint's disk, such as `[1ms, none]`."""
     repeats: int = Field(1, ge=1, le=10_000)
     """How many times each cell is measured."""
     environment: Annotated[list[Environment], BeforeValidator(as_list), Field(min_length=1)] = [{}]
-    """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`; several mappings are compared."""
+    """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`."""
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Seconds after which a cell is stopped."""
     steady: bool = False
