@@ -27,8 +27,8 @@ def _imports(file: Path) -> frozenset[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Constant) and _MODULE.fullmatch(str(node.value)):
-            names |= {str(node.value), f"{node.value}.__main__"}
+        elif isinstance(node, ast.Constant) and _MODULE.fullmatch(text := str(node.value)):
+            names |= {text, f"{text}.__main__"}
     helpers = {
         helper for name in names if (helper := UNIT / f"{name.partition('.')[0]}.py").exists()
     }

@@ -90,7 +90,7 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
 
     monkeypatch.setattr(page_preconditioning, "held", held)
     monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
-    script = [
+    script: list[Any] = [
         lambda: seen.append("imports torch"),
         fakes.baseline(),
         lambda: seen.append("loads"),
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     checkpoint = tmp_path / "model.pt"
     checkpoint.write_bytes(b"old")
     (tmp_path / "new").write_bytes(b"old")
-    script = [*BASELINE, lambda: change(checkpoint), done()]
+    script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
     setting = Setting(PlayedIsolation(script, read_only=read_only), tmp_path, {})
     measured = take(setting, JOB, [checkpoint], None)
     assert measured.changed == (checkpoint,)
@@ -201,7 +201,7 @@ def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: 
     files = [tmp_path / str(number) for number in range(count)]
     for file in files:
         file.touch()
-    script = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
+    script: list[Any] = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
     result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, files, None).result
     assert result.message == (
         f"the strategy changed the checkpoint's files during the cell: {named}; it ended with ok"
@@ -210,7 +210,7 @@ def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: 
 
 def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
     (file := tmp_path / "a").touch()
-    script = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
+    script: list[Any] = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
     result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [file], None).result
     assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
 

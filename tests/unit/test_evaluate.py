@@ -480,7 +480,8 @@ def test_lines_come_in_the_order_of_their_verdicts_and_of_their_excess() -> None
 def test_times_of_cells_that_ran_at_once_are_not_judged(where: str) -> None:
     was, now = make_result(STREAMING), make_result(STREAMING)
     at_once = replace(was, environment=was.environment | {CONCURRENT: 2})
-    judgement = judged(*([[at_once], [now]] if where == "was" else [[was], [at_once]]))
+    before, after = ([at_once], [now]) if where == "was" else ([was], [at_once])
+    judgement = judged(before, after)
     assert judgement.notes == ("times are not judged: several cells ran at once (--jobs)",)
     assert "ready" not in verdicts(judgement)
 

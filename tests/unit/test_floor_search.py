@@ -14,7 +14,7 @@ from weighin.isolation import delegation
 from weighin.record import Cost, Outcome, Result
 from weighin.records.floor import Aim
 from weighin.records.remaining import TYPICAL_CELLS
-from weighin.run import command_request, floor_search, runner
+from weighin.run import command_request, runner
 from weighin.run import request as bench
 from weighin.run.command_request import CommandRequest
 from weighin.run.command_settings import CommandSettings
@@ -32,7 +32,8 @@ OTHER = replace(CELL, strategy="baseline")
 def searching(*cells: Any, skip: str = "", **settings: Any) -> Search:
     planned = [PlannedCommand(cell) for cell in cells or (CELL,)]
     planned[0] = replace(planned[0], skip=skip)
-    chosen = RunSettings(**({"within": 0.01, "aim": Aim.SURVIVES} | settings))
+    usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
+    chosen = RunSettings(**(usual | settings))
     return Search(Run(Path("run"), planned, PlayedIsolation([]), chosen), 0.01)
 
 
@@ -145,7 +146,7 @@ def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append((folder, trusted))
         return runs.pop(0)
 
-    monkeypatch.setattr(floor_search.bench, "restore", restore)
+    monkeypatch.setattr(bench, "restore", restore)
     assert resume(Path("run"), trusted=True).within == 0.01
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))

@@ -120,7 +120,7 @@ def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
     run = asked(BASELINE, DONE)
     (planned,) = run.planned
     cell = replace(planned.cell, ram_limit_bytes=400 * MIB, cache="warm", ranks=2)
-    runner.run(replace(run, planned=[replace(planned, cell=cell)]), Progress())  # type: ignore[type-var]
+    runner.run(replace(run, planned=[replace(planned, cell=cell)]), Progress())
     probe, job = jobs_of(run)
     assert probe.cell == replace(cell, ram_limit_bytes=None, cache="cold", ranks=1)
     assert job.cell == cell
@@ -155,7 +155,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     run = asked([imported], DONE)
     (planned,) = run.planned
     cell = replace(planned.cell, ram_limit_bytes=limit, ranks=ranks)
-    run = replace(run, planned=[replace(planned, cell=cell)])  # type: ignore[type-var]
+    run = replace(run, planned=[replace(planned, cell=cell)])
     if not said:
         with run_folder.room(run.folder):
             set_up(run, run.planned, Progress())  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_a_run_goes_on_where_it_was_stopped() -> None:
 def test_a_cell_that_is_skipped_has_its_reason_and_the_machine() -> None:
     run = asked(BASELINE, DONE, strategies=["baseline", "sequential", "per_module"])
     reasons = ["broken", "", "also broken"]
-    planned = [replace(one, skip=why) for one, why in zip(run.planned, reasons, strict=True)]  # type: ignore[type-var]
+    planned = [replace(one, skip=why) for one, why in zip(run.planned, reasons, strict=True)]
     results = runner.run(replace(run, planned=planned), Progress())
     assert [each.outcome for each in results] == [Outcome.SKIPPED, Outcome.OK, Outcome.SKIPPED]
     assert [each.message for each in results] == ["broken", "", "also broken"]
@@ -217,7 +217,7 @@ def test_a_cell_that_is_skipped_has_its_reason_and_the_machine() -> None:
 
 def test_a_run_of_skipped_cells_prepares_nothing() -> None:
     run = asked(DONE)
-    planned = [replace(run.planned[0], skip="broken")]  # type: ignore[type-var]
+    planned = [replace(run.planned[0], skip="broken")]
     (result,) = runner.run(replace(run, planned=planned), Progress())
     assert (result.outcome, result.environment, jobs_of(run)) == (Outcome.SKIPPED, {}, [])
 
@@ -241,7 +241,7 @@ def test_prepare_tests_a_worker_and_measures_nothing() -> None:
     runner.prepare(run, Progress())
     assert len(jobs_of(run)) == 1
     assert run_folder.read(run.folder).results == ()
-    run = replace(run, planned=[replace(run.planned[0], skip="x")])  # type: ignore[type-var]
+    run = replace(run, planned=[replace(run.planned[0], skip="x")])
     runner.prepare(run, Progress())
     assert len(jobs_of(run)) == 1
 
@@ -261,7 +261,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
         with own.open("ab") as file:
             file.write(b"\0")
 
-    script = [*LOADED, change, ready(), fakes.done()]
+    script: list[Any] = [*LOADED, change, ready(), fakes.done()]
     settings = RunSettings(checkpoint=own)
     run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
     assert complaint(run) == (
@@ -282,7 +282,7 @@ def test_a_cached_checkpoint_that_changes_is_made_again() -> None:
         path.unlink()  # a cached file is read-only
         path.write_bytes(b"spoilt")
 
-    script = [*LOADED, spoil, ready(), fakes.done()]
+    script: list[Any] = [*LOADED, spoil, ready(), fakes.done()]
     run = replace(run, isolation=PlayedIsolation(BASELINE, script, DONE))
     results = runner.run(run, Progress())
     assert [each.outcome for each in results] == [Outcome.STRATEGY_FAILED, Outcome.OK]
@@ -297,7 +297,7 @@ def test_what_saves_gets_a_folder_that_is_removed(suite: dict[str, Any]) -> None
         (target := Path(jobs_of(run)[-1].target)).joinpath("file").touch()
         targets.append(target.is_dir())
 
-    script = [*LOADED, look, ready(), fakes.done()]
+    script: list[Any] = [*LOADED, look, ready(), fakes.done()]
     name = "torch_save" if "operation" in suite else "baseline"
     run = asked(BASELINE, script, strategies=name, **suite)
     (result,) = runner.run(run, Progress())
@@ -397,9 +397,9 @@ def test_slow_disks_are_tested_before_the_first_cell(monkeypatch: pytest.MonkeyP
     cell = replace(slow.cell, disk_bytes_per_s=50_000_000)
     skipped_cell = replace(skipped.cell, disk_bytes_per_s=50_000_000)
     planned: Any = [
-        replace(slow, cell=cell),  # type: ignore[type-var]
+        replace(slow, cell=cell),
         plain,
-        replace(skipped, cell=skipped_cell, skip="x"),  # type: ignore[type-var]
+        replace(skipped, cell=skipped_cell, skip="x"),
     ]
     run = replace(run, planned=planned)
     told = Told()
@@ -427,6 +427,11 @@ def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> Non
 
 
 def test_a_signal_during_a_cell_stops_the_run_after_its_record() -> None:
-    script = [*LOADED, lambda: signal.raise_signal(signal.SIGTERM), ready(), fakes.done()]
+    script: list[Any] = [
+        *LOADED,
+        lambda: signal.raise_signal(signal.SIGTERM),
+        ready(),
+        fakes.done(),
+    ]
     run = asked(BASELINE, script, strategies=["baseline", "sequential"])
     assert complaint(run) == "stopped; nothing is left running"

@@ -169,7 +169,7 @@ def test_runs_without_a_common_division_have_no_missing_shards() -> None:
 
 
 def test_up_to_three_settings_that_differ_are_named() -> None:
-    changes = {"seed": 1, "steady": True, "a": 1, "b": 2}
+    changes: dict[str, Any] = {"seed": 1, "steady": True, "a": 1, "b": 2}
     assert refused(shard("1/2"), shard("2/2", **changes)).startswith(
         "shard-1-2 and shard-2-2 have different plans (a: None and 1; b: None and 2; seed: 0 and 1)\n"
     )

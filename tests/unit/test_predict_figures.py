@@ -247,9 +247,9 @@ def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
             Console(file=out, width=120).print(part)
         return out.getvalue()
 
-    sizes = {"model_bytes": 5 * GIB, "host_anon_peak_bytes": GIB, "host_file_peak_bytes": 2 * GIB,
+    sizes: dict[str, Any] = {"model_bytes": 5 * GIB, "host_anon_peak_bytes": GIB, "host_file_peak_bytes": 2 * GIB,
              "floor_bytes": 3 * GIB}  # fmt: skip
-    gpu = {"cuda_requested_bytes": 4 * GIB, "cuda_allocated_bytes": 6 * GIB,
+    gpu: dict[str, Any] = {"cuda_requested_bytes": 4 * GIB, "cuda_allocated_bytes": 6 * GIB,
            "cuda_reserved_bytes": 7 * GIB}  # fmt: skip
     held = (pipeline.TOGETHER, pipeline.ONE_AFTER_THE_OTHER)
     known = [pipeline.Combined("streaming", one, **sizes) for one in held]

@@ -1,6 +1,6 @@
 """The ledger of a symbolic run: where storages lie, and the memory that operations on them touch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -366,13 +366,14 @@ def test_a_block_of_a_device_places_what_is_made_in_it(ledger: Ledger) -> None:
 
 def test_only_one_gpu_is_simulated(ledger: Ledger) -> None:
     one = torch.zeros(3)
-    for use in (
+    uses: list[Callable[[], torch.Tensor]] = [
         lambda: torch.zeros(3, device="cuda:1"),
         lambda: one.to("cuda:1"),
         lambda: one.to(1),
         lambda: one.cuda(1),
         lambda: one.cuda(device="cuda:1"),
-    ):
+    ]
+    for use in uses:
         with pytest.raises(CannotFollow, match="it uses cuda:1; only one GPU is simulated"):
             use()
     assert torch.zeros(3, device="cuda:0").is_cuda

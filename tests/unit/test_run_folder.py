@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ran_commands import make_command
 
+from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Outcome, Peaks, Result
@@ -348,7 +349,7 @@ def test_a_plan_that_cannot_be_written_leaves_no_folder(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder.atomic, "write_bytes", fail)
+    monkeypatch.setattr(atomic, "write_bytes", fail)
     (there := tmp_path / "there").mkdir()
     for folder in (tmp_path / "new", there):
         with pytest.raises(RecordError) as caught:

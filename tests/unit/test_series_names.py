@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -124,7 +125,7 @@ def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> Non
         ({"environment": {"A": "1"}}, "cold docker ram=8GiB A=1"),
     ],
 )
-def test_what_distinguishes_a_cell_is_in_its_name(changes: dict[str, object], words: str) -> None:
+def test_what_distinguishes_a_cell_is_in_its_name(changes: dict[str, Any], words: str) -> None:
     assert name_of(make_cell(**changes)) == f"gpt2-xl mmap_assign pt float32 cpu {words}"
 
 

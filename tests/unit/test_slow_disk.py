@@ -12,6 +12,7 @@ from weighin.disk import mount, throttle
 from weighin.disk.mount import WaitingRead
 from weighin.disk.pace import Pace
 from weighin.errors import IsolationUnavailable
+from weighin.isolation import delegation
 from weighin.probes import stalled_reads
 from weighin.run import slow_disk
 from weighin.run.slow_disk import SlowDisk, device_to_throttle, pace_of
@@ -89,7 +90,7 @@ def test_a_delegated_group_without_the_controller(kernel: Kernel) -> None:
     (group := kernel.memory / "mine").mkdir()
     for root in (group, None):
         with pytest.MonkeyPatch.context() as patch:  # which ends before the kernel does
-            patch.setattr(slow_disk.delegation, "groups_root", lambda found=root: found)
+            patch.setattr(delegation, "groups_root", lambda found=root: found)
             assert f"{root} lacks the controller io" in refused(RATE, "cgroup")
 
 

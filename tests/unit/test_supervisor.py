@@ -180,7 +180,7 @@ def test_a_sample_at_the_end_of_a_phase_counts_for_the_next(sampler: type[FakeSa
     sampler.seen = tuple(
         replace(sample(t_ns), minor_faults=minor) for t_ns, minor in ((200, 5), (300, 90))
     )
-    script = [*BASELINE, phase("build", end_ns=200), begin("read"), TimeoutError]
+    script: list[Any] = [*BASELINE, phase("build", end_ns=200), begin("read"), TimeoutError]
     faults = watched(FakeRunning(script, KILLED, pid=1)).faults
     assert faults and faults.minor == 10 + 85
 

@@ -139,7 +139,7 @@ class Others(Silent):
     """Observes a worker that started other processes."""
 
     def __init__(self, number: int, private_bytes: int) -> None:
-        self.others = (number, private_bytes)  # type: ignore[assignment]
+        self.others = (number, private_bytes)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_processes_that_a_use_forks_are_no_surprise() -> None:
 def killed_at(peak: int, limit: int | None, group: Path | None = None) -> str:
     """The message of a worker that the kernel killed when its cell was charged this much."""
     seen = Seen(oom_kills=1)
-    script = [*BASELINE, begin("read"), seen.sees(peak_bytes=peak)]
+    script: list[Step] = [*BASELINE, begin("read"), seen.sees(peak_bytes=peak)]
     watch = Watch(FakeRunning(script, KILLED, inside=seen, cgroup=group), 0.005, lambda _: None)
     watch.follow(1)
     ended = watch.end()
