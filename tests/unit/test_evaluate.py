@@ -535,3 +535,13 @@ def test_an_outcome_that_is_new_or_expected_elsewhere() -> None:
         LineVerdict.NOT_OK,
         "timeout, and not in the baseline: after 60 s",
     )
+
+
+def test_an_excess_is_a_share_of_the_bound_also_of_one_byte() -> None:
+    rules = Rules({}, (budgets.parse("peak_rss <= 1"),))
+    [line] = evaluate(None, rules, {}, one_series(peak_rss=3)).lines
+    assert (line.allowed, line.excess) == (1, 2.0)
+    line = figure_line(one_series(peak_rss=1), one_series(peak_rss=3), Tolerance(0.0, 0))
+    assert line.excess == 2.0
+    line = figure_line(one_series(peak_rss=0), one_series(peak_rss=3), Tolerance(0.0, 0))
+    assert line.excess == 3.0
