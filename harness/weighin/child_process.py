@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -248,6 +248,27 @@ def ask(
         lines = list(iter(lambda: child.receive(deadline - monotonic()), None))
         code = child.wait(deadline - monotonic())
         return Answer(code, list(filter(None, map(decode_event, lines))), child.stderr_tail)
+
+
+def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether a process has ended within ``timeout_s``; ``process`` is of ``open_process``."""
+    deadline = monotonic() + timeout_s
+    while not has_ended():
+        left_s = deadline - monotonic()
+        if left_s <= 0:
+            return False
+        if process is None:
+            ready([], min(left_s, _PAUSE_S))
+        else:
+            ready([process], left_s)
+    return True
 
 
 def open_process(pid: int) -> int | None:

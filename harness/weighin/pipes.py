@@ -70,6 +70,21 @@ def write(descriptor: int, data: bytes) -> None:
             left = left[os.write(descriptor, left) :]
 
 
+def pass_on(descriptor: int, data: bytes) -> bool:
+    """Write all bytes, and wait for a descriptor that takes none now; tell whether it took them."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()
+        except OSError:  # nobody reads them
+            return False
+    return True
+
+
 def printed_lines(printed: bytes) -> list[str]:
     """Return the lines that a process printed, without blank ones before and after them."""
     return printed.decode(errors="replace").strip().splitlines()

@@ -63,42 +63,46 @@ HELPERS = {
 """The module in which each function is defined; it is imported at the function's first use."""
 
 
-class Load(Protocol):
+class _Measured(Protocol):
+    """What a load and a save have in common: the options, and the phases."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The cell's options for this strategy, from a suite's YAML."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
+
+        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
+        such as ``touch``, raise a ValueError.
+        """
+
+
+class Load(_Measured, Protocol):
     """One load to perform: the checkpoint, the model, and the device and dtype of the result."""
 
     @property
     def checkpoint(self) -> Path:
         """The checkpoint's file, or its folder for a format of several files."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device on which every parameter and buffer must be after the load."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that every floating-point parameter and buffer must have after the load."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The cell's options for this strategy, from a suite's YAML."""
-        ...
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
         """The arguments of ``pretrained_class`` for the model of a Hugging Face folder."""
-        ...
 
     @property
     def adapter(self) -> Path | None:
         """The folder with the adapter to merge into the model; None for a model without one."""
-        ...
 
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
-        ...
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
         """Set every non-persistent buffer to the value that the model's constructor gives it.
@@ -106,47 +110,22 @@ class Load(Protocol):
         No checkpoint contains non-persistent buffers, and a model built on the meta device has no
         values in any buffer.
         """
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
-
-        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
-        such as ``touch``, raise a ValueError.
-        """
-        ...
 
 
-class Save(Protocol):
+class Save(_Measured, Protocol):
     """One save to perform: the model, the folder to write to, and the format."""
 
     @property
     def model(self) -> torch.nn.Module:
         """The complete model, on the cell's device and in the cell's dtype."""
-        ...
 
     @property
     def target(self) -> Path:
         """An empty folder on a disk, in which the save must leave exactly one checkpoint."""
-        ...
 
     @property
     def format(self) -> str:
         """The format to write: one of the strategy's FORMATS."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The cell's options for this strategy, from a suite's YAML."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
-
-        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
-        such as ``touch``, raise a ValueError.
-        """
-        ...
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from leftovers import lives
 
-from weighin.disk import throttle
 from weighin.isolation import cgroup as cgroup_isolation
 from weighin.isolation import delegation
-from weighin.probes import cgroup
+from weighin.probes import cgroup, mounts
 
 UNLIMITED_V1 = 9223372036854771712
 LAYOUTS = ("v1", "hybrid", "v2")
@@ -99,8 +98,7 @@ class Kernel:
         monkeypatch.setattr(os, "access", self.access)
         # A bound method would not get the path.
         monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self.write(path, *a, **k))  # noqa: PLW0108
-        monkeypatch.setattr(cgroup, "_MOUNTS", self.mounts)
-        monkeypatch.setattr(throttle, "_MOUNTS", self.mounts)
+        monkeypatch.setattr(mounts, "MOUNTS", self.mounts)
         monkeypatch.setattr(cgroup_isolation, "_SWAPS", self.swaps)
         monkeypatch.setattr(cgroup, "_group_of", self.group_of)
 

@@ -38,7 +38,7 @@ class FakeSampler:
 
 
 def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:
-    watch = Watch(running, 0.005, say)
+    watch = Watch(running, say)
     try:
         watch.follow(JOB.timeout_s)
         ended = watch.end()

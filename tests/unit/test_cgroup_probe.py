@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.probes import cgroup
+from weighin.probes import cgroup, mounts, storage
 from weighin.probes import process as process_memory
 from weighin.record import Memory
 
@@ -41,12 +41,14 @@ def test_a_status_in_bytes() -> None:
 def test_a_mount_point_of_any_bytes_ends_nothing(
     name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (mounts := tmp_path / "mountinfo").write_bytes(
+    (table := tmp_path / "mountinfo").write_bytes(
+        b"24 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
         b"25 1 8:1 / " + name + b" rw - ext4 /dev/sda1 rw\n"
         b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
         b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
     )
-    monkeypatch.setattr(cgroup, "_MOUNTS", mounts)
+    monkeypatch.setattr(mounts, "MOUNTS", table)
+    assert storage.describe(tmp_path).file_system == "ext4"
     assert cgroup.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
     assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
 
@@ -93,26 +95,35 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
 @pytest.mark.parametrize("kernel", HYBRIDS)
 def test_mounts_of_a_hybrid_machine(kernel: str) -> None:
     root = Path("/sys/fs/cgroup")
-    assert cgroup.parse_mounts(text(kernel, "mountinfo")) == (root / "memory", root / "unified")
+    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
+        root / "memory",
+        root / "unified",
+    )
 
 
 def test_mounts_of_version_1() -> None:
     memory = Path("/sys/fs/cgroup/memory")
-    assert cgroup.parse_mounts(text("v1-6.1", "mountinfo")) == (memory, None)
+    assert cgroup.hierarchies(mounts.parse(text("v1-6.1", "mountinfo"))) == (memory, None)
 
 
 @pytest.mark.parametrize("kernel", V2)
 def test_mounts_of_version_2(kernel: str) -> None:
-    assert cgroup.parse_mounts(text(kernel, "mountinfo")) == (None, Path("/sys/fs/cgroup"))
+    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
+        None,
+        Path("/sys/fs/cgroup"),
+    )
 
 
 def test_mounts_without_cgroups() -> None:
-    assert cgroup.parse_mounts("22 27 0:21 / /proc rw - proc proc rw\n") == (None, None)
+    assert cgroup.hierarchies(mounts.parse("22 27 0:21 / /proc rw - proc proc rw\n")) == (
+        None,
+        None,
+    )
 
 
 def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:
     line = "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n"
-    assert cgroup.parse_mounts(line) == (None, None)
+    assert cgroup.hierarchies(mounts.parse(line)) == (None, None)
 
 
 @pytest.mark.parametrize("kernel", HYBRIDS)
@@ -135,9 +146,9 @@ def test_the_group_of_a_process_on_version_2(kernel: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A v2 tree of plain files that the kernel is said to have mounted."""
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(cgroup, "_MOUNTS", mounts)
+    table = tmp_path / "mountinfo"
+    table.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(mounts, "MOUNTS", table)
     (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
     return tmp_path
 

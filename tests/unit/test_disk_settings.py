@@ -16,7 +16,7 @@ from test_matrix import cells_of
 from weighin.cell import Job
 from weighin.disk.pace import Pace, Schedule
 from weighin.errors import ConfigError
-from weighin.probes import storage
+from weighin.probes import mounts, storage
 from weighin.protocol import decode_job, encode_job
 from weighin.record import Result
 from weighin.records.series import name_of
@@ -155,7 +155,7 @@ MOUNTS = """\
     ],
 )
 def test_a_path_lies_on_the_deepest_mount_above_it(path: str, expected: str) -> None:
-    assert storage.file_system_of(MOUNTS, Path(path)) == expected
+    assert storage.file_system_of(mounts.parse(MOUNTS), Path(path)) == expected
 
 
 def test_a_partition_lies_on_its_disk(tmp_path: Path) -> None:

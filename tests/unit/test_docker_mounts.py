@@ -111,7 +111,7 @@ def test_an_installed_package_that_the_image_lacks_is_mounted_with_those_it_requ
     names = ["outer", "outer-1.0.dist-info", "inner", "inner-1.0.dist-info"]
     wanted = {Bind(site / name, f"/weighin/packages/{name}") for name in names}
     assert {bind for bind in binds if bind.target.startswith("/weighin/packages/")} == wanted
-    assert sorted(packages.notes(of("outer.nets:build"))) == [
+    assert sorted(packages.lacking(of("outer.nets:build")).notes) == [
         f"mounting {site}/outer read-only: the image has no package outer",
         "mounting inner read-only: outer requires it, and the image lacks it",
         "not mounting fast, which the image lacks: it contains compiled code",

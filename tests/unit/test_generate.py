@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint import generate
 from weighin.checkpoint import index as indexing
 from weighin.checkpoint.checksum import checksum
@@ -46,7 +47,7 @@ def make(
     folder: Path, builder: str, kwargs: dict[str, int], fmt: str = "pt", seed: int = 0
 ) -> Manifest:
     folder.mkdir()
-    made = generate.make("m", builder, kwargs, seed=seed, fmt=fmt, folder=folder)
+    made = generate.make(ModelSpec("m", builder, kwargs), seed=seed, fmt=fmt, folder=folder)
     assert read_manifest(folder / "manifest.json") == made.manifest
     assert set(made.seconds) == {"build", "write"}
     return made.manifest
@@ -65,9 +66,8 @@ def index(
     checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict[str, int] = TIED
 ) -> Manifest:
     folder.mkdir(exist_ok=True)
-    return indexing.index(
-        "m", "weighin.models.tied:tied", kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder
-    ).manifest
+    spec = ModelSpec("m", "weighin.models.tied:tied", kwargs)
+    return indexing.index(spec, checkpoint=checkpoint, fmt=fmt, folder=folder).manifest
 
 
 def test_the_model_loads_it_and_the_manifest_is_right(tmp_path: Path) -> None:
@@ -146,9 +146,7 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path: Path) -> No
         asked.append(needed)
 
     generate.make(
-        "m",
-        "weighin.models.tied:tied",
-        TIED,
+        ModelSpec("m", "weighin.models.tied:tied", TIED),
         seed=0,
         fmt="per_param",
         folder=tmp_path,

@@ -92,12 +92,7 @@ def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Pa
     assert checkpoint == folder / ONE_FILE and own_dtype(spec) == "float32"
     (tmp_path / "out").mkdir()
     manifest = index(
-        "m",
-        spec.builder,
-        spec.kwargs,
-        checkpoint=checkpoint,
-        fmt="safetensors",
-        folder=tmp_path / "out",
+        spec, checkpoint=checkpoint, fmt="safetensors", folder=tmp_path / "out"
     ).manifest
     reference = of_library(folder, torch.bfloat16)
     tensors = {**dict(reference.named_buffers()), **reference.state_dict()}

@@ -49,7 +49,7 @@ def killed(around: Path, limit_bytes: int | None) -> Result:
     if limit_bytes:
         cgroup.limit(cell, limit_bytes)
     running = CgroupRunning(TAKES, [cell])
-    watch = Watch(running, 0.005, lambda _: None)
+    watch = Watch(running, lambda _: None)
     try:
         watch.follow(60)
         ended = watch.end()

@@ -93,7 +93,7 @@ def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:
         followed["mmap_assign", *where] for where in (("to-device", "cpu"), ("adamw", "cuda"))
     )
     assert (moved.cuda_requested_bytes, used(moved).cuda_requested_bytes) == (0, WEIGHTS)
-    assert moved.cuda_with_use("requested") == WEIGHTS
+    assert moved.cuda_with_use("cuda_requested_bytes") == WEIGHTS
     assert moved.reasons[0].startswith("maps one copy of the weights")
     assert trained.cuda_requested_bytes == WEIGHTS
     assert round((used(trained).cuda_requested_bytes or 0) / WEIGHT_BYTES, 1) == 6.0

@@ -167,7 +167,7 @@ def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
     file, entry = tmp_path / "weights.pt", tmp_path / "entry"
     entry.mkdir()
     torch.save(model.state_dict(), file)
-    made = index("mine", spec.builder, spec.kwargs, checkpoint=file, fmt="pt", folder=entry)
+    made = index(spec, checkpoint=file, fmt="pt", folder=entry)
     names = {one.name for one in made.manifest.tensors if one.kind != "non_persistent_buffer"}
     assert names == set(model.state_dict())
 

@@ -298,9 +298,7 @@ def test_the_load_is_measured_and_verified(
     entry.mkdir()
     spec, checkpoint = registry.model_and_checkpoint(str(folder))
     assert checkpoint
-    manifest = index(
-        spec.name, spec.builder, spec.kwargs, checkpoint=checkpoint, fmt="safetensors", folder=entry
-    ).manifest
+    manifest = index(spec, checkpoint=checkpoint, fmt="safetensors", folder=entry).manifest
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())

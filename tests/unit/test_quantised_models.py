@@ -69,7 +69,7 @@ class NoPhases:
 
 def made(spec: ModelSpec, folder: Path, fmt: str) -> generate.Made:
     (folder / fmt).mkdir()
-    return generate.make(spec.name, spec.builder, spec.kwargs, seed=0, fmt=fmt, folder=folder / fmt)
+    return generate.make(spec, seed=0, fmt=fmt, folder=folder / fmt)
 
 
 def check_load(
@@ -115,9 +115,7 @@ def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
     own = formats.checkpoint_in(tmp_path / "pt", "pt")
     for fmt in ("pt", "safetensors"):
         (folder := tmp_path / f"own-{fmt}").mkdir()
-        found = index(
-            spec.name, spec.builder, spec.kwargs, checkpoint=own, fmt=fmt, folder=folder
-        ).manifest
+        found = index(spec, checkpoint=own, fmt=fmt, folder=folder).manifest
         assert found.tensors == generated.tensors
     path = formats.checkpoint_in(tmp_path / "own-safetensors", "safetensors")
     check_load(spec, "streaming", path, generated, torch.bfloat16)

@@ -202,7 +202,7 @@ LONG = "x" * 10_000
         ),
         (
             b'{"a":{"dtype":"F32","dtype":"F32"}}',
-            "the header is not JSON in tensor 'a': a key occurs twice",
+            "the header is not JSON in tensor 'a': 'dtype' occurs twice",
         ),
         (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON in tensor 'a': it is nested too deeply"),
         (b"[1, 2]", "of a kind that weighin does not know; its first bytes are 06 00 00 00 00 00 00 00"),

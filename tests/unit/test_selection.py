@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from weighin import formats, load_streaming
+from weighin.cell import ModelSpec
 from weighin.checkpoint import convert, index, inspect
 from weighin.errors import CheckpointError
 from weighin.formats.selection import Selection
 
-BUILDER = "torch.nn:Linear"
-KWARGS = {"in_features": 3, "out_features": 2}
+SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})
 
 
 def trained() -> tuple[nn.Module, dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
         " in load_streaming: strip_prefix='module._orig_mod.'; in a suite: strip_prefix: module._orig_mod."
     )
     assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair
-    indexed = lambda: index.index("m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
+    indexed = lambda: index.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
     assert complaint(indexed).repair == repair
     other = {f"ema.{name}": one for name, one in model.state_dict().items()} | wrapped
     saved(path, other)
@@ -168,9 +168,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     path = saved(tmp_path / "train.pt", checkpoint)
     selection = Selection("model", "module.")
     (tmp_path / "out").mkdir()
-    index.index(
-        "m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection
-    )  # fmt: skip
+    index.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection)
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
     order = convert.Conversion("pt", None, 1, verify=True, selection=selection)
     convert.convert(path, tmp_path / "plain.pt", order)

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint import convert as converting
 from weighin.checkpoint import convert_request, generate, sidecar
 from weighin.checkpoint.checksum import checksum
@@ -103,8 +104,9 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
     entry = tmp_path / "cache" / "models" / "tied-0"
     entry.mkdir(parents=True)
     kwargs = {"vocab_size": 32, "emb_dim": 8, "n_layers": 1, "n_heads": 1}
+    spec = ModelSpec("tied", "weighin.models.tied:tied", kwargs)
     for fmt in ("per_param", "pt"):
-        generate.make("tied", "weighin.models.tied:tied", kwargs, seed=0, fmt=fmt, folder=entry)
+        generate.make(spec, seed=0, fmt=fmt, folder=entry)
         path = formats.checkpoint_in(entry, fmt)
         assert sidecar.find(path) == entry / "manifest.json"
         target = tmp_path / f"{fmt}.half"

@@ -153,7 +153,7 @@ def test_the_memory_of_the_process_that_starts_the_ranks_is_never_that_of_the_ra
     sampler: type[FakeSampler],
 ) -> None:
     sampler.seen, sampler.last_peak_rss_bytes = (sample(1), sample(10**12)), 15 * MIB
-    watch = Watch(FakeRunning([], pid=1), 0.005, lambda _: None, ranks=2)
+    watch = Watch(FakeRunning([], pid=1), lambda _: None, ranks=2)
     watch.follow(1)
     ended = watch.end()
     watch.close()
@@ -197,7 +197,7 @@ def test_what_comes_after_ready_is_no_part_of_the_peak(
 def test_looks_at_the_gpu_join_the_samples_that_follow_them(sampler: type[FakeSampler]) -> None:
     sampler.seen = tuple(map(sample, (5, 10, 19, 20, 99)))
     points = event("cuda", points=[[10, 1, 100], [20, 2, 200]])
-    watch = Watch(FakeRunning([points], pid=1), 0.005, lambda _: None)
+    watch = Watch(FakeRunning([points], pid=1), lambda _: None)
     watch.follow(1)
     watch.close()
     assert [(s.cuda_allocated_bytes, s.cuda_driver_bytes) for s in watch.samples] == [
@@ -239,7 +239,7 @@ def test_the_driver_is_asked_for_this_very_process(
     later_ns = time.monotonic_ns() + 10**12
     sampler.seen = (sample(50), sample(later_ns))
     points = event("cuda", points=[[60, 300, 100_000]])
-    watch = Watch(FakeRunning([gpu_baseline(), points], pid=1), 0.005, lambda _: None)
+    watch = Watch(FakeRunning([gpu_baseline(), points], pid=1), lambda _: None)
     watch.follow(1)
     watch.close()
     assert [(one.cuda_allocated_bytes, one.cuda_driver_bytes) for one in watch.samples] == [

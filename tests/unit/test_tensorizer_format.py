@@ -67,9 +67,7 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     pytest.importorskip("tensorizer", reason=install.command("loaders"))
-    made = generate.make(
-        SPEC.name, SPEC.builder, SPEC.kwargs, seed=0, fmt="tensorizer", folder=tmp_path
-    )
+    made = generate.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
     cpu = torch.device("cpu")
     path = formats.checkpoint_in(tmp_path, "tensorizer")
     load = WorkerLoad(

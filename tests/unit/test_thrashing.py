@@ -103,7 +103,7 @@ class Rereading(Silent):
 
 def watched(running: FakeRunning, timeout_s: float = 30) -> Result:
     guard = ThrashGuard(Reference(SECOND, 200 * MIB), 256 * MIB)
-    watch = Watch(running, 0.005, lambda _: None, guard=guard)
+    watch = Watch(running, lambda _: None, guard=guard)
     watch.follow(timeout_s)
     ended = watch.end()
     watch.close()

@@ -89,9 +89,9 @@ def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message
 
 def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
-    [line] = trust.foreign([Cell(model("gpt2-tiny"), "baseline", "process")], {}, uses={"half": str(file)})  # fmt: skip
-    assert line.startswith(f"use {file} (sha256 ")
     settings = RunSettings(use_paths={"half": str(file)})
+    [line] = trust.foreign([Cell(model("gpt2-tiny"), "baseline", "process")], settings)
+    assert line.startswith(f"use {file} (sha256 ")
     assert RunSettings.from_json(settings.as_json()) == settings
     assert "use_paths" not in RunSettings().as_json()
 

@@ -97,7 +97,8 @@ def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
     threads = torch.get_num_threads()
     try:
         builder = f"builders:{case.builder}"
-        made = index(case.label, builder, case.kwargs, checkpoint=pt, fmt=fmt, folder=folder)
+        spec = ModelSpec(case.label, builder, case.kwargs)
+        made = index(spec, checkpoint=pt, fmt=fmt, folder=folder)
     finally:
         torch.set_num_threads(threads)
     return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made.manifest)

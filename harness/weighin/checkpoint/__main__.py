@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
@@ -69,12 +70,12 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
         )
         source, target = Path(request["source"]), Path(request["target"])
         return {"import": import_s} | convert.convert(source, target, order, **hooks)
-    model = (request["model"], request["builder"], request["kwargs"])
+    spec = ModelSpec(**request["model"])
     hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
     if request["verb"] == "make":
-        return {"import": import_s, **generate.make(*model, seed=request["seed"], **hooks).seconds}
+        return {"import": import_s, **generate.make(spec, seed=request["seed"], **hooks).seconds}
     checkpoint = Path(request["checkpoint"])
-    indexed = index.index(*model, checkpoint=checkpoint, selection=selection, **hooks)
+    indexed = index.index(spec, checkpoint=checkpoint, selection=selection, **hooks)
     return {"import": import_s, **indexed.seconds}
 
 

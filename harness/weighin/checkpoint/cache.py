@@ -189,12 +189,9 @@ def _make(task: _Task) -> None:
 
 
 def _request(task: _Task, out: Path) -> dict[str, Any]:
-    spec = task.model
     return {
         "verb": "index" if task.checkpoint else "make",
-        "model": spec.name,
-        "builder": spec.builder,
-        "kwargs": spec.kwargs,
+        "model": asdict(task.model),
         "seed": task.seed,
         "checkpoint": str(task.checkpoint),
         "selection": asdict(task.selection),

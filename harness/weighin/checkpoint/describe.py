@@ -1,16 +1,17 @@
 """List the tensors of a model, without allocating its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Kind, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.errors import ConfigError
 from weighin.formats.dtypes import dtype_name
+from weighin.formats.pretrained_folder import own_dtype
 from weighin.models.module_tree import named_tensors
 from weighin.models.skeleton import (
     RealBuffers,
@@ -49,13 +50,9 @@ class Described:
 
 
 def describe(
-    builder: str,
-    kwargs: Mapping[str, Any],
-    *,
-    real_buffers: RealBuffers,
-    dtype: torch.dtype = torch.float32,
+    spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
 ) -> list[Described]:
-    """Return all tensors of a model that is built in ``dtype``.
+    """Return all tensors of a model that is built in ``dtype``, by default that of its published files.
 
     The tensors are its state dict in order, then its non-persistent buffers.
 
@@ -63,7 +60,9 @@ def describe(
         ConfigError: the builder is invalid, or the state dict contains more than parameters and
             persistent buffers.
     """
-    model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype)
+    builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
+    build = resolve_builder(builder)
+    model = build_skeleton(build, spec.kwargs, real_buffers=real_buffers, dtype=dtype)
     _refuse_lazy(builder, model)
     own = named_tensors(model)
     for name, value in model.state_dict(keep_vars=True).items():
@@ -115,15 +114,15 @@ def in_checkpoint(described: list[Described]) -> list[Described]:
     return [tensor for tensor in described if tensor.kind != "non_persistent_buffer"]
 
 
-def buffer_checksums(builder: str, kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def buffer_checksums(spec: ModelSpec) -> dict[str, dict[str, str]]:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
     The function constructs the whole model once for each dtype that a cell may use, because only
     the constructor computes these values. The function needs the memory of one model.
     """
-    build = resolve_builder(builder)
+    build = resolve_builder(spec.builder)
     checksums: dict[str, dict[str, str]] = {}
     for wanted in CELL_DTYPES:
-        for name, value in constructed_buffers(build, kwargs, getattr(torch, wanted)).items():
+        for name, value in constructed_buffers(build, spec.kwargs, getattr(torch, wanted)).items():
             checksums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
     return checksums

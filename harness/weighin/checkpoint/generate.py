@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,7 +21,6 @@ from weighin.checkpoint.describe import Described, buffer_checksums, describe, i
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, Checksums, checksummed, pieces_of
 from weighin.formats.base import Pieces, Progress, TensorPlan
-from weighin.formats.pretrained_folder import own_dtype
 from weighin.models.skeleton import map_large_tensors
 
 _STANDARD_DEVIATION: Final = 0.02
@@ -46,9 +45,7 @@ def needed_bytes(described: Iterable[Described]) -> int:
 
 
 def make(
-    model: str,
-    builder: str,
-    kwargs: Mapping[str, Any],
+    spec: ModelSpec,
     *,
     seed: int,
     fmt: str,
@@ -68,8 +65,7 @@ def make(
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
-    dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
-    described = describe(builder, kwargs, real_buffers="all", dtype=dtype)
+    described = describe(spec, real_buffers="all")
     built = time.monotonic()
     if permit is not None:
         permit(needed_bytes(described))
@@ -79,9 +75,9 @@ def make(
     by_name = {tensor.name: tensor for tensor in described}
     write(fmt, folder, plans(stored), partial(_summed_pieces, sums, by_name, seed), progress)
     if len(stored) < len(described):
-        sums |= buffer_checksums(builder, kwargs)
+        sums |= buffer_checksums(spec)
     entries = tuple(tensor.entry(sums[tensor.shared_with or tensor.name]) for tensor in described)
-    manifest = Manifest(model, builder, f"seed {seed}", entries)
+    manifest = Manifest(spec.name, spec.builder, f"seed {seed}", entries)
     manifest.write(folder / "manifest.json")
     seconds = {"build": built - started, "write": time.monotonic() - permitted}
     return Made(manifest, seconds)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
-from weighin.formats.pretrained_folder import is_pretrained_checkpoint, own_dtype, refuse_part
+from weighin.formats.pretrained_folder import is_pretrained_checkpoint, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
@@ -28,9 +27,7 @@ from weighin.models.skeleton import map_large_tensors
 
 
 def index(
-    model: str,
-    builder: str,
-    kwargs: Mapping[str, Any],
+    spec: ModelSpec,
     *,
     checkpoint: Path,
     fmt: str,
@@ -50,8 +47,7 @@ def index(
     """
     formats.known(fmt)
     map_large_tensors()
-    spec = ModelSpec(model, builder, dict(kwargs))
-    if library_of(builder) and is_pretrained_checkpoint(checkpoint):
+    if library_of(spec.builder) and is_pretrained_checkpoint(checkpoint):
         refuse_part(checkpoint, selection)
         from weighin.checkpoint.index_pretrained import index_pretrained
         from weighin.checkpoint.index_quantised import index_quantised
@@ -65,10 +61,9 @@ def index(
     check_converts(checkpoint, slices, NOT_MEASURED)
     converts = own != fmt or bool(selection) or not slices.only_tensors
     places = {where.name: where for where in slices}
-    dtype = getattr(torch, own_dtype(spec))
-    described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
+    described = describe(spec, real_buffers="non_persistent")
     refuse_codes(checkpoint, slices, [one.name for one in described])
-    check_fits(checkpoint, model, places, described)
+    check_fits(checkpoint, spec.name, places, described)
     if converts and not slices:
         raise CheckpointError(
             f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
@@ -86,7 +81,7 @@ def index(
     sums.complete(None if converts else progress)
     _check_ties(checkpoint, sums.by_name, described)
     if len(in_checkpoint(described)) < len(described):
-        sums.by_name |= buffer_checksums(builder, kwargs)
+        sums.by_name |= buffer_checksums(spec)
     entries = tuple(
         tensor.entry(
             sums.by_name[tensor.name],
@@ -94,7 +89,7 @@ def index(
         )
         for tensor in described
     )
-    manifest = Manifest(model, builder, str(checkpoint), entries)
+    manifest = Manifest(spec.name, spec.builder, str(checkpoint), entries)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 

@@ -12,7 +12,7 @@ import torch
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import Described, described_in
+from weighin.checkpoint.describe import Described, described_in, in_checkpoint
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import (
@@ -68,7 +68,7 @@ def index_pretrained(
     sums: dict[str, dict[str, str]] = {}
     by_name = {one.name: one for one in described}
     pieces = partial(_summed, sums, by_name)
-    stored = [one for one in described if one.kind != "non_persistent_buffer"]
+    stored = in_checkpoint(described)
     if own != fmt:
         write(fmt, folder, plans(stored), pieces, progress)
     for one in stored:

@@ -32,16 +32,8 @@ def growing_beside(target: Path) -> Iterator[Path]:
         ConfigError: another process is writing the same target.
     """
     remove_dead(target)
-    temporary = target.with_name(f"{_prefix(target)}new")
-    descriptor = _locked(temporary, target)
-    try:
+    with _held(target.with_name(f"{_prefix(target)}new"), target) as temporary:
         yield temporary
-    finally:
-        if _is_at(
-            temporary, descriptor
-        ):  # else it was renamed, and another process may own the new folder
-            shutil.rmtree(temporary, ignore_errors=True)  # while the lock is held
-        os.close(descriptor)
 
 
 @contextmanager
@@ -53,12 +45,8 @@ def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)
     folder = root / f"{prefix}{uuid4().hex}"
-    descriptor = _locked(folder, folder)
-    try:
+    with _held(folder, folder):
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
 
 
 def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
@@ -66,7 +54,7 @@ def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
     removed = []
     for leftover in sorted(root.glob(f"{prefix}*")):
         with suppress(ConfigError, OSError):  # its process runs, or it belongs to another user
-            _remove_if_dead(leftover, leftover)
+            _remove(leftover, _lock(leftover, leftover))
             removed.append(leftover)
     return removed
 
@@ -79,7 +67,7 @@ def remove_dead(target: Path) -> None:
     """
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
         with suppress(FileNotFoundError):  # its owner removed the folder just now
-            _remove_if_dead(leftover, target)
+            _remove(leftover, _lock(leftover, target))
 
 
 def _prefix(target: Path) -> str:
@@ -87,6 +75,15 @@ def _prefix(target: Path) -> str:
     if len(name) > _LONGEST_NAME:
         name = f"{name[:_LONGEST_NAME]}-{sha256(os.fsencode(name)).hexdigest()[:16]}"
     return f".{name}.weighin-"
+
+
+@contextmanager
+def _held(folder: Path, target: Path) -> Iterator[Path]:
+    descriptor = _locked(folder, target)
+    try:
+        yield folder
+    finally:
+        _remove(folder, descriptor)
 
 
 def _locked(folder: Path, target: Path) -> int:
@@ -116,11 +113,11 @@ def _lock(folder: Path, target: Path) -> int:
     return descriptor
 
 
-def _remove_if_dead(leftover: Path, target: Path) -> None:
-    descriptor = _lock(leftover, target)
+def _remove(folder: Path, descriptor: int) -> None:
+    """Remove a folder that is locked by its open descriptor, and release the lock."""
     try:
-        if _is_at(leftover, descriptor):  # else another process owns the new folder
-            shutil.rmtree(leftover, ignore_errors=True)
+        if _is_at(folder, descriptor):  # else it was renamed, or another process owns a new folder
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)
 

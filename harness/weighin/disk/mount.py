@@ -18,13 +18,12 @@ from weighin.disk.passthrough import may_allow_others
 from weighin.disk.unmount import unmount
 from weighin.errors import IsolationUnavailable
 from weighin.pipes import last_line
+from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
-from weighin.probes.storage import unescaped
 from weighin.protocol import decode_event
 from weighin.units import format_latency, format_rate
 
 _DEVICE: Final = Path("/dev/fuse")
-_MOUNTS: Final = Path("/proc/self/mountinfo")
 _KIND: Final = "fuse.weighin"
 _START_S: Final = 20.0
 _ANSWER_S: Final = 2.0
@@ -160,22 +159,17 @@ def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
 
 def _mounted() -> list[tuple[str, Path]]:
     """Return the name and the folder of each pass-through that is mounted here."""
-    found = []
-    for line in _MOUNTS.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        kind, name, _ = after.split(" ", 2)
-        if kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", name):
-            found.append((name, Path(unescaped(before.split(" ")[4]))))
-    return found
+    return [
+        (one.source, one.place)
+        for one in mounts.read()
+        if one.kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", one.source)
+    ]
 
 
 def _minor(folder: Path) -> int | None:
     """Return the minor number of the device that is mounted at a folder, without touching it."""
-    for line in _MOUNTS.read_text().splitlines():
-        fields = line.split(" ")
-        if unescaped(fields[4]) == str(folder):
-            return int(fields[2].partition(":")[2])
-    return None
+    devices = (one.device for one in mounts.read() if one.place == folder)
+    return next((int(device.partition(":")[2]) for device in devices), None)
 
 
 def _remove(folder: Path) -> None:

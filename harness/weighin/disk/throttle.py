@@ -9,25 +9,23 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import IsolationUnavailable
+from weighin.probes import mounts
 from weighin.probes.storage import describe
 
-_MOUNTS: Final = Path("/proc/self/mountinfo")
 _DISKS: Final = Path("/sys/class/block")
 _V1_FILE: Final = "blkio.throttle.read_bps_device"
 _V2_FILE: Final = "io.max"
+_CONTROLLERS: Final = "cgroup.controllers"
 
 
 def hierarchy() -> tuple[int, Path] | None:
     """Return (cgroup version, mount point) of the hierarchy that can limit reads; None without one."""
     version2: Path | None = None
-    for line in filter(None, _MOUNTS.read_text().split("\n")):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        mount = Path(before.split(" ")[4])
-        if kind == "cgroup" and "blkio" in options.split(",") and (mount / _V1_FILE).exists():
-            return 1, mount
-        if kind == "cgroup2" and "io" in (mount / "cgroup.controllers").read_text().split():
-            version2 = version2 or mount
+    for one in mounts.read():
+        if one.kind == "cgroup" and "blkio" in one.options and (one.place / _V1_FILE).exists():
+            return 1, one.place
+        if one.kind == "cgroup2" and "io" in (one.place / _CONTROLLERS).read_text().split():
+            version2 = version2 or one.place
     return (2, version2) if version2 else None
 
 
@@ -47,7 +45,7 @@ def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
     """
     number = (_DISKS / device / "dev").read_text().strip()
     v1 = [group for group in groups if (group / _V1_FILE).exists()]
-    v2 = [group for group in groups if (group / "cgroup.controllers").exists()]
+    v2 = [group for group in groups if (group / _CONTROLLERS).exists()]
     try:
         if v1:
             (v1[0] / _V1_FILE).write_text(f"{number} {bytes_per_s}")

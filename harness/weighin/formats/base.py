@@ -208,11 +208,9 @@ class ReadLayout(Protocol):
 
     def matches(self, path: Path) -> bool:
         """Tell whether ``path`` has this format, by its name and its first bytes."""
-        ...
 
     def files(self, path: Path) -> list[Path]:
         """Return every file that a load may read, in a stable order; raise as ``read`` does."""
-        ...
 
     def read(self, path: Path) -> Slices:
         """Return the places of all tensors, each within its file, in the state dict's order.
@@ -223,7 +221,6 @@ class ReadLayout(Protocol):
             CheckpointError: a file is damaged; the message names the file and the place of the
                 damage.
         """
-        ...
 
 
 class Layout(ReadLayout, Protocol):
@@ -238,4 +235,3 @@ class Layout(ReadLayout, Protocol):
         write needs anonymous memory for a few pieces. Afterwards the files are synced, and dropped
         from the page cache.
         """
-        ...

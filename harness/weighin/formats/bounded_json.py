@@ -34,7 +34,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise CheckpointError(f"{path}: damaged: it has too many nested values", repair)
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
+        value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except RecursionError:
         raise CheckpointError(f"{path}: damaged: it is nested too deeply", repair) from None
     except ValueError as error:
@@ -44,7 +44,8 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     return value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON text; raise ValueError if a key occurs twice."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

@@ -20,7 +20,7 @@ _LONGEST_NAME: Final = 200  # file systems allow 255 bytes
 _HEAD_BYTES: Final = 4096
 
 
-def file_name(key: str, suffix: str = ".pt") -> str:
+def file_name(key: str) -> str:
     """Return the name of a key's file: the key itself if it is a safe file name.
 
     Unsafe bytes and a leading dot are percent-encoded; the end of a long name is replaced by a hash.
@@ -35,7 +35,7 @@ def file_name(key: str, suffix: str = ".pt") -> str:
     if len(text) > _LONGEST_NAME:
         # No escape contains "%-", so that a hashed name never equals another key's name.
         text = f"{text[:150]}%-{sha256(name).hexdigest()[:32]}"
-    return (text or "%") + suffix
+    return f"{text or '%'}.pt"
 
 
 def says(folder: Path, layout: str) -> bool:

@@ -18,7 +18,7 @@ import os
 import pickle
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
@@ -28,9 +28,6 @@ from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, sho
 from weighin.formats.state_dicts import state_dict
 from weighin.formats.state_pickle import Pickled
 from weighin.formats.tensor_refs import StorageRef
-
-if TYPE_CHECKING:
-    import torch
 
 NAME: Final = "pt_legacy"
 SUFFIX: Final = ".pth"
@@ -136,24 +133,21 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
 def _head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
     """Return all pickles, and the tensors in the order of their storages."""
-    from weighin.formats.zip_writer import placeholder
+    import torch
+
+    from weighin.formats.zip_writer import placeholders
 
     head = io.BytesIO()
     system = {"protocol_version": _VERSION, "little_endian": True}
     system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
     for value in (_MAGIC, _VERSION, system):
         pickle.dump(value, head, protocol=_PICKLE_PROTOCOL)
-    state: dict[str, torch.Tensor] = {}
-    for plan in tensors:
-        first = plan.shared_with
-        state[plan.name] = state[first] if first else placeholder(plan.shape, plan.dtype)
+    state = placeholders(tensors)
     stored = [plan for plan in tensors if plan.shared_with is None]
     keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
-            import torch
-
             if not isinstance(value, torch.storage.TypedStorage):
                 return None
             kind = getattr(torch, value._pickle_storage_type())

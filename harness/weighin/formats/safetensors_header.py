@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice, row_major
+from weighin.formats.bounded_json import no_duplicates
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
 from weighin.formats.heads import read_start
 from weighin.formats.recognise import is_safetensors
@@ -187,14 +188,7 @@ def _loads(path: Path, text: bytes, at: int | str) -> Any:
         raise _damaged(path, f"the header is not JSON {where}: {reason}") from error
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return content
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=no_duplicates)
 
 
 def _metadata(path: Path, text: bytes) -> dict[str, str]:

@@ -51,11 +51,11 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> str:
+def write_markdown(judgement: GateResult) -> str:
     """Return the result as Markdown: failures first, unchanged lines in a collapsed section."""
     names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
-    parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
+    parts = [f"## {mark} weighin check\n\n{markdown(summary(judgement))}"]
     notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
     if notable:
         parts.append(_markdown_table(notable, names))

@@ -30,15 +30,12 @@ class Channel(Protocol):
     @property
     def stderr_tail(self) -> bytes:
         """The last 64 KiB that the worker and its strategy printed."""
-        ...
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next event line, or None at the end; raise TimeoutError if it is late."""
-        ...
 
     def send(self, line: bytes) -> None:
         """Write a line to the worker; do nothing if it has ended, as its exit is read elsewhere."""
-        ...
 
     def close(self) -> None: ...
 
@@ -76,39 +73,31 @@ class Running(Protocol):
     @property
     def channel(self) -> Channel:
         """The channel that receives the worker's events and sends acknowledgements."""
-        ...
 
     @property
     def pid(self) -> int | None:
         """The worker's pid in the parent's pid namespace; None if it is not visible there."""
-        ...
 
     @property
     def cgroup(self) -> Path | None:
         """The folder of the worker's memory cgroup; None if it has none or is not visible."""
-        ...
 
     @property
     def unseen(self) -> str:
         """The reason why pid or cgroup is None, for the record; empty if both are known."""
-        ...
 
     @property
     def read_only(self) -> bool:
         """Whether the worker sees its checkpoint through read-only mounts."""
-        ...
 
     def observe_inside(self, interval_s: float) -> Observer | None:
         """Start an observer in the container; return None if the parent can see the worker."""
-        ...
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
-        ...
 
     def kill(self) -> None:
         """Kill the worker and its children, and return without waiting for their end."""
-        ...
 
     def close(self) -> None:
         """Kill all remaining processes and remove everything; a second call has no effect.
@@ -116,7 +105,6 @@ class Running(Protocol):
         Raises:
             StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
         """
-        ...
 
 
 class RunningCommand(Protocol):
@@ -125,52 +113,41 @@ class RunningCommand(Protocol):
     @property
     def pid(self) -> int:
         """The first process, in this process's pid namespace."""
-        ...
 
     @property
     def cgroup(self) -> Path | None:
         """The folder of the command's memory cgroup; None if it has none."""
-        ...
 
     @property
     def groups(self) -> Sequence[Path]:
         """All cgroups that the command entered, the memory cgroup first."""
-        ...
 
     @property
     def unseen(self) -> str:
         """The reason why there is no cgroup, for the record; empty if there is one."""
-        ...
 
     @property
     def helpers(self) -> frozenset[int]:
         """The processes in the cgroups that belong to the isolation, and not to the command."""
-        ...
 
     @property
     def shares_terminal(self) -> bool:
         """Whether Ctrl-C in this process's terminal reaches the command without this process."""
-        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process has ended within ``timeout_s``; it is not reaped."""
-        ...
 
     def reap(self) -> Exit:
         """Return how the first process ended, and remove it from the table of processes."""
-        ...
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the first process; do nothing if it has ended."""
-        ...
 
     def members(self) -> list[int]:
         """Return the processes of the command that exist now."""
-        ...
 
     def kill(self) -> None:
         """Kill all processes of the command, and return without waiting for their end."""
-        ...
 
     def close(self) -> None:
         """Kill all remaining processes and remove everything; a second call has no effect.
@@ -178,7 +155,6 @@ class RunningCommand(Protocol):
         Raises:
             StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
         """
-        ...
 
 
 class Isolation(Protocol):
@@ -187,20 +163,16 @@ class Isolation(Protocol):
     @property
     def name(self) -> str:
         """Return "docker", "cgroup" or "process"."""
-        ...
 
     @property
     def limits(self) -> bool:
         """Whether this isolation can enforce a RAM limit."""
-        ...
 
     def check(self) -> None:
         """Raise IsolationUnavailable, with a repair, if it does not work on this machine."""
-        ...
 
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
         """Do slow work that all cells share, such as building an image, and report each step."""
-        ...
 
     def added_code(self, job: Job) -> list[str]:
         """Return a line for each installed package that is added to a worker, such as by a mount.
@@ -208,11 +180,9 @@ class Isolation(Protocol):
         Raises:
             ConfigError: the model's module is in a package that this isolation cannot provide.
         """
-        ...
 
     def start(self, job: Job) -> Running:
         """Start one worker for this job, under the limits of its cell."""
-        ...
 
     def start_command(
         self,
@@ -227,12 +197,9 @@ class Isolation(Protocol):
         A container sees ``folder`` and, read-only, ``mounts``, each at its own path. The command
         reads from the disk ``throttled_device`` at the cell's rate at most (``Job``).
         """
-        ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Remove the leftovers of dead runs with the same lock file, or with any; return one line for each."""
-        ...
 
     def describe(self) -> dict[str, str]:
         """Return the entries about this isolation in a record's environment, such as its version."""
-        ...

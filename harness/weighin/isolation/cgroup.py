@@ -10,12 +10,12 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weighin.cell import Cell, Job
+from weighin.child_process import signal_each
 from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
@@ -27,6 +27,7 @@ from weighin.probes.cgroup import (
     is_left_behind,
     memory_hierarchy,
     owned_name,
+    pids_in,
     pressure_hierarchy,
 )
 from weighin.protocol import encode_job
@@ -143,7 +144,7 @@ class CgroupCommand(LocalCommand):
 
     def members(self) -> list[int]:
         """Return the processes of the command, with those of the groups that it made."""
-        return [pid for folder in _tree(self.groups[0]) for pid in _pids(folder)]
+        return [pid for folder in _tree(self.groups[0]) for pid in pids_in(folder)]
 
     def kill(self) -> None:
         _kill_members(self.groups[0])
@@ -267,18 +268,7 @@ def _kill_members(group: Path) -> None:
             kill.write_text("1")
         return
     for folder in _tree(group):
-        for pid in _pids(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _pids(group: Path) -> list[int]:
-    """Return the processes in a group; empty if it was removed."""
-    try:
-        found = map(int, (group / "cgroup.procs").read_text().split())
-    except OSError:
-        return []
-    return [pid for pid in found if pid]  # a process of another pid namespace is shown as 0
+        signal_each(pids_in(folder))
 
 
 def _remove(groups: list[Path]) -> None:

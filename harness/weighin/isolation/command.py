@@ -7,15 +7,11 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 
-from weighin.child_process import open_process
+from weighin.child_process import open_process, signal_each, wait_for_end
 from weighin.errors import ConfigError
 from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
-from weighin.pipes import ready
-
-_PAUSE_S = 0.02  # between two looks at a process, before Linux 5.3
 
 
 class LocalCommand:
@@ -63,31 +59,18 @@ class LocalCommand:
         self._process = open_process(self.pid)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process has ended within ``timeout_s``; it stays a zombie."""
-        deadline = monotonic() + timeout_s
-        while not self._has_ended():
-            left_s = deadline - monotonic()
-            if left_s <= 0:
-                return False
-            if self._process is None:
-                ready([], min(left_s, _PAUSE_S))
-            else:
-                ready([self._process], left_s)
-        return True
+        return wait_for_end(self._process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         return os.waitid(os.P_PID, self.pid, options) is not None
 
     def reap(self) -> Exit:
-        """Return how the first process ended, and remove it from the table of processes."""
         code = self._popen.wait()
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the first process; do nothing if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        signal_each([self.pid], number)
 
     def close(self) -> None:
         """Kill the first process if it still runs, and reap it; a second call has no effect."""

@@ -14,12 +14,7 @@ from pathlib import Path
 
 from weighin import child_process
 from weighin.probes import environment
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    limits_around,
-    memory_cgroup_of,
-    memory_hierarchy,
-)
+from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
 """The leaf group for this process: a group that enables controllers must not contain a process."""

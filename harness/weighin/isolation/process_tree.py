@@ -9,10 +9,10 @@ import contextlib
 import itertools
 import os
 import resource
-import signal
 import time
 from pathlib import Path
 
+from weighin.child_process import signal_each
 from weighin.probes.cgroup import (
     all_pids,
     is_left_behind,
@@ -61,9 +61,7 @@ def members(mark: str) -> list[int]:
 def kill(mark: str) -> list[int]:
     """Send SIGKILL to all processes with this mark, and return them."""
     found = members(mark)
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    signal_each(found)
     return found
 
 
@@ -101,9 +99,7 @@ def _end_by_limit() -> dict[int, str]:
         for pid in all_pids()
         if pid not in ended and (owner := _dead_owner(pid)) is not None
     }:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_each(found)
         ended |= found  # and look again: one of them may just have forked
     return ended
 

@@ -1,10 +1,14 @@
 """Choose an isolation by name, or the best one that works on this machine."""
 
+from collections.abc import Iterable
 from typing import Final
 
-from weighin.errors import IsolationUnavailable, UnknownName
+from weighin.cell import Cell
+from weighin.errors import ConfigError, IsolationUnavailable, UnknownName
+from weighin.isolation import delegation
 from weighin.isolation.base import Isolation
-from weighin.probes.cgroup import memory_hierarchy
+from weighin.probes.cgroup import limits_around, memory_hierarchy
+from weighin.units import format_bytes, format_exact
 
 NAMES = ("docker", "cgroup", "process")
 """All isolations, in the order in which ``auto`` tries them."""
@@ -115,6 +119,19 @@ def check_soft_limit(isolation: Isolation) -> None:
         f" --isolation {isolation.name} and {here}",
         "leave out --ram-high, or use a machine with cgroup v2 and --isolation cgroup",
     )
+
+
+def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
+    """Reject limits above that of a cgroup around the cells, because the kernel kills there first."""
+    root = delegation.groups_root() if isolation.name == "cgroup" else None
+    limits = limits_around(root) if root else []
+    asked = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
+    if limits and asked > limits[0][0]:
+        raise ConfigError(
+            f"--ram {format_exact(asked)} is more than the limit of the cgroup around the cells,"
+            f" {limits[0][1]} ({format_bytes(limits[0][0])})",
+            "give less, or raise that limit, for example the memory limit of the container",
+        )
 
 
 def wants_cgroup(name: str) -> bool:

@@ -87,7 +87,6 @@ class Neighbours:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""
         yield from cut(self.source, self.source.offset, self.memory, most_bytes)
 
 

@@ -253,17 +253,14 @@ class Fillable(Protocol):
     @property
     def memory(self) -> torch.Tensor:
         """The memory to fill: one tensor, or an area of bytes that several tensors share."""
-        ...
 
     @property
     def members(self) -> Sequence[torch.Tensor]:
         """The tensors in this memory."""
-        ...
 
     @property
     def converts(self) -> bool:
         """Whether the elements have another dtype in the file than in memory."""
-        ...
 
     @property
     def scattered(self) -> bool:
@@ -273,8 +270,6 @@ class Fillable(Protocol):
     @property
     def source_bytes(self) -> int:
         """The number of bytes that are read from files."""
-        ...
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
         """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""
-        ...

@@ -1,7 +1,7 @@
 """Compare predictions with the measurements of a run, cell by cell."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from weighin.errors import HarnessError, RecordError
-from weighin.formats.selection import Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
@@ -17,6 +16,7 @@ from weighin.record import Outcome, Result
 from weighin.records import after_load, run_folder
 from weighin.records.repeats import middle
 from weighin.run import trust
+from weighin.run.settings import RunSettings
 from weighin.suite import registry, user_code
 from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
@@ -110,43 +110,32 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
             f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
         )
     settings = _settings(run)
-    paths, use_paths = settings.get("strategy_paths", {}), settings.get("use_paths", {})
-    builders = {results[0].cell.model.builder for results in series.values()}
+    cells = [results[0].cell for results in series.values()]
     # Use the folders only for foreign builders, shown below: a folder may hide any module.
-    is_needed = not all(map(user_code.is_ours, builders))
-    python_path = settings.get("python_path", ()) if is_needed else ()
+    if all(user_code.is_ours(cell.model.builder) for cell in cells):
+        settings = replace(settings, python_path=())
+    paths = settings.strategy_paths
     if not trusted:
-        cells = [results[0].cell for results in series.values()]
-        used = {cell.strategy for cell in cells}
+        used = {cell.strategy: paths[cell.strategy] for cell in cells if cell.strategy in paths}
         trust.check(
-            trust.foreign(
-                cells,
-                {name: paths[name] for name in used if name in paths},
-                uses=use_paths,
-                python_path=python_path,
-            ),
+            trust.foreign(cells, replace(settings, strategy_paths=used)),
             place=run,
             again=f"weighin predict --check {quote(str(run))}",
             repair="or predict the model itself",
         )
-    planned = [
-        Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
-        for results in series.values()
-    ]
-    of_models = settings.get("checkpoints", {})
-    by_checkpoint: dict[str, list[Planned]] = {}
-    for one in planned:
-        checkpoint = of_models.get(one.cell.model.title, settings.get("checkpoint")) or ""
-        by_checkpoint.setdefault(checkpoint, []).append(one)
+    by_checkpoint: dict[Path | None, list[Planned]] = {}
+    for cell in cells:
+        planned = Planned.of(cell, _strategy(cell.strategy, paths))
+        by_checkpoint.setdefault(settings.checkpoint_of(cell.model), []).append(planned)
     predictions = {
         prediction.cell.series: prediction
-        for checkpoint, cells in by_checkpoint.items()
+        for checkpoint, of_one in by_checkpoint.items()
         for prediction in predict(
-            cells,
-            checkpoint=Path(checkpoint) if checkpoint else None,
-            selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
-            python_path=python_path,
-            use_paths=use_paths,
+            of_one,
+            checkpoint=checkpoint,
+            selection=settings.selection,
+            python_path=settings.python_path,
+            use_paths=settings.use_paths,
         )
     }
     return [
@@ -220,13 +209,17 @@ def _unreclaimable(results: list[Result]) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-def _settings(run: Path) -> dict[str, Any]:
-    """Return the settings in a run's plan; empty for published runs, which have no plan."""
+def _settings(run: Path) -> RunSettings:
+    """Return the settings in a run's plan, without those of containers, which a prediction does not use.
+
+    Published runs have no plan, and the usual settings.
+    """
     try:
-        return run_folder.read_plan(run).settings
+        found = RunSettings.from_json(run_folder.read_plan(run).settings)
     except HarnessError:
-        return {}
+        return RunSettings()
+    return replace(found, base_image=None, mounts=())
 
 
-def _strategy(name: str, paths: dict[str, str]) -> StrategyInfo:
+def _strategy(name: str, paths: Mapping[str, str]) -> StrategyInfo:
     return registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)

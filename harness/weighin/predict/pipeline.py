@@ -15,7 +15,7 @@ from rich.table import Table
 
 from weighin.formats.pretrained_library import LIBRARIES
 from weighin.predict.prediction import Prediction
-from weighin.predict.tables import gib
+from weighin.predict.tables import figure_columns, gib
 from weighin.units import format_bytes
 
 TOGETHER: Final = "together"
@@ -131,15 +131,11 @@ def table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
         shown.title = f"{escape(title)} ({format_bytes(size)}) · all parts · predicted peaks, GiB"
         for heading in ("strategy", "parts in memory"):
             shown.add_column(heading, overflow="fold")
-        figures = ["host_anon_peak_bytes", "host_file_peak_bytes", "floor_bytes"]
-        headings = ["anony-\nmous", "file\npages", "RAM\nfloor"]
-        if on_gpu:
-            figures += ["cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes"]
-            headings += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"]
-        for heading in headings:
+        columns = figure_columns(on_gpu=on_gpu)
+        for heading in columns:
             shown.add_column(heading, justify="right", no_wrap=True)
         for each in known:
-            sizes = (gib(getattr(each, figure)) for figure in figures)
+            sizes = (gib(getattr(each, figure)) for figure in columns.values())
             shown.add_row(escape(each.strategy), each.held, *sizes)
         yield shown
     for each in answers:

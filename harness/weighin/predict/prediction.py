@@ -170,9 +170,8 @@ class Prediction:
         """The highest part of the anonymous memory that tensors hold in the load and the use."""
         return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
 
-    def cuda_with_use(self, kind: str) -> int | None:
-        """Return the peak in the load and the use; ``kind`` is requested, allocated or reserved."""
-        name = f"cuda_{kind}_bytes"
+    def cuda_with_use(self, name: str) -> int | None:
+        """Return the peak in the load and the use; ``name`` is that of a field: "cuda_reserved_bytes"."""
         sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
         return max((size for size in sizes if size is not None), default=None)
 

@@ -48,7 +48,7 @@ def make_sparse(
     if source is not None and library_of(model.builder) is None:
         tensors = reader.plans(slices)
     else:
-        described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)
+        described = describe(model, real_buffers="non_persistent", dtype=kind)
         tensors = generate.plans(in_checkpoint(described))
         kept = {one.name for one in described if one.is_kept}
     if dtype is not None:
@@ -90,7 +90,7 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     even if the tensor is never written: a wider dtype than necessary would exclude some models.
     """
     kind = getattr(torch, dtype)
-    described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)
+    described = describe(model, real_buffers="non_persistent", dtype=kind)
     blank = tensor_checksums(torch.zeros(1))
     entries = tuple(one.entry(blank) for one in described)
     path = folder / "manifest.json"

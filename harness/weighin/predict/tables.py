@@ -34,6 +34,12 @@ _PEAKS: Final = {
     "use_anon_most_bytes": "anonymous in use, high",
     "children_private_bytes": "forked processes",
 }
+_OF_USE: Final = "all_peak_bytes"
+_ON_GPU: Final = {
+    "CUDA re-\nquested": "cuda_requested_bytes",
+    "allo-\ncated": "cuda_allocated_bytes",
+    "re-\nserved": "cuda_reserved_bytes",
+}
 
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _other_peak(prediction: Prediction, peak: str) -> int | None:
 
 def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table:
     first = predictions[0]
-    on_gpu = first.cuda_with_use("allocated") is not None
+    on_gpu = first.cuda_with_use("cuda_allocated_bytes") is not None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("strategy", overflow="fold")
     table.add_column("format", overflow="fold")
@@ -112,45 +118,40 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
-    columns = [
-        "anony-\nmous",
-        "file\npages",
-        *(["in\nuse"] if uses else []),
-        "RAM\nfloor",
-    ]
-    columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
-    for name in [*columns, "disk\nread"]:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = figure_columns(uses=uses, on_gpu=on_gpu) | {"disk\nread": "disk_read_bytes"}
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
     for prediction in predictions:
-        sizes = [
-            prediction.host_anon_peak_bytes,
-            prediction.host_file_peak_bytes,
-            *([prediction.use.all_peak_bytes if prediction.use else None] if uses else []),
-            prediction.floor_bytes,
-        ]
-        if on_gpu:
-            sizes += [
-                prediction.cuda_with_use("requested"),
-                prediction.cuda_with_use("allocated"),
-                prediction.cuda_with_use("reserved"),
-            ]
-        sizes.append(prediction.disk_read_bytes)
+        sizes = [_figure(prediction, name) for name in columns.values()]
         names = [_name(prediction), prediction.cell.format]
         names += [prediction.use.name if prediction.use else ""] if uses else []
         table.add_row(*map(escape, names), *map(gib, sizes))
         if phases:
             for phase in prediction.phases:
-                inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
-                inside += [None] if uses else []
-                if on_gpu:
-                    inside += [
-                        phase.cuda_requested_bytes,
-                        phase.cuda_allocated_bytes,
-                        phase.cuda_reserved_bytes,
-                    ]
+                inside = [getattr(phase, name, None) for name in columns.values()]
                 blank = [""] * (1 + uses)
-                table.add_row(f"[dim]  {escape(phase.name)}[/]", *blank, *map(gib, inside), "")
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", *blank, *map(gib, inside))
     return table
+
+
+def figure_columns(*, uses: bool = False, on_gpu: bool) -> dict[str, str]:
+    """Return the names of the predicted peaks, by the headings of their columns."""
+    return {
+        "anony-\nmous": "host_anon_peak_bytes",
+        "file\npages": "host_file_peak_bytes",
+        **({"in\nuse": _OF_USE} if uses else {}),
+        "RAM\nfloor": "floor_bytes",
+        **(_ON_GPU if on_gpu else {}),
+    }
+
+
+def _figure(prediction: Prediction, name: str) -> int | None:
+    if name == _OF_USE:
+        return prediction.use.all_peak_bytes if prediction.use else None
+    if name in _ON_GPU.values():
+        return prediction.cuda_with_use(name)
+    size: int | None = getattr(prediction, name)
+    return size
 
 
 def check_table(checked: Sequence[Checked]) -> Table:

@@ -7,13 +7,16 @@ and admin-guide/cgroup-v1/memory.rst of the kernel.
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from weighin.probes import mounts
+from weighin.probes.mounts import Mounted
+
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """Environment variable that names another lock file for runs than the machine's default."""
-_MOUNTS = Path("/proc/self/mountinfo")
 _VMSTAT = Path("/proc/vmstat")
 _UNLIMITED: Final = 2**60
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
@@ -35,6 +38,16 @@ def start_time(pid: int) -> int | None:
 def all_pids() -> list[int]:
     """Return the pids of all processes that are visible here."""
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def pids_in(group: Path) -> list[int]:
+    """Return the processes in a cgroup that are visible here; empty if the group was removed."""
+    try:
+        # Opened anew each time: v1 keeps the list of an open file for a second.
+        found = map(int, (group / "cgroup.procs").read_text().split())
+    except OSError:  # removed, or threaded
+        return []
+    return [pid for pid in found if pid]  # 0 stands for one of another pid namespace
 
 
 def parent_of(pid: int) -> int | None:
@@ -103,7 +116,7 @@ def lock_suffix() -> str:
 
 def memory_hierarchy() -> tuple[int, Path] | None:
     """Return (cgroup version, mount point) of the hierarchy with the memory controller."""
-    version1, version2 = parse_mounts(read_kernel(_MOUNTS))
+    version1, version2 = hierarchies(mounts.read())
     if version1:
         return 1, version1
     if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
@@ -113,23 +126,14 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 def pressure_hierarchy() -> Path | None:
     """Return the mount point of the v2 tree; None if it is not mounted. Only v2 has PSI files."""
-    return parse_mounts(read_kernel(_MOUNTS))[1]
+    return hierarchies(mounts.read())[1]
 
 
-def parse_mounts(text: str) -> tuple[Path | None, Path | None]:
-    """Return the mount points of the v1 memory hierarchy and the v2 tree in a mountinfo text."""
-    version1: Path | None = None
-    version2: Path | None = None
-    # Split at "\n" and " " only: Unicode's other line ends and blanks may occur in mount names.
-    for line in filter(None, text.split("\n")):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        mount = Path(before.split(" ")[4])
-        if kind == "cgroup" and "memory" in options.split(","):
-            version1 = version1 or mount
-        elif kind == "cgroup2":
-            version2 = version2 or mount
-    return version1, version2
+def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
+    """Return the mount points of the v1 memory hierarchy and the v2 tree."""
+    version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
+    version2 = (one.place for one in found if one.kind == "cgroup2")
+    return next(version1, None), next(version2, None)
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
@@ -164,21 +168,12 @@ def pressure_file_of(pid: int) -> Path | None:
     return file if file.exists() else None
 
 
-def parse_mount_root(text: str, mount: Path) -> str:
-    """Return the group that a mountinfo text shows at ``mount``: "/" for the whole hierarchy.
-
-    In a container, the result is the container's own group.
-    """
-    for line in filter(None, text.split("\n")):
-        fields = line.split(" ")
-        if fields[4] == str(mount):
-            return fields[3]
-    return "/"
-
-
 def _folder(mount: Path, group: str) -> Path:
-    """Return the folder below ``mount`` of a group as named in /proc/PID/cgroup."""
-    root = parse_mount_root(read_kernel(_MOUNTS), mount).rstrip("/")
+    """Return the folder below ``mount`` of a group as named in /proc/PID/cgroup.
+
+    In a container, ``mount`` may show the container's own group in place of the whole hierarchy.
+    """
+    root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 

@@ -10,14 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    all_pids,
-    parent_of,
-    parse_numbers,
-    room_in,
-)
-from weighin.probes.process import read_shares, read_status, read_text
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers, pids_in, room_in
+from weighin.probes.process import read_shares, read_status
 from weighin.probes.process_table import Pause, Shares
 from weighin.record import Sample
 
@@ -219,12 +213,7 @@ class TreeMemory:
 
 def members_of(group: Path) -> list[int]:
     """Return the pids in a group and those below it; processes of other pid namespaces are left out."""
-    found: list[int] = []
-    for folder in _folders(group):
-        with contextlib.suppress(OSError):  # removed, or threaded
-            # Opened anew each time: v1 keeps the list of an open file for a second.
-            found += map(int, read_text(f"{folder}/cgroup.procs").split())
-    return [pid for pid in found if pid]
+    return [pid for folder in _folders(group) for pid in pids_in(Path(folder))]
 
 
 def _folders(group: Path) -> list[str]:

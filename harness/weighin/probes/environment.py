@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "cgroup_version": hierarchy[0] if hierarchy else None,
         "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
-        "governor": _text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
         **_page_size(),
@@ -95,16 +95,21 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     This is a setting of the disk or network file system that contains ``path`` or, if ``path`` does
     not exist, its nearest existing parent folder.
     """
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    device = nearest.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    _, number = device_of(path)
     folders = "class/bdi", "dev/block", "dev/block"
     # The last path is for a partition.
     names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
     for folder, name in zip(folders, names, strict=True):
-        if text := _text(sysfs / folder / number / name):
+        if text := text_of(sysfs / folder / number / name):
             return int(text) * KIB
     return _READ_AHEAD_BYTES
+
+
+def device_of(path: Path) -> tuple[Path, str]:
+    """Return ``path`` or its nearest existing parent folder, and the number of its device, "8:1"."""
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    number = nearest.stat().st_dev
+    return nearest, f"{os.major(number)}:{os.minor(number)}"
 
 
 def _page_size() -> dict[str, int]:
@@ -142,7 +147,8 @@ def _cpu_model() -> str | None:
     return platform.processor() or None
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """Return the text of a kernel's file, without blanks around it; None if it is not there."""
     try:
         return path.read_text().strip()
     except OSError:  # this kernel or virtual machine lacks the file
@@ -151,5 +157,5 @@ def _text(path: Path) -> str | None:
 
 def _chosen(path: Path) -> str | None:
     """Return the bracketed word in a sysfs file: "madvise" for "always [madvise] never"."""
-    text = _text(path)
+    text = text_of(path)
     return text.partition("[")[2].partition("]")[0] if text else None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from weighin.probes import mounts
 from weighin.probes.cgroup import read_kernel
 
 _PATIENCE_S: Final = 0.01  # a process in a long system call freezes at its end
@@ -80,12 +81,8 @@ def groups_of(pid: int, group: Path) -> list[Path]:
     except OSError:  # it has ended
         return found
     names = {line.split(":", 2)[2] for line in lines}
-    mounts = {
-        Path(line.split(" ")[4])
-        for line in read_kernel(Path("/proc/self/mountinfo")).splitlines()
-        if " - cgroup" in line
-    }
+    trees = {one.place for one in mounts.read() if one.kind.startswith("cgroup")}
     for name in sorted(name for name in names if name.rpartition("/")[2] == group.name):
-        folders = [mount / name.lstrip("/") for mount in sorted(mounts)]
+        folders = [tree / name.lstrip("/") for tree in sorted(trees)]
         found += [folder for folder in folders if folder != group and folder.is_dir()]
     return found

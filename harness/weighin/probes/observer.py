@@ -61,42 +61,33 @@ class Observer(Protocol):
     @property
     def oom_kills(self) -> int | None:
         """The last known number of OOM kills; the cgroup may be removed before the end."""
-        ...
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
         """The last sampled ``VmHWM`` of the worker."""
-        ...
 
     @property
     def others(self) -> tuple[int, int]:
         """The most other processes of the cell at once, and their most private memory, in bytes."""
-        ...
 
     @property
     def watcher(self) -> Memory | None:
         """The observer's own memory if it is charged to the worker's cgroup, else None."""
-        ...
 
     def look(self) -> Observation:
         """Read the current figures of the cgroup."""
-        ...
 
     def reset_peak(self) -> bool:
         """Reset the cgroup's high-water mark to its current charge; return whether that worked."""
-        ...
 
     def raise_limit(self) -> None:
         """Lift the limit, so that a killed worker that thrashes can exit at once."""
-        ...
 
     def kill(self) -> bool:
         """Kill the worker and its children; return False if the isolation must kill them."""
-        ...
 
     def stop(self) -> list[Sample]:
         """End the sampling and return all samples, oldest first."""
-        ...
 
 
 class LocalObserver:

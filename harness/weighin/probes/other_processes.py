@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, read_kernel
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, pids_in, read_kernel
 from weighin.probes.process import read_private
 
 WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
@@ -28,7 +28,7 @@ class OtherProcesses:
         self._cgroup = cgroup
         self._known: dict[int, bool] = {}
         self._mark = None if cgroup else mark_of(pid)
-        self._not_others = {0, pid, os.getpid(), parent_of(pid)}  # the keeper of a container
+        self._not_others = {pid, os.getpid(), parent_of(pid)}  # the keeper of a container
         self._due_s = 0.0
 
     def sample(self) -> None:
@@ -48,19 +48,15 @@ class OtherProcesses:
         self._due_s = now_s + max(_INTERVAL_S, (now_s - start_s) / _SHARE)
 
     def _pids(self) -> list[int]:
+        found: list[int] = []
         if self._cgroup:
-            try:
-                found = list(map(int, (self._cgroup.path / "cgroup.procs").read_text().split()))
-            except OSError:  # the group was removed
-                return []
+            found = pids_in(self._cgroup.path)
         elif self._mark:
             self._known = {
                 pid: self._known[pid] if pid in self._known else has_mark(pid, self._mark)
                 for pid in all_pids()
             }
             found = [pid for pid, is_ours in self._known.items() if is_ours]
-        else:
-            return []
         return [pid for pid in found if pid not in self._not_others]
 
 

@@ -1,12 +1,14 @@
 """Describe the storage that a path lies on: its file system and device, for records and slow disks."""
 
-import os
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-_MOUNTS: Final = Path("/proc/self/mountinfo")
+from weighin.probes import mounts
+from weighin.probes.environment import device_of, text_of
+from weighin.probes.mounts import Mounted
+
 _SYSFS: Final = Path("/sys")
 _KINDS: Final = {
     "overlay": "overlay",
@@ -51,24 +53,19 @@ class Storage:
 
 def describe(path: Path) -> Storage:
     """Return the storage of ``path``, or of its nearest existing parent folder."""
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    number = nearest.stat().st_dev
-    name = file_system_of(_MOUNTS.read_text(), nearest.resolve())
-    device = disk_of(f"{os.major(number)}:{os.minor(number)}")
+    nearest, number = device_of(path)
+    name = file_system_of(mounts.read(), nearest.resolve())
+    device = disk_of(number)
     kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
-    rotational = _read(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
+    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
     return Storage(name, kind, device, rotational == "1" if rotational else None)
 
 
-def file_system_of(mounts: str, path: Path) -> str:
-    """Return the type of the file system that a mountinfo text has at a path without links."""
-    deepest, found = 0, "unknown"
-    for line in filter(None, mounts.split("\n")):
-        before, _, after = line.partition(" - ")
-        place = Path(unescaped(before.split(" ")[4]))
-        if path.is_relative_to(place) and len(place.parts) >= deepest:  # a later mount hides others
-            deepest, found = len(place.parts), after.split(" ")[0]
-    return found
+def file_system_of(found: Iterable[Mounted], path: Path) -> str:
+    """Return the type of the file system that is mounted at a path without links."""
+    above = [one for one in found if path.is_relative_to(one.place)]
+    above.sort(key=lambda one: len(one.place.parts))  # of equal ones, the later mount hides others
+    return above[-1].kind if above else "unknown"
 
 
 def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
@@ -78,15 +75,3 @@ def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
         return ""
     resolved = folder.resolve()
     return resolved.parent.name if (resolved / "partition").exists() else resolved.name
-
-
-def unescaped(text: str) -> str:
-    """Return a path of mountinfo, which writes blanks as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

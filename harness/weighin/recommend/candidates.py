@@ -94,7 +94,7 @@ def assess(
     need, memory_from = prediction.floor_bytes, "predicted"
     if evidence and evidence.anon_bytes is not None:
         need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
-    cuda = prediction.cuda_with_use("reserved")
+    cuda = prediction.cuda_with_use("cuda_reserved_bytes")
     if evidence and evidence.cuda_reserved_bytes is not None:
         cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
     tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None

@@ -13,7 +13,6 @@ from weighin.cell import Job
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
-from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.records.thrashing import Reference
@@ -37,7 +36,6 @@ class Setting:
     isolation: Isolation
     run: Path
     environment: dict[str, Any]
-    interval_s: float = DEFAULT_INTERVAL_S
     steady: bool = False
     on_phase: Callable[[str], None] = lambda _: None
     stall_from_bytes: int | None = None
@@ -93,7 +91,6 @@ def take(
             try:
                 watch = Watch(
                     running,
-                    setting.interval_s,
                     setting.on_phase,
                     before_load,
                     job.cell.ranks,

@@ -1,16 +1,13 @@
 """Measure the commands of a run, one after the other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import Interrupted
-from weighin.isolation.base import Isolation
-from weighin.probes import environment
-from weighin.records import run_folder
+from weighin.isolation import select
 from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
-from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.unlimited import reference_for, unlimited_result
@@ -24,11 +21,9 @@ class CommandBench:
     """What all commands of a run share. ``stopped`` tells whether a signal asked for the end."""
 
     task: Run
-    isolation: Isolation
     how: CommandSettings
-    timeout_s: float
     environment: dict[str, Any]
-    stopped: bool = field(default=False)
+    stopped: bool = False
 
     def measure(self, planned: PlannedCommand) -> CellMeasurement:
         """Run one command and return its measurement.
@@ -39,10 +34,10 @@ class CommandBench:
         if self.stopped:
             raise Interrupted("stopped; nothing is left running")
         measured, self.stopped = command_runner.take(
-            self.isolation,
+            self.task.isolation,
             self.how.of(planned.cell.strategy),
             planned.cell,
-            self.timeout_s or self._patience_s(planned.cell),
+            self.task.settings.timeout_s or self._patience_s(planned.cell),
             self.environment,
             reference_for(self.task, planned.cell),
         )
@@ -59,10 +54,6 @@ class CommandBench:
 def set_up(task: Run, progress: Progress) -> CommandBench:
     """Prepare the isolation and the folder of samples; raise ConfigError if a limit cannot hold."""
     assert task.settings.command
-    if task.isolation.name == "cgroup":
-        check_limits_around([each.cell for each in task.planned])
-    task.isolation.prepare(progress.building)
-    with run_folder.writing(samples := task.folder / "samples"):
-        samples.mkdir(exist_ok=True)
-    about = environment.machine() | environment.code() | {"isolation": task.isolation.describe()}
-    return CommandBench(task, task.isolation, task.settings.command, task.settings.timeout_s, about)
+    select.check_limits_around(task.isolation, [each.cell for each in task.planned])
+    task.prepare(progress)
+    return CommandBench(task, task.settings.command, task.environment())

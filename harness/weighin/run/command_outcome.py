@@ -1,6 +1,5 @@
 """Judge how a command ended, and end what it left running."""
 
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -9,9 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
+from weighin.child_process import signal_each
 from weighin.isolation.base import Exit, RunningCommand
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import read_kernel
+from weighin.probes.process_table import command_of
 from weighin.record import Kill, Outcome, Stopped
 from weighin.records import thrashing
 from weighin.text import one_line
@@ -142,11 +142,7 @@ def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[
         return ()
     rest = _rest(running)
     names = tuple(command_line(pid) for pid in rest)
-    for pid in rest:
-        try:
-            os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            continue
+    signal_each(rest, signal.SIGTERM)
     if _wait_for_rest(running, grace_s):
         running.kill()
     return names
@@ -167,7 +163,7 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 def command_line(pid: int) -> str:
     """Return the command line of a process, cut to one line; its pid if it has ended."""
     try:
-        text = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+        text = command_of(pid)
     except OSError:
         text = ""
     return one_line(text, _COMMAND_LENGTH) or f"process {pid}"

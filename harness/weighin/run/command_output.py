@@ -7,7 +7,6 @@ to a pipe. The command's bytes are passed on before they are searched.
 import contextlib
 import fcntl
 import os
-import select
 import signal
 import struct
 import termios
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.isolation.base import Streams
-from weighin.pipes import ready
+from weighin.pipes import pass_on, ready
 from weighin.record import Mark
 from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Ended, Lines, Pattern
@@ -120,7 +119,7 @@ class Relay:
                 if self._ends.is_set():
                     break
                 continue
-            if not (data := channel.take()) or not channel.give(data):
+            if not (data := channel.take()) or not pass_on(channel.target, data):
                 break  # if nobody reads it, the command learns so from its own next write
             self._note(lines.feed(data, time.monotonic_ns()))
         self._note(lines.rest())
@@ -177,20 +176,6 @@ class _Channel:
             return os.read(self.source, _AT_ONCE)
         except OSError:  # a terminal that no process holds any more
             return b""
-
-    def give(self, data: bytes) -> bool:
-        """Write bytes to the target; tell whether it takes them."""
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[os.write(self.target, left) :]
-            except BlockingIOError:
-                writable = select.poll()
-                writable.register(self.target, select.POLLOUT)
-                writable.poll()
-            except OSError:
-                return False
-        return True
 
     def close_command_end(self) -> None:
         self._close(self.command_end)

@@ -40,7 +40,6 @@ class CommandSettings:
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, label: str) -> Self:
-        """Return the settings of one command."""
         own = self.own.get(label, {})
         return replace(
             self,

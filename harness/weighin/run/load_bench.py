@@ -14,17 +14,15 @@ from weighin.checkpoint.entries import discard
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
-from weighin.isolation.base import Isolation, Running
+from weighin.isolation import select
+from weighin.isolation.base import Running
 from weighin.pipes import last_line
-from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import Memory, Result
-from weighin.records import run_folder
 from weighin.run import disk_proof, interrupts, model_fault, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
-from weighin.run.limits import check_limits_around
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import Progress, Run, skipped
 from weighin.run.unlimited import reference_for
@@ -115,14 +113,11 @@ class LoadBench:
 
 def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBench:
     compile_code()
-    if task.isolation.name == "cgroup":
-        check_limits_around([each.cell for each in needed])
+    select.check_limits_around(task.isolation, [each.cell for each in needed])
     prepared, refused = _prepare_checkpoints(task, needed, progress)
     needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
-    task.isolation.prepare(progress.building)
-    with run_folder.writing(samples := task.folder / "samples"):
-        samples.mkdir(exist_ok=True)
+    task.prepare(progress)
     for line in _added_code(task, needed, prepared):
         progress.preparing(line, None)
     first = next(planned for planned in needed if not planned.skip)
@@ -133,7 +128,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     setting = Setting(
         isolation=task.isolation,
         run=task.folder,
-        environment=_environment(task.isolation),
+        environment=task.environment(),
         steady=task.settings.steady,
         on_phase=progress.phase,
     )
@@ -289,10 +284,6 @@ def _with_packages(setting: Setting, planned: Planned) -> Setting:
         return setting
     found = {"packages": packages.versions(planned.strategy.packages)}
     return replace(setting, environment=setting.environment | found)
-
-
-def _environment(isolation: Isolation) -> dict[str, Any]:
-    return environment.machine() | environment.code() | {"isolation": isolation.describe()}
 
 
 def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:

@@ -19,11 +19,9 @@ class Machines(Protocol):
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
         """Raise ConfigError if a RAM limit is larger than the RAM of every machine."""
-        ...
 
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
         """Raise ConfigError if no machine has the GPU that ``device`` names."""
-        ...
 
     def choose(
         self,
@@ -36,11 +34,9 @@ class Machines(Protocol):
         image: str = "",
     ) -> tuple[Isolation, str]:
         """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
-        ...
 
     def check_soft_limit(self, isolation: Isolation) -> None:
         """Raise IsolationUnavailable if a soft limit cannot be set."""
-        ...
 
 
 class ThisMachine:

@@ -46,7 +46,7 @@ class PhaseListener:
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._group = GroupMark(None)
+        self._group: GroupMark | None = None
         self._tracks: dict[tuple[int, int], ProcessTrack] = {}
         self._by_connection: dict[socket.socket, ProcessTrack] = {}
 
@@ -57,7 +57,7 @@ class PhaseListener:
 
     @property
     def peak_bytes(self) -> int | None:
-        return self._group.highest_bytes
+        return self._group.highest_bytes if self._group else None
 
     @property
     def highest_rss_bytes(self) -> dict[int, int]:
@@ -98,7 +98,8 @@ class PhaseListener:
         self._path.unlink(missing_ok=True)
         for track in self._tracks.values():
             track.close()
-        self._group.close()
+        if self._group:
+            self._group.close()
         self.warnings = tuple(text for track in self._tracks.values() for text in track.warnings)
 
     def _listen(self) -> None:

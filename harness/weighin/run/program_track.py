@@ -20,36 +20,24 @@ _LONGEST_NAME: Final = 64
 class GroupMark:
     """The peak of a command's cgroup: since its last reset, and ``highest_bytes`` of all time."""
 
-    def __init__(self, cgroup: MemoryCgroup | None) -> None:
-        self._cgroup = cgroup
-        self._mark = PeakMark(cgroup) if cgroup else None
+    def __init__(self, cgroup: MemoryCgroup) -> None:
+        self.cgroup = cgroup
+        self._mark = PeakMark(cgroup)
         self.highest_bytes: int | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Tell whether the command has a cgroup."""
-        return self._cgroup is not None
 
     def read(self) -> int | None:
         """Return the peak since the last reset; None if it cannot be read."""
-        peak = self._mark.read() if self._mark else None
+        peak = self._mark.read()
         if peak is not None:
             self.highest_bytes = max(peak, self.highest_bytes or 0)
         return peak
 
     def reset(self) -> bool:
-        return self._mark is not None and self._mark.reset()
-
-    def usage(self) -> int | None:
-        return self._cgroup.read_usage() if self._cgroup else None
-
-    def refaults(self) -> int | None:
-        return self._cgroup.read_refaults() if self._cgroup else None
+        return self._mark.reset()
 
     def close(self) -> None:
         self.read()
-        if self._mark:
-            self._mark.close()
+        self._mark.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +64,7 @@ class _Open:
 class ProcessTrack:
     """Takes the messages of one process, which waits meanwhile.
 
-    ``group`` is given for the main process only, whose phases have the peaks of the cgroup.
+    ``group`` is that of the command's cgroup, for the main process only: its phases have these peaks.
     """
 
     def __init__(self, pid: int, group: GroupMark | None) -> None:
@@ -110,7 +98,7 @@ class ProcessTrack:
                 f"the kernel's mark of process {self._pid} could not be reset: the peak RSS of its"
                 " phases is its peak since its start"
             )
-        if self._group and self._group.is_known and not self._resets_group:
+        if self._group and not self._resets_group:
             found.append(
                 "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases"
                 " have none"
@@ -154,7 +142,7 @@ class ProcessTrack:
         self._resets = _reset_peak_rss(self._pid) and self._resets
         if self._group:
             self._resets_group = self._group.reset() and self._resets_group
-        refaults = self._group.refaults() if self._group else None
+        refaults = self._group.cgroup.read_refaults() if self._group else None
         seen = replace(seen, t_ns=time.monotonic_ns())
         if before := self._open.pop(number, None):  # of a program that this one has replaced
             self._add(before, seen)
@@ -173,7 +161,7 @@ class ProcessTrack:
             return None
         if "VmHWM" not in status:  # its memory is gone, and its parent has not waited for it
             return None
-        usage = self._group.usage() if self._group else None
+        usage = self._group.cgroup.read_usage() if self._group else None
         memory = replace(memory_of(status), cgroup_bytes=usage)
         self._last = _Seen(time.monotonic_ns(), memory, status["VmHWM"], faults)
         self.highest_rss_bytes = max(self.highest_rss_bytes, status["VmHWM"])
@@ -190,7 +178,7 @@ class ProcessTrack:
             self._add(phase, last)
 
     def _add(self, phase: _Open, end: _Seen) -> None:
-        refaults = self._group.refaults() if self._group else None
+        refaults = self._group.cgroup.read_refaults() if self._group else None
         first = phase.first
         added = Phase(
             name=phase.name,

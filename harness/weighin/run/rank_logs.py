@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weighin.isolation.base import Exit
-from weighin.record import Faults, Outcome, Phase, Rank, Sample
+from weighin.record import Faults, Outcome, Rank, Sample
 from weighin.run.event_log import EventLog
 
 
@@ -151,11 +151,6 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
             )
         )
     return merged
-
-
-def load_phases(logs: Sequence[EventLog]) -> list[Phase]:
-    """Return the phases of all ranks from the baseline to ``ready``."""
-    return [phase for log in logs for phase in log.load_phases()]
 
 
 def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:

@@ -7,11 +7,7 @@ from typing import Any
 
 from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.errors import (
-    ConfigError,
-    IsolationUnavailable,
-    RecordError,
-)
+from weighin.errors import ConfigError, IsolationUnavailable, RecordError
 from weighin.formats import quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
@@ -147,14 +143,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         return command_request.restore(folder, found.cells, settings, trusted=trusted)
     if not trusted:
         trust.check(
-            trust.foreign(
-                found.cells,
-                settings.strategy_paths,
-                settings.base_image,
-                uses=settings.use_paths,
-                python_path=settings.python_path,
-                mounts=settings.mounts,
-            ),
+            trust.foreign(found.cells, settings),
             place=folder / run_folder.PLAN,
             again=resume_command(settings.verb, folder),
         )

@@ -3,13 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weighin.errors import (
-    Interrupted,
-    IsolationUnavailable,
-    NoNodeLeft,
-    RecordError,
-    StillRunning,
-)
+from weighin.errors import Interrupted, IsolationUnavailable, NoNodeLeft, RecordError, StillRunning
 from weighin.records import coverage, run_folder
 from weighin.run.task import Run
 
@@ -38,7 +32,4 @@ def _needs_trust(task: Run) -> bool:
         return True
     from weighin.run import trust  # imports the suites, and pydantic
 
-    settings = task.settings
-    cells = [each.cell for each in task.planned]
-    paths, uses = settings.strategy_paths, settings.use_paths
-    return bool(trust.foreign(cells, paths, uses=uses, mounts=settings.mounts))
+    return bool(trust.foreign([each.cell for each in task.planned], task.settings))

@@ -63,7 +63,6 @@ class RunSettings:
         return Path(own) if own else self.checkpoint
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings for plan.json."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         selection = values.pop("selection")
         values |= {"key": selection.key, "strip_prefix": selection.strip_prefix}
@@ -79,7 +78,6 @@ class RunSettings:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Return the settings of a plan.json."""
         known = {one.name for one in fields(cls)}
         values = {name: one for name, one in found.items() if name in known and one is not None}
         for name, read in (

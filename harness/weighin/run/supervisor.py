@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import limits_around, read_machine_oom_kills
+from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer, grown
 from weighin.probes.rank_samplers import RankSamplers
+from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.record import (
     SCHEMA,
@@ -65,7 +66,6 @@ class Watch:
     def __init__(
         self,
         running: Running,
-        interval_s: float,
         on_phase: Callable[[str], None],
         before_load: Callable[[], None] | None = None,
         ranks: int = 1,
@@ -82,7 +82,6 @@ class Watch:
         self.samples: list[Sample] = []
         self.rank_samples: dict[int, list[Sample]] = {}
         self._rank_samplers: RankSamplers | None = None
-        self._interval_s = interval_s
         self._ends: dict[int, Exit] = {}
         self._running = running
         self._on_phase = on_phase
@@ -97,9 +96,9 @@ class Watch:
         self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
         self._observer: Observer | None = (
-            LocalObserver(running.pid, running.cgroup, interval_s, is_alone=ranks == 1)
+            LocalObserver(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
             if running.pid
-            else running.observe_inside(interval_s)
+            else running.observe_inside(DEFAULT_INTERVAL_S)
         )
         self._at_phase_end = self._observe()
 
@@ -300,7 +299,7 @@ class Watch:
             each.baseline = replace(each.baseline, cgroup_bytes=usage)
         self._watch_driver()
         if len(self._logs) > 1 and self._running.pid:
-            self._rank_samplers = RankSamplers(self._running.pid, self._interval_s)
+            self._rank_samplers = RankSamplers(self._running.pid, DEFAULT_INTERVAL_S)
         if self._observer and self._observer.reset_peak():
             self._peak_bytes = None
 
@@ -349,7 +348,8 @@ class Watch:
         self._peak_bytes = largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
-        event_log, phases = self.event_log, rank_logs.load_phases(self._logs)
+        event_log = self.event_log
+        phases = [phase for log in self._logs for phase in log.load_phases()]
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (self._is_ready or event_log.failure):
@@ -438,13 +438,8 @@ class Watch:
 
     def _pids(self) -> list[int]:
         """Return the cell's processes that are visible; only the worker if it has no cgroup."""
-        worker = [self._running.pid] if self._running.pid else []
-        if not self._running.cgroup:
-            return worker
-        try:
-            return list(map(int, (self._running.cgroup / "cgroup.procs").read_text().split()))
-        except OSError:
-            return worker
+        inside = pids_in(self._running.cgroup) if self._running.cgroup else []
+        return inside or ([self._running.pid] if self._running.pid else [])
 
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()

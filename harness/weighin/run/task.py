@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation.base import Isolation
+from weighin.probes import environment
 from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
@@ -67,6 +68,17 @@ class Run:
     patience_s: float = 0
     is_probed: bool = False
 
+    def prepare(self, progress: Progress) -> None:
+        """Prepare the isolation, and the folder of the cells' samples."""
+        self.isolation.prepare(progress.building)
+        with run_folder.writing(samples := self.folder / "samples"):
+            samples.mkdir(exist_ok=True)
+
+    def environment(self) -> dict[str, Any]:
+        """Return the machine, the versions and the isolation, for each record."""
+        about = {"isolation": self.isolation.describe()}
+        return environment.machine() | environment.code() | about
+
 
 class Bench(Protocol):
     """The prepared resources that all cells of a run share, and the measurement of one cell."""
@@ -74,11 +86,9 @@ class Bench(Protocol):
     @property
     def environment(self) -> dict[str, Any]:
         """The machine and the versions, for each record."""
-        ...
 
     def measure(self, planned: Any) -> CellMeasurement:
         """Measure one cell, and return what is to be recorded."""
-        ...
 
 
 def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:

@@ -20,12 +20,8 @@ class ThrashGuard:
         self._reference = reference
         self._limit_bytes = limit_bytes
         self._started_ns = time.monotonic_ns()
-        self._next_s = time.monotonic() + _EVERY_S
-
-    @property
-    def next_s(self) -> float:
+        self.next_s = time.monotonic() + _EVERY_S
         """The time of the next look, as of ``time.monotonic``."""
-        return self._next_s
 
     def proof(
         self,
@@ -44,11 +40,11 @@ class ThrashGuard:
             is_loading: whether the load is not ready yet.
         """
         start_s = time.monotonic()
-        if start_s < self._next_s:
+        if start_s < self.next_s:
             return None
         now = look()
         end_s = time.monotonic()
-        self._next_s = end_s + max(_EVERY_S, _SHARE * (end_s - start_s))
+        self.next_s = end_s + max(_EVERY_S, _SHARE * (end_s - start_s))
         charges = [each for each in (peak_bytes, now.peak_bytes) if each is not None]
         pages = _since(before.refaults, now.refaults)
         seen = thrashing.Seen(

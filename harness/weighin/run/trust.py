@@ -8,15 +8,15 @@ not foreign.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
+from weighin.run.settings import RunSettings
 from weighin.suite import registry, user_code
 from weighin.suite.config import read_model
 from weighin.text import one_line
@@ -42,28 +42,18 @@ def check(
         )
 
 
-def foreign(
-    cells: Iterable[Cell],
-    paths: Mapping[str, str],
-    base_image: str | None = None,
-    *,
-    uses: Mapping[str, str] = MappingProxyType({}),
-    python_path: Iterable[str] = (),
-    mounts: Iterable[str] = (),
-) -> list[str]:
-    """Return a line for each builder, strategy, use, folder's code or image that is neither weighin's nor installed.
+def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
+    """Return a line for each part of these cells and settings that is neither weighin's nor installed.
 
-    ``paths`` are the strategies' files by name, ``uses`` those of the user's own uses, ``python_path`` the folders that a builder is
-    imported from, and ``mounts`` the paths that a container sees. The function runs no code that it
-    finds.
+    The parts are builders, strategies, uses, folders' code, variables, images and mounts. The function
+    runs no code that it finds.
     """
-    cells = list(cells)
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}
     for cell in cells:
         if (builder := cell.model.builder) not in ours:
             kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _KWARGS_LENGTH)
-            file = user_code.file_of(builder, python_path)
+            file = user_code.file_of(builder, settings.python_path)
             place = f" in {one_line(str(file))}" if file else ""
             lines[f"builder {one_line(builder)}{place} with {kwargs}"] = None
         if code := code_of(cell.model):
@@ -78,11 +68,12 @@ def foreign(
         for operation in {cell.operation for cell in cells}
         for info in registry.strategies(operation).values()
     }
-    for path in map(Path, paths.values()):
+    for path in map(Path, settings.strategy_paths.values()):
         if path.resolve() not in known:
             lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
-    for path in map(Path, uses.values()):
+    for path in map(Path, settings.use_paths.values()):
         lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
+    base_image = settings.base_image
     if base_image and any(cell.isolation == "docker" for cell in cells):
         from weighin.isolation.docker.image import BASE_VARIABLE
         from weighin.isolation.docker.image_build import DEFAULT_BASE  # these import the SDK
@@ -91,7 +82,7 @@ def foreign(
             lines[f"base image {one_line(base_image)}"] = None
     listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
     listed |= {str(adapter) for cell in cells if (adapter := adapter_of(cell.model))}
-    lines |= {f"mount {one_line(path)}": None for path in mounts if path not in listed}
+    lines |= {f"mount {one_line(path)}": None for path in settings.mounts if path not in listed}
     return list(lines)
 
 

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 from weighin.isolation.base import Streams
 from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer
-from weighin.pipes import ready
+from weighin.pipes import pass_on, ready
 
 _AT_ONCE: Final = 64 * 1024
 _RESIZE_S: Final = 0.25
@@ -186,20 +185,11 @@ class Attachment:
     def _write(self, number: int, data: bytes) -> None:
         if (descriptor := self._standard.outputs.get(number)) is None:
             return
-        left = memoryview(data)
         self._writing = True
-        while left:
-            try:
-                left = left[os.write(descriptor, left) :]
-            except BlockingIOError:
-                writable = select.poll()
-                writable.register(descriptor, select.POLLOUT)
-                writable.poll()
-            except OSError:  # nobody reads it: the command would get this signal
-                os.close(descriptor)
-                self._standard.outputs[number] = None
-                self.interrupted(signal.SIGPIPE)
-                break
+        if not pass_on(descriptor, data):
+            os.close(descriptor)
+            self._standard.outputs[number] = None
+            self.interrupted(signal.SIGPIPE)  # the command would get this signal
         self._writing = False
 
     def _pass_input(self) -> None:

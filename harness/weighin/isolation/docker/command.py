@@ -11,7 +11,7 @@ from typing import Any, Final
 import docker
 from docker.errors import APIError
 
-from weighin.child_process import open_process
+from weighin.child_process import open_process, signal_each, wait_for_end
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
@@ -19,11 +19,7 @@ from weighin.isolation.docker.container import is_here, oom_killed, wait_for_con
 from weighin.isolation.docker.engine import explained
 from weighin.isolation.docker.keeper import Keeper
 from weighin.pipes import ready
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    PeakMark,
-    memory_cgroup_of,
-)
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_cgroup_of, pids_in
 from weighin.probes.freezer import groups_of
 
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
@@ -32,7 +28,6 @@ _BIRTH_TIMEOUT_S: Final = 30.0
 _PROGRAM_TIMEOUT_S: Final = 0.1
 _LOOK_S: Final = 0.0005
 _EXIT_TIMEOUT_S: Final = 2.0
-_PAUSE_S: Final = 0.02  # between two looks at a process, before Linux 5.3
 
 
 class DockerCommand:
@@ -123,24 +118,14 @@ class DockerCommand:
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command has ended within ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        while self._is_running():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            if self._process is None:
-                ready([], min(left_s, _PAUSE_S))
-            else:
-                ready([self._process], left_s)
-        return True
+        return wait_for_end(self._process, self._has_ended, timeout_s)
 
-    def _is_running(self) -> bool:
+    def _has_ended(self) -> bool:
         if self._exit is not None:
-            return False
+            return True
         if self._process is not None:
-            return not ready([self._process], 0)
-        return self.pid in self.members()
+            return bool(ready([self._process], 0))
+        return self.pid not in self.members()
 
     def reap(self) -> Exit:
         """Return how the command ended, after all its output has been passed on."""
@@ -163,29 +148,21 @@ class DockerCommand:
         return Exit(code) if code <= 128 else Exit(None, signal=code - 128)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the command; do nothing if it has ended."""
         if self.pid and self._exit is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, number)
+            with contextlib.suppress(PermissionError):
+                signal_each([self.pid], number)
 
     def members(self) -> list[int]:
         """Return the processes of the container except its keeper and the watcher."""
-        if self.cgroup is None:
-            return []
-        try:
-            pids = map(int, (self.cgroup / "cgroup.procs").read_text().split())
-        except OSError:  # the container has ended
-            return []
-        return [pid for pid in pids if pid and pid not in self.helpers]
+        pids = pids_in(self.cgroup) if self.cgroup else []
+        return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
         """Kill all processes except the helpers; kill these too if they belong to another user."""
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:
-                for pid in new:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                signal_each(new)
                 killed |= new
         except PermissionError:  # a rootless engine, or one with user namespaces
             with explained("kill a container"), contextlib.suppress(APIError):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,17 +25,14 @@ STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A cell's command, its image and working folder, and the paths that it sees read-only.
-
-    ``throttle`` is as in ``host_config``.
-    """
+    """A cell's command, its image and working folder, and the paths that it sees read-only."""
 
     image: str
     cell: Cell
     folder: str
     streams: Streams
     mounts: Sequence[str] = ()
-    throttle: Mapping[str, int] = field(default_factory=dict)
+    rates: host_config.Rates = ()
 
 
 def start(
@@ -89,7 +86,7 @@ def _create(
         entrypoint=command[:1],
         name=name,
         host_config=host_config.of_command(
-            client, info, mounted, cell.ram_limit_bytes, asked.throttle
+            client, info, mounted, cell.ram_limit_bytes, asked.rates
         ),
         stdin_open=True,
         tty=tty,

@@ -1,7 +1,6 @@
 """A worker in a container: its pid and cgroup on this machine, its exit, and its removal."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
+from weighin.child_process import signal_each
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -25,7 +25,7 @@ from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.isolation.docker.stream import StreamChannel
 from weighin.pipes import last_line
-from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, read_kernel
+from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, pids_in, read_kernel
 from weighin.protocol import decode_event
 from weighin.text import one_line
 
@@ -128,9 +128,7 @@ class DockerRunning:
         If these processes are not visible, kill the container; its counters are then lost.
         """
         try:
-            for pid in self._members():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_each(self._members())
             if self.cgroup is not None:
                 return
         except PermissionError:  # a rootless engine, or one with user namespaces
@@ -173,13 +171,8 @@ class DockerRunning:
 
     def _members(self) -> list[int]:
         """Return the pids in the container except the keeper's, oldest first."""
-        if self.cgroup is None:
-            return []
-        try:
-            pids = [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text().split()]
-        except OSError:  # the container has ended
-            return []
-        return sorted(pid for pid in pids if pid not in (0, self._keeper))  # 0: not visible
+        pids = pids_in(self.cgroup) if self.cgroup else []
+        return sorted(pid for pid in pids if pid != self._keeper)
 
 
 def wait_for_container(client: docker.APIClient, container: str, deadline: float) -> int:

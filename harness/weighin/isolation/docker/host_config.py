@@ -16,7 +16,8 @@ _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's defaul
 _PIDS: Final = 4096  # includes threads; torch starts at least one per processor
 # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container.
 _NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")
-UNTHROTTLED: Final[Mapping[str, int]] = {}
+Rates = Sequence[Mapping[str, str | int]]
+"""The bytes per second that a container may read from disks, as the engine takes them."""
 
 
 def of_worker(
@@ -26,12 +27,9 @@ def of_worker(
     limit_bytes: int | None,
     *,
     gpu: bool,
-    throttle: Mapping[str, int] = UNTHROTTLED,
+    rates: Rates = (),
 ) -> dict[str, Any]:
-    """Return the settings of a worker's container: no network, no rights, a read-only root.
-
-    ``throttle`` has the bytes per second that it may read from a disk (``throttle``).
-    """
+    """Return the settings of a worker's container: no network, no rights, a read-only root."""
     return client.create_host_config(
         **_memory(info, limit_bytes),
         network_mode="none",
@@ -44,7 +42,7 @@ def of_worker(
         tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
-        device_read_bps=_rates(throttle),
+        device_read_bps=list(rates),
         device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
     )
 
@@ -54,25 +52,21 @@ def of_command(
     info: Mapping[str, Any],
     binds: Sequence[Bind],
     limit_bytes: int | None,
-    throttle: Mapping[str, int] = UNTHROTTLED,
+    rates: Rates = (),
 ) -> dict[str, Any]:
     """Return the settings of a command's container: the limit, and else those of ``docker run``."""
     return client.create_host_config(
         **_memory(info, limit_bytes),
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
-        device_read_bps=_rates(throttle),
+        device_read_bps=list(rates),
     )
 
 
-def throttle(cell: Cell, device: str) -> dict[str, int]:
-    """Return the bytes per second that a cell may read from a disk, by the disk's path."""
+def rates_of(cell: Cell, device: str) -> Rates:
+    """Return the rate at which a cell may read from a disk; empty if it is not limited."""
     rate = cell.disk_bytes_per_s
-    return {f"/dev/{device}": rate} if device and rate else {}
-
-
-def _rates(throttle: Mapping[str, int]) -> list[Mapping[str, str | int]]:
-    return [{"Path": disk, "Rate": rate} for disk, rate in throttle.items()]
+    return [{"Path": f"/dev/{device}", "Rate": rate}] if device and rate else []
 
 
 def _memory(info: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import docker
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
 from weighin.isolation.docker.engine import ENGINE_ERRORS, first_line, owner_labels
+from weighin.pipes import last_line
 from weighin.units import format_bytes
 
 DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
 Progress = Callable[[str], None]
 
 _LABELS: Final = ("weighin.stage=install", "weighin.image=1")
-_OF_THE_ENGINE: Final = (" ---> ", "Removing intermediate container")  # not output of a step
+_OF_THE_ENGINE: Final = ("---> ", "Removing intermediate container")  # not output of a step
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
 _ROOM_REPAIR: Final = "free some space: docker system df shows what uses it"
 
@@ -101,21 +102,21 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
         )["Id"]
         client.start(container)
         status = client.wait(container)["StatusCode"]
-        output = client.logs(container, stdout=True, stderr=bool(status)).decode(errors="replace")
+        output: bytes = client.logs(container, stdout=True, stderr=bool(status))
     except ENGINE_ERRORS as error:
         raise IsolationUnavailable(
             f"{python} does not run in the image {image}: {first_line(error)}",
-            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+            _PYTHON_REPAIR,
         ) from error
     finally:
         if container:
             client.remove_container(container, v=True, force=True)
     if status:
         raise IsolationUnavailable(
-            f"{python} failed in the image {image}: {last_line(output)}",
-            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+            f"{python} failed in the image {image}: {last_line(output) or 'no output'}",
+            _PYTHON_REPAIR,
         )
-    return str(output).strip()
+    return output.decode(errors="replace").strip()
 
 
 def free_bytes(folder: Path) -> int:
@@ -153,7 +154,7 @@ def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[
     ):
         if "error" in event:
             raise _failed(recipe, str(event["error"]).strip(), step, output)
-        line = last_line(str(event.get("stream", "")), "")
+        line = last_line(str(event.get("stream", "")).encode())
         if line.startswith("Step "):
             step, output = line, ""
             yield line
@@ -181,8 +182,3 @@ def _prune(client: docker.APIClient) -> None:
             client.prune_images(  # type: ignore[no-untyped-call]
                 filters={"dangling": True, "label": label}
             )
-
-
-def last_line(text: str, otherwise: str = "no output") -> str:
-    """Return the last line that is not blank."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), otherwise)

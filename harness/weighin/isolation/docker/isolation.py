@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -97,7 +97,7 @@ class DockerIsolation:
 
     def added_code(self, job: Job) -> list[str]:
         """Return a line for each installed package that is mounted because the image lacks it."""
-        return packages.notes(job)
+        return [*packages.lacking(job).notes]
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job.
@@ -120,7 +120,7 @@ class DockerIsolation:
             gpu=job.cell.needs_gpu,
             labels={"weighin.cell": job.cell.id},
             environment=environment_inside(job.cell.environment),
-            throttle=host_config.throttle(job.cell, job.throttled_device),
+            rates=host_config.rates_of(job.cell, job.throttled_device),
         )
         running.channel.send(encode_job(inside))
         return running
@@ -146,8 +146,8 @@ class DockerIsolation:
         if self._image is None:
             self.prepare()
         assert self._image is not None
-        throttle = host_config.throttle(cell, throttled_device)
-        asked = Asked(self._image, cell, folder, streams, mounts, throttle)
+        rates = host_config.rates_of(cell, throttled_device)
+        asked = Asked(self._image, cell, folder, streams, mounts, rates)
         with self._new_container() as name:
             return command_start.start(
                 self._client,
@@ -206,12 +206,12 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
-        throttle: Mapping[str, int] = host_config.UNTHROTTLED,
+        rates: host_config.Rates = (),
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client = self._client
         host = host_config.of_worker(
-            client, self._engine_info(), binds, limit_bytes, gpu=gpu, throttle=throttle
+            client, self._engine_info(), binds, limit_bytes, gpu=gpu, rates=rates
         )
         channel = None
         with self._new_container() as name:

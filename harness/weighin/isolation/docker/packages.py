@@ -25,7 +25,10 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The installed packages to mount: their files and folders, and a line for each package."""
+    """The installed packages to mount: their files and folders, and a line for each package.
+
+    A required package that is not mounted has a line, too.
+    """
 
     paths: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
@@ -41,11 +44,6 @@ def lacking(job: Job) -> Lacking:
         ConfigError: the package contains compiled code.
     """
     return _lacking(job.cell.model.builder, job.python_path, job.mounts)
-
-
-def notes(job: Job) -> list[str]:
-    """Return a line for each mounted package, and for each required package that is not mounted."""
-    return [*lacking(job).notes]
 
 
 @lru_cache

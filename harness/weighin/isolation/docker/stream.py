@@ -81,7 +81,6 @@ class StreamChannel:
         self.stderr_tail = b""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None if the worker ended; raise TimeoutError if late."""
         deadline = time.monotonic() + timeout_s
         while not self._lines and not self._over:
             self._read(deadline)
@@ -103,7 +102,6 @@ class StreamChannel:
         return self.worker_code
 
     def send(self, line: bytes) -> None:
-        """Write to the worker's stdin; do nothing if it has ended, as its exit is read later."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.sendall(line)
