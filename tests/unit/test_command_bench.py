@@ -141,7 +141,8 @@ def test_a_command_that_starves_in_a_search_is_ended(
 
     monkeypatch.setattr(command_runner, "take", take)
     how = CommandSettings("/", in_search=in_search)
-    bench = CommandBench(searching(), ProcessIsolation(), how, timeout_s, {})
+    task = searching(timeout_s=timeout_s)
+    bench = CommandBench(task, how, {})
     bench.measure(PlannedCommand(cell))
     assert given == [expected]
 

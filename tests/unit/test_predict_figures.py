@@ -75,7 +75,7 @@ def test_the_figures_of_a_use_count_its_forked_processes() -> None:
 
 
 def test_the_gpus_peak_is_the_higher_one_of_load_and_use() -> None:
-    kinds = ("requested", "allocated", "reserved")
+    kinds = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
     assert [ONE.cuda_with_use(kind) for kind in kinds] == [21, 1, None]
     assert [replace(ONE, use=USE).cuda_with_use(kind) for kind in kinds] == [21, 12, 13]
 

@@ -51,23 +51,14 @@ LATE_NS = 2**62
 
 def test_the_mark_of_a_group_keeps_the_highest_of_all_time(group: Group) -> None:
     mark = GroupMark(MemoryCgroup(group.path))
-    assert (mark.is_known, mark.highest_bytes) == (True, None)
+    assert mark.highest_bytes is None
     assert (mark.read(), mark.highest_bytes) == (9, 9)
     group.has(usage=3, peak=4, refaults=2)
     assert (mark.read(), mark.highest_bytes) == (4, 9)
-    assert (mark.usage(), mark.refaults()) == (3, 2)
     assert mark.reset()
     group.has(usage=3, peak=70, refaults=2)
     mark.close()
     assert mark.highest_bytes == 70
-
-
-def test_a_command_without_a_group_has_no_mark() -> None:
-    mark = GroupMark(None)
-    assert (mark.is_known, mark.read(), mark.usage(), mark.refaults()) == (False, None, None, None)
-    assert not mark.reset()
-    mark.close()
-    assert mark.highest_bytes is None
 
 
 def test_a_phase_of_the_main_process_has_the_figures_of_the_group(

@@ -7,9 +7,10 @@ from ran_commands import make_command
 
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
+from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.select import check_limits_around
 from weighin.probes import environment
-from weighin.run.limits import check_limits_around
 from weighin.run.machines import THIS_MACHINE
 from weighin.units import GIB, MIB
 
@@ -26,10 +27,15 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
     limits = (GIB, 2 * GIB, None)
-    check_limits_around([make_command(ram_limit_bytes=limit) for limit in limits])
-    check_limits_around([])
+    check_limits_around(
+        CgroupIsolation(), [make_command(ram_limit_bytes=limit) for limit in limits]
+    )
+    check_limits_around(CgroupIsolation(), [])
     with pytest.raises(ConfigError) as caught:
-        check_limits_around([make_command(ram_limit_bytes=limit) for limit in (GIB, 2 * GIB + MIB)])
+        check_limits_around(
+            CgroupIsolation(),
+            [make_command(ram_limit_bytes=limit) for limit in (GIB, 2 * GIB + MIB)],
+        )
     assert str(caught.value) == (
         f"--ram 2049MiB is more than the limit of the cgroup around the cells, {around} (2.000 GiB)\n"
         "give less, or raise that limit, for example the memory limit of the container"
@@ -38,7 +44,7 @@ def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
 
 def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delegation, "groups_root", lambda: None)
-    check_limits_around([make_command(ram_limit_bytes=2**60)])
+    check_limits_around(CgroupIsolation(), [make_command(ram_limit_bytes=2**60)])
 
 
 def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class Seen(Silent):
 
 
 def followed(running: FakeRunning, ranks: int = 2, **options: Any) -> tuple[Result, Watch]:
-    watch = Watch(running, 0.005, ranks=ranks, **({"on_phase": lambda _: None} | options))
+    watch = Watch(running, ranks=ranks, **({"on_phase": lambda _: None} | options))
     watch.follow(JOB.timeout_s)
     ended = watch.end()
     watch.close()
@@ -161,7 +161,7 @@ def test_processes_that_a_worker_started_are_told(
 
 
 def test_processes_that_a_use_forks_are_no_surprise() -> None:
-    watch = Watch(FakeRunning([*DONE], inside=Others(2, 9 * MIB)), 0.005, lambda _: None)
+    watch = Watch(FakeRunning([*DONE], inside=Others(2, 9 * MIB)), lambda _: None)
     watch.follow(1)
     ended = watch.end()
     watch.close()
@@ -174,7 +174,7 @@ def killed_at(peak: int, limit: int | None, group: Path | None = None) -> str:
     """The message of a worker that the kernel killed when its cell was charged this much."""
     seen = Seen(oom_kills=1)
     script: list[Step] = [*BASELINE, begin("read"), seen.sees(peak_bytes=peak)]
-    watch = Watch(FakeRunning(script, KILLED, inside=seen, cgroup=group), 0.005, lambda _: None)
+    watch = Watch(FakeRunning(script, KILLED, inside=seen, cgroup=group), lambda _: None)
     watch.follow(1)
     ended = watch.end()
     watch.close()
