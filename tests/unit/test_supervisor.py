@@ -176,6 +176,15 @@ def test_the_faults_of_an_interrupted_phase_count_beside_those_of_the_phases_bef
     assert faults and (faults.minor, faults.major) == (10 * before + seen[0], before + seen[1])
 
 
+def test_a_sample_at_the_end_of_a_phase_counts_for_the_next(sampler: type[FakeSampler]) -> None:
+    sampler.seen = tuple(
+        replace(sample(t_ns), minor_faults=minor) for t_ns, minor in ((200, 5), (300, 90))
+    )
+    script: list[Any] = [*BASELINE, phase("build", end_ns=200), begin("read"), TimeoutError]
+    faults = watched(FakeRunning(script, KILLED, pid=1)).faults
+    assert faults and faults.minor == 10 + 85
+
+
 @pytest.mark.parametrize("last", [TimeoutError, done()])
 def test_what_comes_after_ready_is_no_part_of_the_peak(
     sampler: type[FakeSampler], last: Any
