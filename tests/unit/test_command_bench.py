@@ -10,10 +10,10 @@ from ran_commands import SECOND_NS, make_command, make_ran
 from weighin.cell import Cell
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation.process import ProcessIsolation
-from weighin.record import Outcome
 from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
+from weighin.result import Outcome
 from weighin.run import command_bench, command_runner, run_lock, runner
 from weighin.run.command_bench import CommandBench
 from weighin.run.command_settings import CommandSettings

@@ -17,8 +17,8 @@ from weighin.isolation.base import RunningCommand, Streams
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import page_cache
-from weighin.record import Faults, Outcome, Peaks, Result
 from weighin.records.thrashing import Reference
+from weighin.result import Faults, Outcome, Peaks, Result
 from weighin.run import command_runner, command_watch
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement

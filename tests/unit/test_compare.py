@@ -10,7 +10,7 @@ from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
 from weighin.gate.compare import as_json, compare, compare_machines, write_markdown
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 

@@ -13,7 +13,6 @@ from weighin.gate.baseline import Baseline, Rules, default_rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
 from weighin.gate.lines import GateResult, Growth, Line, LineVerdict
-from weighin.record import Outcome, Result
 from weighin.records.machine import CONCURRENT, settings_of
 from weighin.records.metrics import METRICS, Tolerance
 from weighin.records.series import Figure, Series, SeriesRun, name_of, summarise

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from command_records import made, process, samples_of, stack
 
-from weighin.record import OpenFile, Outcome, Process, Result, Sample, Stack
 from weighin.records.explanation.facts import (
     Facts,
     Place,
@@ -17,6 +16,7 @@ from weighin.records.explanation.facts import (
     size,
 )
 from weighin.records.explanation.frames import Frame, own, read_all
+from weighin.result import OpenFile, Outcome, Process, Result, Sample, Stack
 from weighin.units import GIB, MIB
 
 FRAMES = ("<module> (script.py:14)", "<module> (main.py:3)")

@@ -11,9 +11,9 @@ from test_floor import CELL, above, lived, search
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
-from weighin.record import Cost, Outcome, Result
 from weighin.records.floor import Aim
 from weighin.records.remaining import TYPICAL_CELLS
+from weighin.result import Cost, Outcome, Result
 from weighin.run import command_request, runner
 from weighin.run import request as bench
 from weighin.run.command_request import CommandRequest

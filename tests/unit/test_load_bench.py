@@ -13,8 +13,8 @@ from scripts import BASELINE, DONE, LOADED
 from weighin.checkpoint import cache
 from weighin.errors import CheckpointError, FormatLimit, HarnessError
 from weighin.probes import page_cache
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 from weighin.run import disk_proof, load_bench, model_fault, runner
 from weighin.run.load_bench import set_up
 from weighin.run.request import Request, start

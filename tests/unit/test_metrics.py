@@ -7,8 +7,8 @@ from factories import make_cell, make_result
 
 from weighin.cell import Cell
 from weighin.errors import UnknownName
-from weighin.record import UNNAMED, Memory, Peaks, Phase, Ran, Use
 from weighin.records.metrics import METRICS, PHASE_FIGURES, Tolerance, named, phases_of_load
+from weighin.result import UNNAMED, Memory, Peaks, Phase, Ran, Use
 from weighin.units import GIB, MIB
 
 PEAK, LOAD = METRICS["peak_rss"], METRICS["load"]

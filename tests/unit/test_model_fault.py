@@ -10,7 +10,7 @@ from scripts import JOB
 
 from weighin import child_process
 from weighin.formats.selection import WHOLE, Selection
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.run.model_fault import blamed, failure, is_right_load
 
 FAILED = replace(make_result(), outcome=Outcome.STRATEGY_FAILED, last_phase="forward", message="x")

@@ -7,8 +7,8 @@ import pytest
 from factories import make_result
 
 from weighin.errors import DamagedRecord, SchemaTooNew
-from weighin.record import SCHEMA, Result
 from weighin.records.parsing import parse
+from weighin.result import SCHEMA, Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from weighin.predict.prediction import (
     from_json,
 )
 from weighin.predict.reasons import reasons
-from weighin.record import Memory, Outcome, Peaks, Result, Use
 from weighin.records import run_folder
+from weighin.result import Memory, Outcome, Peaks, Result, Use
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 
-from weighin.record import Memory, Outcome, Peaks, Rank, Result
 from weighin.records.rank_growth import (
     Growth,
     charge,
@@ -19,7 +18,7 @@ from weighin.records.rank_growth import (
 from weighin.report import ranks as report
 from weighin.report import sections, writing
 from weighin.report.findings import markdown
-from weighin.result import Memory, Peaks, Rank, Result
+from weighin.result import Memory, Outcome, Peaks, Rank, Result
 from weighin.units import GIB
 
 BEFORE = 300 * 1024**2

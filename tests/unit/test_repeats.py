@@ -8,11 +8,10 @@ from factories import make_cell, make_result
 
 from weighin.gate import check as checks
 from weighin.gate.compare import compare
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.repeats import grouped, largest, latest, middle, outcome_of
 from weighin.report import exports, tables
-from weighin.result import Result
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 SECONDS = (20, 5, 10, 25)

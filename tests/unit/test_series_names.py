@@ -12,7 +12,6 @@ from test_evaluate import STREAMING
 from weighin.cell import ModelSpec
 from weighin.formats.pretrained_folder import is_folder
 from weighin.gate import baseline
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.series import (
     Figure,
@@ -25,7 +24,7 @@ from weighin.records.series import (
 )
 from weighin.report import history
 from weighin.report.rows import cells, values
-from weighin.result import Result
+from weighin.result import Outcome, Result
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from test_supervisor_cgroup import Group
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
 from weighin.probes.observer import Observation
-from weighin.record import Kill, Outcome, Rank, Result
+from weighin.result import Kill, Outcome, Rank, Result
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from factories import make_cell, make_result
 
-from weighin.record import Memory, Phase, Result, Use
 from weighin.records import after_load
+from weighin.result import Memory, Phase, Result, Use
 
 PHASES = [(10, 300, 700, 50), (5, 200, 900, 60), (7, 100, None, 40)]
 

@@ -10,7 +10,6 @@ import pytest
 from factories import SCRIPTS, make_cell, make_result
 
 from weighin.cell import Cell
-from weighin.record import Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
 from weighin.records import run_folder
 from weighin.records.verdict import (
     REFAULTS_PER_MODEL,
@@ -24,7 +23,7 @@ from weighin.records.verdict import (
     refaults,
     used_ns,
 )
-from weighin.result import Cost, Faults, Outcome, Peaks, Pressure, Result
+from weighin.result import Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
 from weighin.units import GIB, MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
