@@ -398,6 +398,7 @@ def test_a_load_is_verified_where_only_weighin_makes_weights(
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.nightly
 def test_who_dequantises_is_recommended_once_it_is_measured(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
