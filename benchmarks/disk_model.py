@@ -22,8 +22,8 @@ from weighin.predict.prediction import Prediction
 from weighin.recommend import calibration
 from weighin.recommend.candidates import predicted_ready_s
 from weighin.recommend.slow_disk import behind
-from weighin.record import Outcome
 from weighin.records import run_folder
+from weighin.result import Outcome
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 

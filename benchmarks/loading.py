@@ -221,7 +221,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
     import torch
 
     from weighin.checkpoint.manifest import read_manifest
-    from weighin.models.skeleton import resolve_builder
+    from weighin.construction.skeleton import resolve_builder
     from weighin.worker.loading import WorkerLoad, import_strategy
     from weighin.worker.touch import named_tensors, touch
     from weighin.worker.verify import check_values

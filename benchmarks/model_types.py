@@ -33,9 +33,9 @@ from weighin.errors import HarnessError
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.predict import check, tables
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.markdown import by_reason, table_lines
+from weighin.result import Outcome, Result
 
 KINDS: Final = {
     "decoder": "bloom codegen cohere gemma gemma3_text gpt2 gpt_neox gptj llama mistral mpt olmo2 opt phi3"

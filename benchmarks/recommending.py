@@ -22,8 +22,8 @@ from weighin.isolation import select
 from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
 from weighin.recommend.candidates import FitVerdict, Limits, doubt_bytes
 from weighin.recommend.prior_runs import find
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 from weighin.run.runner import run
 from weighin.run.task import Progress, Run
 from weighin.suite import registry

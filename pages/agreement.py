@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from weighin.record import Result
 from weighin.records.floor import KILLED, Aim, Floor, floors
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.report.rows import series
+from weighin.result import Result
 from weighin.text import markdown as escaped
 from weighin.units import MIB
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from weighin.errors import RecordError
 from weighin.foreign import parse_json, read_bytes
-from weighin.record import Result
 from weighin.records.floor import floors
 from weighin.records.verdict import Verdict
 from weighin.report import captions
 from weighin.report.markdown import table_lines
+from weighin.result import Result
 from weighin.units import MIB
 
 FILE: Final = "predicted.json"

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from weighin.record import Outcome, Result
 from weighin.records.repeats import grouped, middle, outcome_of
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weighin.errors import HarnessError
-from weighin.record import Outcome, Result
 from weighin.records import sources
 from weighin.records.repeats import grouped
+from weighin.result import Outcome, Result
 from weighin.suite import registry
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from weighin.predict.check import check
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
 from weighin.report.markdown import by_reason, table_lines
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 

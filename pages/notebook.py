@@ -15,11 +15,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from weighin.cell import ModelSpec
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 from weighin.suite.registry import model
 from weighin.text import markdown as escaped
 from weighin.units import GIB

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Final
 
-from weighin.record import Result
 from weighin.report import captions
 from weighin.report.markdown import table_lines
 from weighin.report.rows import series, split, values
+from weighin.result import Result
 from weighin.text import markdown as escaped
 
 _MISSING: Final = "-"

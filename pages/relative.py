@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from weighin.record import Result
 from weighin.report import captions
 from weighin.report.columns import figures_of
 from weighin.report.operations import BEFORE_LOAD
 from weighin.report.rows import Row, series, varying
 from weighin.report.tables import markdown_lines, text_table
+from weighin.result import Result
 from weighin.text import markdown as escaped
 
 _TIMES: Final = ("load_s", "ready_s")

@@ -39,11 +39,11 @@ from pages.over_models import markdown_models
 from pages.predicted import markdown_predicted
 from pages.relative import markdown_relative
 from pages.trained import markdown_trained
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import after_load, floors, passes, ranks, slow_disks, style, survival, writing
 from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
+from weighin.result import Result
 from weighin.suite.yaml_file import read_mapping
 
 _BLOCK: Final = re.compile(

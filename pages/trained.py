@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from weighin.record import Outcome, Result
 from weighin.records import after_load
 from weighin.records.repeats import grouped
 from weighin.report import captions
 from weighin.report.after_load import multiple
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
 
 

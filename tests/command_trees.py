@@ -10,7 +10,7 @@ from pathlib import Path
 from leftovers import wait_until
 
 from weighin.probes.command_sampler import CommandSampler
-from weighin.record import Sample
+from weighin.result import Sample
 from weighin.units import MIB
 
 HOLDING = """

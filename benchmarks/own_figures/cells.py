@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.select import NAMES
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.run import request, runner
 from weighin.run.task import Progress
 from weighin.suite.config import check_suite

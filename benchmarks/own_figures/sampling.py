@@ -25,7 +25,7 @@ from weighin.isolation.base import RunningCommand, Streams
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_sampler import CommandSampler
 from weighin.probes.observer import LocalObserver
-from weighin.record import Sample
+from weighin.result import Sample
 
 INTERVALS_MS: Final = (1, 5, 20)
 ISOLATIONS: Final = ("process", "cgroup")

@@ -6,7 +6,7 @@ A cell that was killed for lack of memory, or ran into its time-out, is a valid 
 from collections.abc import Iterable
 from typing import Final
 
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.units import format_exact
 
 GATE_FAILED: Final = 1

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # for types only, because this module must not import torch at run time
     import torch
 
+    from weighin.construction.skeleton import without_weights
+    from weighin.construction.tied_weights import retie, share_missing, tied_names
     from weighin.formats import files
     from weighin.formats.folder_index import file_name
     from weighin.formats.pretrained_folder import from_pretrained_arguments
@@ -26,8 +28,6 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.models.dequantising import arguments_to_dequantise
     from weighin.models.pretrained import pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
-    from weighin.models.skeleton import without_weights
-    from weighin.models.tied_weights import retie, share_missing, tied_names
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -55,10 +55,10 @@ HELPERS = {
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",
     "load_streaming": "weighin.loader.load",
     "pretrained_class": "weighin.models.pretrained",
-    "retie": "weighin.models.tied_weights",
-    "share_missing": "weighin.models.tied_weights",
-    "tied_names": "weighin.models.tied_weights",
-    "without_weights": "weighin.models.skeleton",
+    "retie": "weighin.construction.tied_weights",
+    "share_missing": "weighin.construction.tied_weights",
+    "tied_names": "weighin.construction.tied_weights",
+    "without_weights": "weighin.construction.skeleton",
 }
 """The module in which each function is defined; it is imported at the function's first use."""
 

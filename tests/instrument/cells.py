@@ -21,8 +21,8 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
-from weighin.record import UNNAMED, Phase, Result
 from weighin.records.thrashing import Reference
+from weighin.result import UNNAMED, Phase, Result
 from weighin.run import save_target
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import data_folder, model, read_strategy

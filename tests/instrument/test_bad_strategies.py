@@ -11,7 +11,7 @@ import pytest
 from cells import Bench, Watched, phases_of
 from nightly import by_day, isolations, nightly
 
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.run import supervisor
 from weighin.units import MIB
 

@@ -14,10 +14,10 @@ import pytest
 from dying_commands import DYING, Cause, Dying, empty, inputs
 
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
 from weighin.records.samples import read_samples
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.slow]

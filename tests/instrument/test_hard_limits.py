@@ -13,7 +13,7 @@ from cells import Bench, Watched, known_file, names_of, phases_of
 from nightly import limits, nightly
 
 from weighin.probes.cgroup import memory_hierarchy
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup.

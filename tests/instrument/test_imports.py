@@ -12,7 +12,7 @@ import pytest
 from cells import Bench, Watched
 from nightly import isolations
 
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.units import KIB, MIB
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ One worker takes them all, a phase each (strategies/known_amounts.py): every tes
 import pytest
 from cells import FILE_BYTES, Bench, Watched, keeps_marks_of_phases, known_file, names_of, phases_of
 
-from weighin.record import Phase, Result
+from weighin.result import Phase, Result
 from weighin.units import MIB
 
 RSS_TOLERANCE = 2 * MIB

@@ -8,7 +8,7 @@ from cells import Bench, Watched, names_of, phases_of
 from nightly import isolations
 
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup: 256 MiB hold an import and

@@ -12,7 +12,7 @@ from nightly import limits
 from weighin.cell import CacheState
 from weighin.checkpoint import cache
 from weighin.probes import page_cache
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 SIZE = 8 * MIB + 100  # no whole number of pages

@@ -6,7 +6,7 @@ import pytest
 from cells import LARGE, Bench, Watched, names_of
 from nightly import isolations, limits
 
-from weighin.record import Outcome, Phase, Result
+from weighin.result import Outcome, Phase, Result
 from weighin.units import MIB
 
 # Anonymous memory of a mapped load is about 230 MiB: the model's 150 MiB do not fit beside it.

@@ -12,7 +12,7 @@ from cells import keeps_marks_of_phases
 
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.record import Phase
+from weighin.result import Phase
 from weighin.run.program_phases import PhaseListener
 from weighin.units import MIB
 

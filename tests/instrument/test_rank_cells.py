@@ -7,7 +7,7 @@ import pytest
 from cells import Bench, Watched, prepared_isolation
 from nightly import limits, nightly
 
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.suite.registry import strategies as all_strategies
 from weighin.units import MIB
 

@@ -4,7 +4,7 @@ import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
 from nightly import isolations
 
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.suite.config import DEFAULT_SAVING
 from weighin.units import MIB
 

@@ -21,7 +21,7 @@ from weighin.checkpoint import cache
 from weighin.disk.mount import Mount, remove_stale
 from weighin.disk.pace import Pace
 from weighin.probes import stalled_reads
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.run import disk_proof
 from weighin.suite.registry import model
 from weighin.units import MIB

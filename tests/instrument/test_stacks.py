@@ -15,7 +15,7 @@ from weighin.probes import stacks
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_sampler import CommandSampler
 from weighin.probes.stacks import StackTaker
-from weighin.record import Stack
+from weighin.result import Stack
 from weighin.units import MIB
 
 pytestmark = pytest.mark.cgroup

@@ -7,9 +7,9 @@ import pytest
 from cells import FILE_BYTES, Bench, Watched, known_file, prepared_isolation
 
 from weighin.isolation.docker import container as docker_running
-from weighin.record import Outcome, Result
 from weighin.records.thrashing import Reference
 from weighin.records.verdict import Verdict, judge_result
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 LIMIT = 256 * MIB

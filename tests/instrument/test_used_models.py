@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from cells import LARGE, Bench, Watched, names_of, prepared_isolation
 
-from weighin.record import Outcome, Phase, Result
 from weighin.records import after_load
+from weighin.result import Outcome, Phase, Result
 from weighin.units import MIB
 
 NOISE = 0.1  # of the model: buffers of the math libraries, Python's own objects

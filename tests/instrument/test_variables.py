@@ -6,7 +6,7 @@ import pytest
 from cells import Bench, Watched
 from nightly import isolations
 
-from weighin.record import Outcome
+from weighin.result import Outcome
 
 
 def test_the_worker_starts_with_the_variables_of_its_cell(bench: Bench, isolation: Watched) -> None:

@@ -11,7 +11,7 @@ from cells import LARGE, Bench, Watched, phases_of, prepared_isolation
 
 from weighin.isolation.docker import container as docker_running
 from weighin.probes.cgroup import memory_hierarchy
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker

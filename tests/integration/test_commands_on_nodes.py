@@ -7,8 +7,8 @@ import pytest
 from weighin.cell import Cell
 from weighin.engines.driver import Driver
 from weighin.engines.jobs import LocalJobs
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 from weighin.run.command_request import CommandRequest, start
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from commands import CommandLine
 
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 

@@ -127,6 +127,7 @@ def watched(nodes: Nodes) -> Iterator[Any]:
     nodes.kill(node)
 
 
+@pytest.mark.nightly
 def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
     command: CommandLine, nodes: Nodes, hold: Path, watched: Any
 ) -> None:
@@ -180,6 +181,7 @@ def test_the_error_without_a_node_that_may_measure(
     )
 
 
+@pytest.mark.nightly
 def test_a_cell_above_its_limit_is_killed_and_its_node_goes_on(
     command: CommandLine, nodes: Nodes
 ) -> None:
@@ -256,6 +258,7 @@ def test_the_cell_of_a_lost_node_runs_on_another_node(
     }
 
 
+@pytest.mark.nightly
 def test_a_driver_that_was_killed_is_resumed_where_it_was(
     command: CommandLine, nodes: Nodes, hold: Path
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import yaml
 from commands import ROOT, CommandLine
 
@@ -61,6 +62,7 @@ def array_job(command: CommandLine, task: int, count: int) -> subprocess.Complet
     )
 
 
+@pytest.mark.nightly
 def test_the_jobs_of_slurms_script_measure_the_suite_together(command: CommandLine) -> None:
     (command.folder / "suite.yaml").write_text(SUITE)
     for task in (1, 2):

@@ -170,6 +170,7 @@ def test_weights_of_its_own(runner: Runner) -> None:
     assert '"ok"' in (runner.folder / "results" / "own" / "records.jsonl").read_text()
 
 
+@pytest.mark.nightly
 def test_the_pytest_example_passes_with_a_torch_that_is_larger_than_the_model(
     runner: Runner,
 ) -> None:

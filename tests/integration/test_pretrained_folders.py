@@ -81,6 +81,7 @@ def test_a_folder_is_inspected(command: CommandLine, folders: Path) -> None:
     assert "format safetensors, 20 tensors" in " ".join(done.out.split())
 
 
+@pytest.mark.nightly
 def test_the_peak_of_a_small_model_is_predicted_though_imports_dominate_it(
     command: CommandLine, folders: Path
 ) -> None:

@@ -20,7 +20,7 @@ from nightly import nightly
 
 @pytest.mark.slow
 @pytest.mark.cgroup
-@pytest.mark.parametrize("every", [8, *nightly(1)])
+@pytest.mark.parametrize("every", [16, *nightly(1)])
 def test_over_a_grid_of_limits_recommendations_are_kept(
     command: CommandLine, shared_cache: Path, every: int
 ) -> None:

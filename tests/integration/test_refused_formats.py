@@ -9,8 +9,8 @@ from weighin.cell import Cell
 from weighin.checkpoint import cache
 from weighin.errors import FormatLimit
 from weighin.isolation.process import ProcessIsolation
-from weighin.record import Outcome
 from weighin.records import run_folder
+from weighin.result import Outcome
 from weighin.run.runner import run
 from weighin.run.task import Progress, Run
 from weighin.suite import registry

@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
 from sweeps import a_sweep
 
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report.html_page import render
+from weighin.result import Result
 from weighin.units import GIB
 
 if TYPE_CHECKING:

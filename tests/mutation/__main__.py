@@ -3,8 +3,8 @@
     PYTHONPATH=harness:tests python tests/mutation [--sample N] [--seed N] [MODULE ...]     (make mutation)
 
 A mutant is a module with one change of ``operators``. It is killed if one of its module's tests fails or
-does not end. These are the files of tests that import the module or have a word of its name: up to five
-files, and a minute in all. All need neither root, nor cgroups, nor an engine. Without ``--sample``, every
+does not end. ``chosen_tests`` names the files of these tests: up to five files, and a minute in all. All
+need neither root, nor cgroups, nor an engine; those that fail here without a change are left out. Without ``--sample``, every
 mutant is tried, which takes a day.
 
 A mutant may do anything, such as kill processes that it should not. As root, this program therefore
@@ -14,6 +14,7 @@ becomes the user nobody, in a pid namespace of its own; as another user, that us
 import argparse
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+import pytest
 from chosen_tests import tests_of
 from fork_server import ForkServer
 from operators import Mutant, mutants
@@ -36,6 +38,16 @@ _WITHOUT: Final = " and ".join(f"not {marker}" for marker in _MARKERS.split())
 _MOST_S: Final = 60.0
 _IMPORTS: Final = "import pytest, torch"
 _RUN: Final = "import sys, pytest; sys.exit(int(pytest.main(sys.argv[1:])))"
+_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+_LARGE: Final = (
+    ".git",
+    ".venv",
+    ".mypy",
+    ".ruff",
+    ".pytest",
+    ".hypothesis",
+    "results",
+)  # not copied
 _OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-m", _WITHOUT)
 # The environment may lie in root's home, so that nobody must be able to search it.
 _SEARCH: Final = "-all,+dac_read_search"
@@ -51,21 +63,28 @@ _APART: Final = (
 
 
 class Copy:
-    """A copy of the code to change, and a process that runs tests of it."""
+    """A copy of the repository, whose code is changed, and a process that runs its tests."""
 
     def __init__(self, folder: Path) -> None:
-        self._harness = folder / "harness"
-        shutil.copytree(
-            ROOT / "harness", self._harness, ignore=shutil.ignore_patterns("__pycache__")
-        )
-        for other in ROOT.iterdir():
-            if other.name not in ("harness", ".git"):
-                (folder / other.name).symlink_to(other)
-        paths = [str(self._harness), str(ROOT / "tests")]
+        self._folder = folder / ROOT.name
+        self._package = self._folder / "harness" / "weighin"
+        self._folder.mkdir()
+        for path in ROOT.iterdir():
+            copied = self._folder / path.name
+            if path.name == ".git":
+                continue
+            if path.name.startswith(_LARGE):
+                copied.symlink_to(path)
+            elif path.is_dir():
+                shutil.copytree(path, copied, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(path, copied)
+        paths = [str(self._folder / name) for name in ("harness", "tests")]
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": f"{folder}/pyc"}
         writable = ("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY")
         os.environ |= dict.fromkeys(writable, str(folder))
         self._known: dict[Path, float] = {}
+        self._failing: dict[Path, list[str]] = {}
         self._number = 0
         self._server = ForkServer(_IMPORTS)
 
@@ -73,7 +92,7 @@ class Copy:
         self._server.close()
 
     def tests(self, module: str) -> list[Path]:
-        """Return the files of tests for a module that pass without a change, and take a minute in all."""
+        """Return the files of tests for a module that end without a change, in a minute in all."""
         files, left_s = list[Path](), _MOST_S
         for file in tests_of(module):
             if (seconds := self._seconds(file)) < left_s:
@@ -82,41 +101,54 @@ class Copy:
         return files
 
     def _seconds(self, file: Path) -> float:
-        """Return the time that a file of tests takes; infinite if it fails, or takes over a minute."""
+        """Return the time that a file of tests takes; infinite if it takes over a minute.
+
+        Tests that fail without a change are left out from then on.
+        """
         if file not in self._known:
             start = monotonic()
-            passes = self._passes([file], _MOST_S)
-            self._known[file] = monotonic() - start if passes else inf
-            if not passes:
-                print(
-                    f"     left out, because it fails or takes a minute here: {file.name}",
-                    flush=True,
-                )
+            done = self._run([file], _MOST_S, "-rfE", "--tb=no")
+            self._known[file], why = inf, "does not end here"
+            if done:
+                failing = [found[1] for found in _FAILED.finditer(done.stdout)]
+                self._failing[file], why = failing, ", ".join(failing)
+                if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+                    self._known[file] = monotonic() - start
+            if why:
+                print(f"     left out: {file.name}: {why}", flush=True)
         return self._known[file]
 
-    def _passes(self, files: Sequence[Path], timeout_s: float) -> bool:
+    def _run(
+        self, files: Sequence[Path], timeout_s: float, *options: str
+    ) -> "subprocess.CompletedProcess[str] | None":
+        """Run files of tests; return None if they do not end."""
+        failing = [name for file in files for name in self._failing.get(file, ())]
+        options += tuple(f"--deselect={name}" for name in failing)
+        paths = [self._folder / file.relative_to(ROOT) for file in files]
         try:
-            done = self._server.run(_RUN, "-x", *_OPTIONS, *files, folder=ROOT, timeout_s=timeout_s)
+            return self._server.run(
+                _RUN, *_OPTIONS, *options, *paths, folder=self._folder, timeout_s=timeout_s
+            )
         except (
             subprocess.TimeoutExpired,
             AssertionError,
             OSError,
         ):  # it hung, or killed its server
             self._server = ForkServer(_IMPORTS)
-            return False
-        return done.returncode == 0
+            return None
 
     def survives(self, mutant: Mutant) -> bool:
         """Tell whether all tests of its module pass with this change."""
         if not (files := self.tests(mutant.module)):
             return True
-        path = self._harness / "weighin" / mutant.module
+        path = self._package / mutant.module
         source, before = path.read_text(), path.stat().st_mtime
         self._number += 1
         path.write_text(mutant.of(source))
         os.utime(path, (self._number, self._number))  # no cached bytecode has this time
         try:
-            return self._passes(files, _MOST_S + 5 * sum(map(self._seconds, files)))
+            done = self._run(files, _MOST_S + 5 * sum(map(self._seconds, files)), "-x")
+            return done is not None and done.returncode == pytest.ExitCode.OK
         finally:
             path.write_text(source)
             os.utime(path, (before, before))

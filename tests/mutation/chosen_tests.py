@@ -2,24 +2,33 @@
 
 import ast
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 UNIT: Final = Path(__file__).resolve().parents[1] / "unit"
+PACKAGE: Final = UNIT.parents[1] / "harness" / "weighin"
 _FEW: Final = 2
 _MOST_FILES: Final = 5
+_FAR: Final = 100
+_MODULE: Final = re.compile(r"weighin(\.\w+)+")
 
 
 @cache
 def _imports(file: Path) -> frozenset[str]:
-    """Return the modules of weighin that a file of tests imports, also by way of the tests' helpers."""
+    """Return the modules of weighin that a file imports, in tests also by way of the tests' helpers.
+
+    A module may also name another one in a text, to run it in a process of its own.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and _MODULE.fullmatch(text := str(node.value)):
+            names |= {text, f"{text}.__main__"}
     helpers = {
         helper for name in names if (helper := UNIT / f"{name.partition('.')[0]}.py").exists()
     }
@@ -27,21 +36,40 @@ def _imports(file: Path) -> frozenset[str]:
     return frozenset(n for n in names if n.startswith("weighin.")).union(*inherited)
 
 
+def _name(module: str) -> str:
+    return "weighin." + module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@cache
+def _distances(name: str) -> Mapping[str, int]:
+    """Return how many imports lead from each module to the module ``name``: 1 from those that import it."""
+    files = {_name(str(file.relative_to(PACKAGE))): file for file in PACKAGE.rglob("*.py")}
+    found, new = {name: 0}, {name}
+    while new:
+        new = {one for one, file in files.items() if one not in found and _imports(file) & new}
+        found |= dict.fromkeys(new, max(found.values()) + 1)
+    return found
+
+
 @cache
 def tests_of(module: str) -> tuple[Path, ...]:
-    """Return the files of tests for a module, the fittest first."""
-    name = "weighin." + module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    words = set(re.split(r"\W|_", name)) - {"weighin", ""}
+    """Return the files of tests for a module, the fittest first.
 
-    def rank(file: Path) -> tuple[bool, int, int]:
-        return (
-            name not in _imports(file),
-            -len(words & {*file.stem.split("_")}),
-            len(_imports(file)),
-        )
+    These are the files that import it. If they are few, those follow that have a word of its name, and
+    then those that import it by way of the fewest other modules.
+    """
+    name = _name(module)
+    distances = _distances(name)
+    *folders, own = (set(part.split("_")) for part in name.split(".")[1:])
+
+    def rank(file: Path) -> tuple[bool, int, int, int, int]:
+        imported, words = _imports(file), {*file.stem.split("_")}
+        far = min((distances.get(one, _FAR) for one in imported), default=_FAR)
+        inside = len(words & set[str]().union(*folders))
+        return name not in imported, -len(words & own), far, -inside, len(imported)
 
     found = sorted(sorted(UNIT.glob("test_*.py")), key=rank)
     ours = [file for file in found if name in _imports(file)]
     if len(ours) < _FEW:  # others may call it by way of another module
-        ours = [file for file in found if rank(file)[:2] < (True, 0)]
+        ours = found
     return tuple(ours[:_MOST_FILES])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weighin.cell import Cell
-from weighin.record import SCHEMA, Outcome, Peaks, Process, Ran, Result, Sample, Stack
+from weighin.result import SCHEMA, Outcome, Peaks, Process, Ran, Result, Sample, Stack
 from weighin.units import MIB
 
 PID = 100

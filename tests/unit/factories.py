@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weighin.cell import Cell, ModelSpec
-from weighin.record import (
+from weighin.result import (
     SCHEMA,
     Cost,
     Faults,

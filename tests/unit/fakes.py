@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weighin.isolation.base import Exit
+from weighin.cell import Cell, Job
+from weighin.isolation.base import Exit, Streams
 from weighin.probes.observer import Observation, Observer
 from weighin.protocol import encode_event
-from weighin.record import Memory, Sample
+from weighin.result import Memory, Sample
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -103,6 +104,57 @@ class FakeRunning:
 
     def close(self) -> None:
         self.channel.close()
+
+
+class PlayedIsolation:
+    """Starts workers that play scripts, one after the other; the last script is played again."""
+
+    name = "process"
+    limits = False
+
+    def __init__(
+        self, *scripts: Sequence[Step], read_only: bool = False, inside: Observer | None = None
+    ) -> None:
+        self.jobs: list[Job] = []
+        self.steps: list[str] = []
+        self.leftovers: list[str] = []
+        self.stderr_tail = b""
+        self._scripts = deque(scripts)
+        self._inside = inside
+        self._read_only = read_only
+
+    def check(self) -> None:
+        self.steps.append("check")
+
+    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
+        self.steps.append("prepare")
+        progress("building")
+
+    def added_code(self, job: Job, /) -> list[str]:
+        return [f"added for {job.cell.model.title}"]
+
+    def start(self, job: Job) -> FakeRunning:
+        self.jobs.append(job)
+        script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
+        running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
+        running.read_only = self._read_only
+        return running
+
+    def start_command(
+        self,
+        _cell: Cell,
+        _folder: str,
+        _streams: Streams,
+        _mounts: Sequence[str] = (),
+        _throttled_device: str = "",
+    ) -> Any: ...
+
+    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+        self.steps.append("remove stale")
+        return self.leftovers
+
+    def describe(self) -> dict[str, str]:
+        return {"engine": "played"}
 
 
 def memory(mib: int, **changes: Any) -> dict[str, Any]:

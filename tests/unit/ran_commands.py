@@ -8,7 +8,7 @@ from typing import Any
 from factories import ENVIRONMENT, START_NS
 
 from weighin.cell import Cell
-from weighin.record import (
+from weighin.result import (
     SCHEMA,
     Cost,
     Kill,

@@ -10,7 +10,7 @@ from fakes import FakeRunning, begin, done, loaded, phase, ready
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
 from weighin.probes import observer
-from weighin.record import Result, Sample
+from weighin.result import Result, Sample
 from weighin.run.supervisor import Watch
 
 JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=2.5)

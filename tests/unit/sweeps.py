@@ -6,7 +6,7 @@ from typing import Any
 
 from factories import ENVIRONMENT, MODEL_BYTES, make_cell
 
-from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result
+from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000

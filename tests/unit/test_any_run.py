@@ -11,7 +11,6 @@ from rich.console import Console
 from test_html import Page
 from test_run_folder import results as any_result
 
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import exports
 from weighin.report.html_page import render
@@ -20,6 +19,7 @@ from weighin.report.sections import terminal_table
 from weighin.report.summary import paragraphs
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
+from weighin.result import Result
 
 
 @given(st.lists(any_result, max_size=4))

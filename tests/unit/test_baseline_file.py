@@ -14,9 +14,9 @@ from weighin.errors import ConfigError, HarnessError, SchemaTooNew
 from weighin.gate import baseline, freeze
 from weighin.gate.baseline import read
 from weighin.gate.freeze import update
-from weighin.record import Outcome
 from weighin.records.metrics import METRICS, Tolerance
 from weighin.records.series import Figure, Series, SeriesRun, summarise
+from weighin.result import Outcome
 from weighin.units import GIB, MIB
 
 SERIES = {

@@ -13,11 +13,11 @@ from test_notebook import gpu_cell
 from pages.agreement import markdown_agreement
 from pages.notebook import markdown_notebook
 from pages.relative import markdown_relative
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import captions, floors, passes, survival
 from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
+from weighin.result import Result
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 FIRST = "d71778a29df10d4156e90df353546738e2f4fe82"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from command_records import PID, made, process, samples_of, stack
 
-from weighin.record import Kill, OpenFile, Outcome, Peaks, Result, Sample
 from weighin.records.explanation import Cause, cause_of
 from weighin.records.explanation.causes import RULES
+from weighin.result import Kill, OpenFile, Outcome, Peaks, Result, Sample
 from weighin.units import MIB
 
 TORCH = "/v/lib/python3.11/site-packages/torch"
@@ -353,3 +353,212 @@ def test_a_small_command_and_a_record_without_evidence_have_no_cause() -> None:
     assert cause_of(made()) is None
     assert found(*killed([20 * MIB], stacks=(stack(20 * MIB, *LOADS),))) is None
     assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def name_of(case: tuple[Result, list[Sample]]) -> str:
+    """Return the name of a command's cause; empty if there is none."""
+    cause = found(*case)
+    return cause.name if cause else ""
+
+
+def sizes(*mib: float) -> list[int]:
+    return [round(each * MIB) for each in mib]
+
+
+@pytest.mark.parametrize(
+    ("anon", "shmem", "name"),
+    [
+        (24 * MIB, 24 * MIB, "shared memory"),  # 48 MiB in all, of which a half is shared
+        (24 * MIB, 24 * MIB - 1, ""),
+        (100 * MIB, 100 * MIB, "shared memory"),
+        (100 * MIB + 2, 100 * MIB, ""),
+    ],
+)
+def test_the_bounds_of_shared_memory(anon: int, shmem: int, name: str) -> None:
+    assert name_of(killed([anon], shmem=shmem)) == name
+
+
+@pytest.mark.parametrize(
+    ("first", "child", "name"),
+    [(30, 70, "a child"), (31, 69, ""), (8, 40, "a child"), (7.99, 40, ""), (70, 30, "")],
+)
+def test_a_child_holds_it_from_70_percent_of_48_mib_on(first: float, child: int, name: str) -> None:
+    processes = (
+        process(anon=round(first * MIB)),
+        process(101, anon=child * MIB, command="python worker.py"),
+    )
+    assert name_of(killed(sizes(first + child), processes=processes)) == name
+
+
+@pytest.mark.parametrize(
+    ("peak", "held", "name"),
+    [
+        (300 * MIB, 150 * MIB, "page cache only"),
+        (300 * MIB, 150 * MIB + 1, ""),
+        (48 * MIB, 5 * MIB, "page cache only"),
+        (48 * MIB - 1, 5 * MIB, ""),
+    ],
+)
+def test_the_bounds_of_page_cache(peak: int, held: int, name: str) -> None:
+    result, (sample,) = cached(held)
+    file = peak - held
+    sample = replace(sample, cgroup_bytes=peak, cgroup_file_bytes=file)
+    result = replace(result, peaks=Peaks(cgroup_bytes=peak))
+    assert name_of((result, [sample])) == name
+    assert name_of((replace(result, peaks=Peaks()), [sample])) == ""
+
+
+@pytest.mark.parametrize(("highest", "name"), [(175, "copy-on-write"), (176, "")])
+def test_what_children_add_themselves_is_no_copy(highest: int, name: str) -> None:
+    """Three children hold 330 MiB: 140 MiB as their parent, and a quarter of it must be copies."""
+    assert name_of(forked(hi=highest * MIB)) == name
+
+
+@pytest.mark.parametrize(
+    ("together", "name"), [(48 * MIB + 1, "copy-on-write"), (48 * MIB, "a child")]
+)
+def test_one_forked_process_copies_too(together: int, name: str) -> None:
+    processes = (
+        process(anon=0, highest_rss_bytes=10 * MIB),
+        process(101, anon=together, parent=PID, highest_rss_bytes=10 * MIB),
+    )
+    case = killed([together], processes=processes)
+    assert name_of(case) == name
+    if name == "copy-on-write":
+        cause = found(*case)
+        assert cause and cause.words.startswith("Copy-on-write: a forked process wrote to pages")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "held", "name"),
+    [(224, 299, 300, "import"), (225, 299, 300, ""), (51, 99, 100, "import"), (52, 99, 100, "")],
+)
+def test_an_import_takes_a_quarter_and_48_mib(first: int, last: int, held: int, name: str) -> None:
+    stacks = (stack(first * MIB, *IMPORTS), stack(last * MIB, *IMPORTS))
+    assert name_of(killed(sizes(held), stacks=stacks)) == name
+
+
+def test_an_import_by_nobodys_line_names_the_module_alone() -> None:
+    frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:4])
+    case = killed([300 * MIB], stacks=(stack(30 * MIB, *frames), stack(299 * MIB, *frames)))
+    cause = found(*case)
+    assert cause and cause.words == "Most of it came while x/a.py was imported."
+    inner = tuple(stack(mib * MIB, *IMPORTS[2:]) for mib in (30, 299))
+    assert name_of(killed([300 * MIB], stacks=inner)) == ""
+
+
+@pytest.mark.parametrize(("anon", "name"), [((100, 300, 395), "two copies"), ((100, 300, 394), "")])
+def test_two_copies_grow_by_115_percent_of_what_was_read(anon: tuple[int, ...], name: str) -> None:
+    assert name_of(loading(anon=sizes(*anon))) == name
+
+
+@pytest.mark.parametrize(
+    ("anon", "name"),
+    [
+        ((100, 400, 465), "two copies"),
+        ((100, 400, 464), ""),  # a quarter of the file at most
+        ((100, 257, 340), "two copies"),
+        ((100, 256, 340), ""),  # no model of its size was there before
+    ],
+)
+def test_the_bounds_of_a_model_beside_what_is_read(anon: tuple[int, ...], name: str) -> None:
+    builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
+    late = replace(WEIGHTS, seen_ns=200_000_000)
+    case = killed(
+        sizes(*anon),
+        processes=(process(anon=anon[-1] * MIB, files=(late,)),),
+        stacks=(stack(200 * MIB, *builds), stack((anon[-1] - 1) * MIB, *READS)),
+    )
+    assert name_of(case) == name
+
+
+def test_a_model_of_another_process_is_no_copy_of_this_one() -> None:
+    builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
+    late = replace(WEIGHTS, seen_ns=200_000_000)
+    case = killed(
+        sizes(100, 400, 500),
+        processes=(process(anon=500 * MIB, files=(late,)),),
+        stacks=(stack(200 * MIB, *builds, pid=101), stack(499 * MIB, *READS)),
+    )
+    assert name_of(case) == ""
+
+
+@pytest.mark.parametrize(
+    ("anon", "name"), [((100, 150, 248), "dtype conversion"), ((100, 150, 247), "")]
+)
+def test_a_conversion_grows_by_115_percent_of_what_was_read(
+    anon: tuple[int, ...], name: str
+) -> None:
+    assert name_of(converting("x = x.float()", sizes(*anon))) == name
+
+
+def test_a_conversion_without_a_file_has_no_cause() -> None:
+    place = stack(300 * MIB, "<module> (load.py:10)", code="x = x.float()")
+    assert name_of(killed(sizes(10, 300), stacks=(place,))) == ""
+
+
+@pytest.mark.parametrize(("size", "name"), [(264, "a whole file"), (263, "")])
+def test_a_whole_file_is_no_smaller_than_what_came(size: int, name: str) -> None:
+    """The memory grew by 290 MiB; strings and buffers may take a tenth more than the file."""
+    assert name_of(reading("file.read()", replace(BIG, size_bytes=size * MIB))) == name
+
+
+def rising(levels: list[int], step_ns: int = 100_000_000, stacks: int = 4) -> str:
+    """The cause of a growth through these levels, in MiB, while one line runs."""
+    result, _ = growing(sizes(*levels), *[9] * stacks)
+    samples = samples_of(sizes(*levels), step_ns=step_ns)
+    assert result.ran
+    return name_of((replace(result, ran=replace(result.ran, peak_ns=samples[-1].t_ns)), samples))
+
+
+def test_the_bounds_of_a_steady_growth() -> None:
+    assert rising([60 + 20 * n for n in range(13)]) == "growth"
+    assert rising([60 + 20 * n for n in range(12)]) == "growth"
+    assert rising([60 + 20 * n for n in range(11)]) == ""  # too few samples
+    assert rising([60 + 20 * n for n in range(13)], step_ns=25_000_000) == "growth"
+    assert rising([60 + 20 * n for n in range(13)], step_ns=24_900_000) == ""  # less than 0.3 s
+    assert rising([60 + 20 * n for n in range(13)], stacks=3) == "growth"
+    assert rising([60 + 20 * n for n in range(13)], stacks=2) == ""
+    assert rising([12 + 4 * n for n in range(13)]) == "growth"  # by 48 MiB
+    assert rising([11 + 3 * n for n in range(16)]) == ""  # by 45 MiB
+
+
+def test_a_growth_whose_quarters_differ_too_much_is_not_steady() -> None:
+    def quarters(*grown: int) -> list[int]:
+        levels = [100]
+        for each in grown:
+            levels += [levels[-1] + each * n // 4 for n in range(1, 5)]
+        return levels
+
+    assert rising(quarters(60, 60, 60, 60)) == "growth"
+    assert rising(quarters(100, 100, 21, 19)) == ""  # less than a third of the mean
+    assert rising(quarters(100, 100, 24, 24)) == "growth"
+    assert rising(quarters(120, 60, 40, 30)) == "growth"
+    assert rising(quarters(126, 50, 40, 36)) == ""  # twice the mean
+
+
+@pytest.mark.parametrize(("limit", "ram"), [(600 * MIB, " --ram 600MiB"), (None, "")])
+def test_the_command_to_type_has_the_limit_of_the_command(limit: int | None, ram: str) -> None:
+    result, samples = loading()
+    result = replace(result, cell=replace(result.cell, ram_limit_bytes=limit))
+    cause = found(result, samples)
+    assert cause and cause.hint.endswith(f"weighin recommend '/data/my weights.pt'{ram}")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "maps"),
+    [(".pt", True), (".pth", True), (".bin", True), (".ckpt", True), (".safetensors", False)],
+)
+def test_only_files_of_torch_are_mapped_by_torch(suffix: str, maps: bool) -> None:
+    cause = found(*loading((replace(WEIGHTS, path=f"/data/w{suffix}"),)))
+    assert cause and ("mmap=True" in cause.hint) == maps
+
+
+def test_copies_are_also_made_by_copy_() -> None:
+    result, samples = loading()
+    assert result.ran
+    place = stack(539 * MIB, "<module> (load.py:14)", code="target.copy_(source)")
+    copied = replace(result, ran=replace(result.ran, stacks=(place,)))
+    assert name_of((copied, samples)) == "two copies"
+    other = replace(place, code="target = source")
+    assert name_of((replace(result, ran=replace(result.ran, stacks=(other,))), samples)) == ""

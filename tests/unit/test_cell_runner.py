@@ -1,7 +1,7 @@
 """One cell, from an isolation's start to a Result: what is written beside the record."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,57 +9,17 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import FakeRunning, Silent, done, event, ready
+from fakes import PlayedIsolation, Silent, done, event, ready
 from scripts import BASELINE, JOB
 
-from weighin.cell import Cell, Job
-from weighin.isolation.base import Streams
+from weighin.cell import Job
 from weighin.probes import page_cache
 from weighin.probes.observer import Observation
-from weighin.record import Outcome
 from weighin.records import sources
+from weighin.result import Outcome
 from weighin.run import page_preconditioning
 from weighin.run.cell_runner import Setting, measure, take
 from weighin.units import MIB
-
-
-class _Isolation:
-    """Starts a worker that plays a script."""
-
-    name = "process"
-    limits = False
-
-    def __init__(self, script: list[Any], *, read_only: bool = False, inside: Any = None) -> None:
-        self._script = script
-        self._inside = inside
-        self._read_only = read_only
-
-    def check(self) -> None: ...
-
-    def prepare(self, _progress: Any = None, /) -> None: ...
-
-    def added_code(self, _job: Job, /) -> list[str]:
-        return []
-
-    def start(self, job: Job) -> Any:
-        running = FakeRunning(self._script, inside=self._inside)
-        running.read_only = self._read_only
-        return running
-
-    def start_command(
-        self,
-        _cell: Cell,
-        _folder: str,
-        _streams: Streams,
-        _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
-    ) -> Any: ...
-
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        return []
-
-    def describe(self) -> dict[str, str]:
-        return {}
 
 
 def traced(requested_peak: int, run: Path) -> Any:
@@ -73,7 +33,7 @@ def traced(requested_peak: int, run: Path) -> Any:
         ready(),
         done(),
     ]
-    return measure(Setting(_Isolation(script), run, {}), replace(JOB, trace=True), [], None)
+    return measure(Setting(PlayedIsolation(script), run, {}), replace(JOB, trace=True), [], None)
 
 
 def test_a_trace_is_written_beside_the_record(tmp_path: Path) -> None:
@@ -100,7 +60,7 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
 
     def measured(job: Job) -> str | None:
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        return measure(Setting(_Isolation(script), tmp_path, {}), job, [], None).sources_hash
+        return measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None).sources_hash
 
     first = measured(job)
     assert first == sources.hashed(mine, job.cell) == measured(job)
@@ -112,7 +72,7 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
 
 def test_a_cell_without_a_trace_has_no_file(tmp_path: Path) -> None:
     script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(Setting(_Isolation(script), tmp_path, {}), JOB, [], None)
+    result = measure(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [], None)
     assert result.trace_path is None
     assert list(tmp_path.iterdir()) == []
 
@@ -130,7 +90,7 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
 
     monkeypatch.setattr(page_preconditioning, "held", held)
     monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
-    script = [
+    script: list[Any] = [
         lambda: seen.append("imports torch"),
         fakes.baseline(),
         lambda: seen.append("loads"),
@@ -138,7 +98,7 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
         ready(),
         done(),
     ]
-    result = measure(Setting(_Isolation(script), tmp_path, {}, steady=True), JOB, [], 100)
+    result = measure(Setting(PlayedIsolation(script), tmp_path, {}, steady=True), JOB, [], 100)
     assert seen == ["holds 300 and leaves 0", "imports torch", "gives back", "loads"]
     assert result.touched_bytes_before == 300
 
@@ -156,7 +116,7 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
     monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
     for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        setting = Setting(_Isolation(script), tmp_path, {}, steady=True)
+        setting = Setting(PlayedIsolation(script), tmp_path, {}, steady=True)
         measure(setting, replace(JOB, cell=cell), [], 100)
     assert asked == [(300, 100), (300, 100)]
 
@@ -180,7 +140,7 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda _: left)
     script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(Setting(_Isolation(script), tmp_path, {}), JOB, [], None)
+    result = measure(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [], None)
     assert result.cached_bytes_at_start == left
     assert result.warnings == warnings
 
@@ -190,7 +150,7 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
         def look(self) -> Observation:
             return Observation(escape="left its cgroup")
 
-    setting = Setting(_Isolation([*BASELINE, done()], inside=Escaped()), tmp_path, {})
+    setting = Setting(PlayedIsolation([*BASELINE, done()], inside=Escaped()), tmp_path, {})
     result = measure(setting, JOB, [], None)
     assert (result.outcome, result.message) == (
         Outcome.STRATEGY_FAILED,
@@ -224,11 +184,68 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     checkpoint = tmp_path / "model.pt"
     checkpoint.write_bytes(b"old")
     (tmp_path / "new").write_bytes(b"old")
-    script = [*BASELINE, lambda: change(checkpoint), done()]
-    setting = Setting(_Isolation(script, read_only=read_only), tmp_path, {})
+    script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
+    setting = Setting(PlayedIsolation(script, read_only=read_only), tmp_path, {})
     measured = take(setting, JOB, [checkpoint], None)
     assert measured.changed == (checkpoint,)
     assert measured.result.outcome is outcome
     assert measured.result.message == (
         f"{who} changed the checkpoint's files during the cell: model.pt; it ended with ok"
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, ..."), (5, "0, 1, 2, ...")]
+)
+def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: str) -> None:
+    files = [tmp_path / str(number) for number in range(count)]
+    for file in files:
+        file.touch()
+    script: list[Any] = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
+    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, files, None).result
+    assert result.message == (
+        f"the strategy changed the checkpoint's files during the cell: {named}; it ended with ok"
+    )
+
+
+def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
+    (file := tmp_path / "a").touch()
+    script: list[Any] = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
+    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [file], None).result
+    assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
+
+
+def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
+    (file := tmp_path / "model.pt").touch()
+    job = replace(JOB, checkpoint=str(file))
+    script = [fakes.baseline(), fakes.phase("read"), fakes.loaded(), ready(), done()]
+    entered: list[str] = []
+    setting = Setting(PlayedIsolation(script), tmp_path, {"cpu": "x"}, on_phase=entered.append)
+    result = measure(setting, job, [file], 700)
+    assert (result.model_bytes, result.touched_bytes_before) == (700, None)
+    assert result.cost and 0 < result.cost.wall_ns < 600 * 10**9
+    assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
+    assert result.environment["cpu"] == "x"
+    assert result.environment["torch"] == fakes.ENVIRONMENT["torch"]
+    assert {"storage", "read_ahead_bytes"} <= result.environment.keys()
+    assert (result.samples_path, result.trace_path, result.stopped) == (None, None, None)
+    without = measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None)
+    assert "storage" not in without.environment
+
+
+def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
+    class Broken(Silent):
+        def look(self) -> Observation:
+            raise RuntimeError("odd")
+
+    started: list[fakes.FakeRunning] = []
+
+    class Noting(PlayedIsolation):
+        def start(self, job: Job) -> fakes.FakeRunning:
+            started.append(super().start(job))
+            return started[-1]
+
+    setting = Setting(Noting([*BASELINE, done()], inside=Broken()), tmp_path, {})
+    with pytest.raises(RuntimeError, match="odd"):
+        measure(setting, JOB, [], None)
+    assert started[0].channel.closed == 1

@@ -10,7 +10,7 @@ import pytest
 
 from weighin.probes import cgroup, mounts, storage
 from weighin.probes import process as process_memory
-from weighin.record import Memory
+from weighin.result import Memory
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
 HYBRID = "hybrid-6.18"

@@ -11,8 +11,8 @@ from test_evaluate import STREAMING, grown
 from weighin.cli import app
 from weighin.errors import HarnessError
 from weighin.gate import check
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 
 
 def run_of(folder: Path, *results: Result) -> Path:

@@ -11,7 +11,7 @@ from typed_verbs import VERBS, prepare
 
 from weighin.cli import app
 from weighin.errors import ConfigError
-from weighin.record import Outcome
+from weighin.result import Outcome
 
 KEYS = {
     "doctor": {"holds_a_limit", "capabilities"},

@@ -8,9 +8,9 @@ from ran_commands import RAN, make_command, make_killed, make_ran
 
 from weighin.errors import ConfigError
 from weighin.gate.expected import parse
-from weighin.record import Memory, Outcome, Phase, Result
 from weighin.records.metrics import METRICS, phases_of_load
 from weighin.records.series import SeriesRun, summarise
+from weighin.result import Memory, Outcome, Phase, Result
 from weighin.units import MIB
 
 NAME = "command train.py as_found cgroup ram=none"

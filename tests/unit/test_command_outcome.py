@@ -7,7 +7,7 @@ import pytest
 from ran_commands import make_command
 
 from weighin.isolation.base import Exit
-from weighin.record import Kill, Outcome
+from weighin.result import Kill, Outcome
 from weighin.run.command_outcome import Facts, judge, with_limits
 from weighin.units import MIB
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from weighin.errors import ConfigError
-from weighin.record import Mark
+from weighin.result import Mark
 from weighin.run.command_output import MOST_MARKS, Relay
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing

@@ -14,7 +14,6 @@ from ran_commands import RAN, make_command, make_killed, make_ran, write_command
 from rich.console import Console
 
 from pages import freshness
-from weighin.record import Outcome, Process, Result
 from weighin.records.floor import floors
 from weighin.records.run_folder import decode
 from weighin.records.series import name_of
@@ -36,6 +35,7 @@ from weighin.report.run_json import of_run
 from weighin.report.sections import terminal_table
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
+from weighin.result import Outcome, Process, Result
 from weighin.units import MIB
 
 OF_LOADS = ("model", "dtype", "format", "device", "import", "x model", "peak RSS", "load")

@@ -9,8 +9,9 @@ from test_check import run_of, typed
 from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
-from weighin.gate.compare import compare, compare_machines, write_markdown
-from weighin.record import Outcome, Result
+from weighin.gate.compare import as_json, compare, compare_machines, write_markdown
+from weighin.result import Outcome, Result
+from weighin.units import GIB
 
 
 def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:
@@ -140,3 +141,49 @@ def test_machines_of_one_kind_cannot_be_compared(runs: list[Path]) -> None:
         "cannot compare machines: the records come from 1 kind of machine\n"
         "name runs that were measured on two kinds of machine or more, or leave out --by machine"
     )
+
+
+def test_a_comparison_as_json_has_every_figure(runs: list[Path]) -> None:
+    found = as_json(compare(runs, ["above_import", "ready"]))
+    assert found["runs"][0] == "A = main: commit aaaaaaaaaa, torch 2.13.0"
+    assert found["common"] == "gpt2-xl float32 cpu cold docker ram=8GiB"
+    assert (found["warnings"], len(found["rows"])) == ([], 6)
+    first, _, outcome, lacking = found["rows"][:4]
+    (compared,) = first.pop("compared")
+    assert first == {
+        "series": "streaming", "metric": "above_import", "texts": ["6.450 GiB", "6.770 GiB"],
+    }  # fmt: skip
+    assert (compared["unit"], compared["changed_beyond_noise"]) == ("bytes", True)
+    assert compared["now"] - compared["before"] == pytest.approx(0.32 * GIB, rel=0.01)
+    assert (outcome["texts"], outcome["compared"]) == (["ok", "oom_killed"], [None])
+    assert (lacking["texts"][1], lacking["compared"]) == (None, [None])
+    assert found["rows"][1]["compared"][0]["changed_beyond_noise"] is False
+
+
+@pytest.mark.parametrize("count", [0, 1, 27])
+def test_two_to_26_runs_can_be_compared(runs: list[Path], count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"cannot compare {count} run{'s' * (count != 1)}\n"):
+        compare([runs[0]] * count)
+    assert len(compare([runs[0]] * 26).headings) == 26
+    assert len(compare([runs[0]] * 2).headings) == 2
+
+
+def test_each_later_run_is_compared_with_the_first(runs: list[Path], tmp_path: Path) -> None:
+    third = run_of(tmp_path / "third", make_result(make_cell("baseline"), SCRIPTS["streaming"]))
+    comparison = compare([*runs, third], ["above_import"])
+    texts = {(row.series, row.what): row.texts for row in comparison.rows}
+    assert texts["streaming", "above_import"] == ("6.450 GiB", "6.770 GiB", None)
+    assert texts["streaming", "outcome"] == ("ok", "ok", None)
+    assert texts["baseline", "above_import"] == ("6.450 GiB", None, "6.450 GiB")
+    (row,) = [
+        one for one in comparison.rows if (one.series, one.what) == ("baseline", "above_import")
+    ]
+    assert row.lines[0] is None and row.lines[1] and row.lines[1].now == row.lines[1].was
+
+
+def test_warnings_about_records_are_told_once(runs: list[Path]) -> None:
+    with (runs[0] / "records.jsonl").open("a") as file:
+        file.write('{"schema": 1, "ce')
+    warnings = compare([runs[0], runs[0]]).warnings
+    assert len(warnings) == 1
+    assert "line 3 is incomplete" in warnings[0]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from weighin import cell, record
+from weighin import cell, result
 from weighin.records.run_folder import Plan
 from weighin.run.command_settings import CommandSettings
 
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
-    cell.Cell, cell.Job, cell.ModelSpec, record.Sample, record.Memory, record.Phase, record.Peaks,
-    record.Faults, record.Pressure, record.Cost, record.Result, record.Written, record.Use, Plan,
-    record.Ran, record.Process, record.OpenFile, record.Kill, record.Mark, record.Stack, record.Track,
+    cell.Cell, cell.Job, cell.ModelSpec, result.Sample, result.Memory, result.Phase, result.Peaks,
+    result.Faults, result.Pressure, result.Cost, result.Result, result.Written, result.Use, Plan,
+    result.Ran, result.Process, result.OpenFile, result.Kill, result.Mark, result.Stack, result.Track,
     CommandSettings,
 )  # fmt: skip
 
@@ -30,8 +30,8 @@ def test_every_field_is_in_the_contract(kind: type) -> None:
 
 
 def test_every_outcome_is_in_the_contract() -> None:
-    assert [o for o in record.Outcome if f"| `{o}` |" not in CONTRACT] == []
+    assert [o for o in result.Outcome if f"| `{o}` |" not in CONTRACT] == []
 
 
 def test_the_contract_is_of_this_schema() -> None:
-    assert f"This is schema **{record.SCHEMA}**" in CONTRACT
+    assert f"This is schema **{result.SCHEMA}**" in CONTRACT

@@ -6,7 +6,7 @@ from factories import make_cell, make_result, make_skipped
 
 from pages.converting import HEADINGS, markdown_converting
 from weighin.cell import ModelSpec
-from weighin.record import Memory, Peaks
+from weighin.result import Memory, Peaks
 from weighin.units import MIB
 
 

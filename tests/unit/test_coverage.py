@@ -8,10 +8,10 @@ from factories import make_cell, make_result
 
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import floors
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 STRATEGIES = ("baseline", "sequential", "meta_copy", "streaming")

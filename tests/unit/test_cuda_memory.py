@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weighin.record import Memory, Phase
+from weighin.result import Memory, Phase
 from weighin.units import GIB
 from weighin.worker.cuda import CudaMemory, is_out_of_memory
 

@@ -18,12 +18,12 @@ from weighin.disk.pace import Pace, Schedule
 from weighin.errors import ConfigError
 from weighin.probes import mounts, storage
 from weighin.protocol import decode_job, encode_job
-from weighin.record import Result
 from weighin.records.series import name_of
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import slow_disks, writing
 from weighin.report.findings import markdown
 from weighin.report.rows import series, values
+from weighin.result import Result
 from weighin.suite.config import check_suite
 from weighin.units import (
     MIB,

@@ -12,11 +12,11 @@ from weighin.gate import baseline, budgets
 from weighin.gate.baseline import Baseline, Rules, default_rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
-from weighin.gate.lines import GateResult, Line, LineVerdict
-from weighin.record import Outcome, Result
-from weighin.records.machine import settings_of
+from weighin.gate.lines import GateResult, Growth, Line, LineVerdict
+from weighin.records.machine import CONCURRENT, settings_of
 from weighin.records.metrics import METRICS, Tolerance
 from weighin.records.series import Figure, Series, SeriesRun, name_of, summarise
+from weighin.result import Outcome, Result
 from weighin.units import GIB, MIB
 
 STREAMING = make_cell("streaming", format="safetensors")
@@ -396,3 +396,152 @@ def figure_line(
 ) -> Line:
     [line] = [one for one in judge_series(was, now, tolerance).lines if one.metric]
     return line
+
+
+def grew(
+    *steps: int, was: int | None = 100, now: int | None = 200, metric: str = "peak_rss"
+) -> str:
+    """The phase that explains a growth, of phases a, b, ... that grew by these steps."""
+    phases = tuple(
+        Growth(name, 10, 10 + step, step) for name, step in zip("abcd", steps, strict=False)
+    )
+    line = Line(
+        LineVerdict.SAME, "s", metric, metric=METRICS[metric], was=was, now=now, phases=phases
+    )
+    return line.grown.phase if line.grown else ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [
+        ((49, 50), "b"),  # from half of the growth on
+        ((150, 50), "a"),  # up to one and a half of it
+        ((151, 50), "b"),
+        ((151, 400), "b"),  # none is about as much: the largest
+        ((10, 49, 20), "b"),
+        ((0, -5), ""),
+        ((0, 1), "b"),
+        ((), ""),
+    ],
+)
+def test_the_first_phase_that_grew_by_about_as_much_explains_a_growth(
+    steps: tuple[int, ...], phase: str
+) -> None:
+    assert grew(*steps) == phase
+
+
+def test_only_a_growth_is_explained_and_a_time_by_its_largest_part() -> None:
+    assert grew(100, was=200, now=200) == grew(100, was=201, now=200) == ""
+    assert grew(100, was=None) == grew(100, now=None) == ""
+    assert grew(100, 300, metric="ready") == "b"
+
+
+def test_the_worst_figure_that_passes_is_said() -> None:
+    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(90, 100, 110)})}
+    found = {}
+    for direction in ("lower", "higher", "both"):
+        tolerance = Tolerance(0.0, 5, direction)
+        lines = [figure_line(was, one_series(peak_rss=now), tolerance) for now in (130, 60)]
+        found[direction] = [(line.allowed, line.excess) for line in lines]
+    assert found == {
+        "lower": [(115, 0.15), (115, -0.55)],
+        "higher": [(85, -0.45), (85, 0.25)],
+        "both": [(115, 0.15), (85, 0.25)],
+    }
+
+
+def test_a_new_phase_counts_from_the_highest_of_before_and_a_time_from_nothing() -> None:
+    def phases(**figures: dict[str, int]) -> dict[str, Series]:
+        values = {"peak_rss": Figure(10, 10, 10), "ready": Figure(1, 1, 1)}
+        return {"s": Series("ok", 1, figures=values, phases=figures)}
+
+    was = phases(read={"peak_rss": 50, "time": 5}, apply={"peak_rss": 70}, odd={})
+    now = phases(read={"peak_rss": 60, "time": 7}, new={"peak_rss": 90, "time": 4}, odd={"x": 1})
+    lines = {line.what: line.phases for line in judge_series(was, now).lines if line.metric}
+    assert lines["peak_rss"] == (Growth("read", 50, 60, 10), Growth("new", None, 90, 20))
+    assert lines["ready"] == (Growth("read", 5, 7, 2), Growth("new", None, 4, 4))
+
+
+def test_lines_come_in_the_order_of_their_verdicts_and_of_their_excess() -> None:
+    budgets_of = tuple(budgets.parse(f"peak_rss <= {bound}") for bound in (90, 50, 200, 100))
+    series = one_series(peak_rss=100)
+    lines = evaluate(None, Rules({}, budgets_of), {}, series).lines
+    assert [(line.allowed, line.verdict) for line in lines] == [
+        (50, LineVerdict.OVER_BUDGET),
+        (90, LineVerdict.OVER_BUDGET),
+        (100, LineVerdict.SAME),
+        (200, LineVerdict.SAME),
+    ]
+    assert [line.excess for line in lines] == [1.0, 10 / 90, 0.0, -0.5]
+    assert {line.was for line in lines} == {50, 90, 100, 200}
+
+
+@pytest.mark.parametrize("where", ["was", "now"])
+def test_times_of_cells_that_ran_at_once_are_not_judged(where: str) -> None:
+    was, now = make_result(STREAMING), make_result(STREAMING)
+    at_once = replace(was, environment=was.environment | {CONCURRENT: 2})
+    before, after = ([at_once], [now]) if where == "was" else ([was], [at_once])
+    judgement = judged(before, after)
+    assert judgement.notes == ("times are not judged: several cells ran at once (--jobs)",)
+    assert "ready" not in verdicts(judgement)
+
+
+def test_figures_of_cells_that_are_not_ok_and_models_of_unknown_size() -> None:
+    ok = one_series(peak_rss=5)["s"]
+    for was, now in ((replace(ok, outcome="timeout"), ok), (ok, replace(ok, outcome="timeout"))):
+        assert [line.what for line in judge_series({"s": was}, {"s": now}).lines] == ["outcome"]
+    for sizes in ((None, 5), (5, None), (5, 5)):
+        before, after = (replace(ok, model_bytes=size) for size in sizes)
+        found = verdicts(judge_series({"s": before}, {"s": after}))
+        assert found["peak_rss"] is LineVerdict.SAME
+
+
+def test_two_series_that_are_not_the_same_are_named() -> None:
+    [note] = judge_series({}, one_series(peak_rss=5)).notes
+    assert note == (
+        "the baseline and the run have no series in common: for example, the baseline has nothing,"
+        " and the run has s"
+    )
+    [note] = judge_series(one_series(peak_rss=5), {}).notes
+    assert note.endswith("the baseline has s, and the run has nothing")
+
+
+def test_a_limit_in_a_budget_that_some_series_do_not_have() -> None:
+    series = {name: replace(one_series(peak_rss=5)["s"], limit_bytes=limit) for name, limit in
+              (("a", 10), ("b", None), ("c", None))}  # fmt: skip
+    rules = Rules({}, (budgets.parse("peak_rss <= limit"),))
+    judgement = evaluate(None, rules, {}, series)
+    assert [(line.series, line.verdict) for line in judgement.lines] == [("a", LineVerdict.SAME)]
+    assert judgement.notes == ("peak_rss <= limit: no such figure for b, c",)
+    none = {name: one for name, one in series.items() if name != "a"}
+    [line] = evaluate(None, rules, {}, none).failed
+    assert line.text == "peak_rss <= limit: no measured series has this figure"
+    assert evaluate(None, rules, {}, none).notes == ()
+
+
+def test_an_outcome_that_is_new_or_expected_elsewhere() -> None:
+    failed = Series("timeout", 1, message="after 60 s")
+    expecting = Rules({}, expected=tuple(parse("s=timeout")))
+    known = baseline.Baseline(expecting, {}, {"s": failed})
+    ok = one_series(peak_rss=5)
+    [better] = evaluate(known, expecting, {}, ok).lines
+    assert better.text == "timeout -> ok; remove 's=timeout' from --expect"
+    before = baseline.Baseline(expecting, {}, ok)
+    [better] = evaluate(before, expecting, {}, ok).lines
+    assert better.text == "timeout expected -> ok; remove 's=timeout' from --expect"
+    nothing = baseline.Baseline(Rules({}), {}, one_series(peak_rss=5))
+    [_, new] = evaluate(nothing, Rules({}), {}, ok | {"t": failed}).lines[::-1]
+    assert (new.verdict, new.text) == (
+        LineVerdict.NOT_OK,
+        "timeout, and not in the baseline: after 60 s",
+    )
+
+
+def test_an_excess_is_a_share_of_the_bound_also_of_one_byte() -> None:
+    rules = Rules({}, (budgets.parse("peak_rss <= 1"),))
+    [line] = evaluate(None, rules, {}, one_series(peak_rss=3)).lines
+    assert (line.allowed, line.excess) == (1, 2.0)
+    line = figure_line(one_series(peak_rss=1), one_series(peak_rss=3), Tolerance(0.0, 0))
+    assert line.excess == 2.0
+    line = figure_line(one_series(peak_rss=0), one_series(peak_rss=3), Tolerance(0.0, 0))
+    assert line.excess == 3.0

@@ -8,7 +8,7 @@ import pytest
 
 from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
-from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
+from weighin.result import Cost, Faults, Memory, Outcome, Phase, Written
 from weighin.run.event_log import EventLog
 
 KILLED = Exit(None, signal=9)

@@ -8,7 +8,7 @@ from factories import make_cell, make_result
 from test_cli_help import shown
 
 from weighin import errors, exit_codes
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]

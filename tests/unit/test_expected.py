@@ -11,8 +11,8 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.gate import check, freeze
 from weighin.gate.expected import Expectation, parse
-from weighin.record import Outcome, Result
 from weighin.records.series import name_of
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"

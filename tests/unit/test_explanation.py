@@ -13,9 +13,9 @@ from command_records import PID, made, process, samples_of, stack
 from factories import make_result
 
 from weighin.probes.sampler import write_samples
-from weighin.record import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.records.explanation import answer, explain
 from weighin.report.run_json import of_run
+from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.units import GIB, MIB
 
 
@@ -287,3 +287,122 @@ def test_the_explanation_imports_no_table_library() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
+
+
+def test_the_kills_of_an_answer_are_counted() -> None:
+    def words(count: int, oom_kills: int, main: int = -1) -> str:
+        kills = tuple(Kill(PID + n, "x", is_main=n == main) for n in range(count))
+        result = made(Outcome.OOM_KILLED, limit=GIB, kills=kills, survived=main < 0)
+        line = explain(replace(result, oom_kills=oom_kills))[0]
+        return line.removeprefix("Killed by the limit of 1.00 GiB: the kernel killed ")
+
+    lived = ", and the first process lived on."
+    assert words(1, 1) == f"x (pid 100){lived}"
+    assert words(2, 1) == f"x (pid 100), x (pid 101){lived}"
+    assert words(2, 3) == f"x (pid 100), x (pid 101) and 1 more{lived}"
+    assert words(3, 0, 0) == "x (pid 100), x (pid 101) and 1 more, the first process among them."
+    assert words(1, 1, 0) == "x (pid 100), the first process."
+    kill = (Kill(PID, "x", is_main=False),)
+    assert "first process" not in explain(made(Outcome.OOM_KILLED, kills=kill, survived=False))[0]
+
+
+def test_kills_of_two_limits_name_neither() -> None:
+    kills = (Kill(PID, "x", is_main=True), Kill(101, "x", is_main=False, limit_of="unknown"))
+    assert explain(made(Outcome.OOM_KILLED, limit=GIB, kills=kills))[0].startswith(
+        "Killed for lack of memory: "
+    )
+    alone = made(Outcome.OOM_KILLED, kills=kills[:1])
+    assert explain(alone)[0].startswith("Killed for lack of memory: ")
+
+
+@pytest.mark.parametrize(
+    ("anon", "shmem", "kinds"),
+    [
+        (900 * MIB, 9 * MIB, "anonymous memory"),  # less than 1 % of both
+        (890 * MIB, 10 * MIB, "anonymous and shared memory (890 MiB and 10 MiB)"),
+        (9 * MIB, 900 * MIB, "shared memory"),
+        (10 * MIB, 890 * MIB, "anonymous and shared memory (10 MiB and 890 MiB)"),
+        (20 * MIB, MIB - 1, "anonymous memory"),  # less than 1 MiB
+        (20 * MIB, MIB, "anonymous and shared memory (20 MiB and 1.0 MiB)"),
+        (MIB - 1, 20 * MIB, "shared memory"),
+        (MIB, 20 * MIB, "anonymous and shared memory (1.0 MiB and 20 MiB)"),
+    ],
+)
+def test_a_need_names_the_kinds_of_memory_that_matter(anon: int, shmem: int, kinds: str) -> None:
+    result = made(needed=anon + shmem, processes=(process(anon=anon, shmem=shmem),))
+    assert f" of {kinds}, as sampled." in explain(result)[1]
+
+
+def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> None:
+    assert explain(made()) == ["It ended well."]
+    assert explain(replace(make_result(), ran=None)) == ["It lived under its limit of 8.00 GiB."]
+    assert explain(made(needed=5 * MIB)) == [
+        "It ended well.",
+        "It needs at least 5.0 MiB of anonymous and shared memory, as sampled.",
+    ]
+    assert explain(made(Outcome.SKIPPED)) == ["Ended: skipped."]
+
+
+@pytest.mark.parametrize(
+    ("peak", "is_limit"), [(294 * MIB, True), (294 * MIB - 1, False), (300 * MIB, True)]
+)
+def test_a_peak_is_the_limits_from_98_percent_on(peak: int, is_limit: bool) -> None:
+    result = made(limit=300 * MIB, needed=20 * MIB, peaks=Peaks(cgroup_bytes=peak))
+    assert ("is its limit and not a need" in explain(result)[1]) == is_limit
+    unlimited = made(needed=20 * MIB, peaks=Peaks(cgroup_bytes=peak))
+    assert "; its peak with page cache is " in explain(unlimited)[1]
+
+
+@pytest.mark.parametrize(("most", "is_named"), [(51, True), (50, False)])
+def test_a_process_with_more_than_half_of_the_memory_is_named(most: int, is_named: bool) -> None:
+    processes = (process(anon=most * MIB), process(101, anon=(100 - most) * MIB, parent=2))
+    said = explain(made(needed=100 * MIB, processes=processes))[1]
+    assert (" Most of it was in the first process." in said) == is_named
+    assert "Most" not in explain(made(needed=9 * MIB, processes=processes[:1]))[1]
+
+
+def test_a_mark_at_the_peak_is_the_last_one_before_it() -> None:
+    marks = (Mark(1, "epoch 1"), Mark(3, "epoch 2"))
+    for peak_ns, text in ((3, "epoch 2"), (2, "epoch 1"), (0, ""), (None, "")):
+        said = explain(made(needed=MIB, marks=marks, peak_ns=peak_ns))[1]
+        assert (f"after it printed {text!r}." in said) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("cached", "said"),
+    [
+        (MIB, "Page cache: at most 1.0 MiB of b.bin, a.bin and 1 more; "),
+        (MIB - 1, "Page cache: none; "),
+    ],
+)
+def test_page_cache_counts_from_1_mib_on_and_its_largest_files_are_named(
+    cached: int, said: str
+) -> None:
+    files = tuple(OpenFile(f"/{name}.bin", size) for name, size in (("c", 1), ("a", 2), ("b", 3)))
+    result = made(
+        needed=MIB,
+        peaks=Peaks(cgroup_bytes=5 * MIB, file_sampled_bytes=cached),
+        processes=(process(anon=MIB, files=files),),
+    )
+    assert said in explain(result)[1]
+
+
+def test_page_cache_without_files_is_said_only_if_there_is_any() -> None:
+    for peaks, cold, said in (
+        (Peaks(cgroup_bytes=5, file_sampled_bytes=0), (), False),
+        (Peaks(cgroup_bytes=5, file_sampled_bytes=MIB), (), True),
+        (Peaks(cgroup_bytes=5, file_sampled_bytes=0), ("/a",), True),
+        (Peaks(cgroup_bytes=5), ("/a",), False),
+        (Peaks(file_sampled_bytes=MIB), ("/a",), False),
+    ):
+        result = made(needed=MIB, peaks=peaks, cold=cold, processes=(process(anon=MIB),))
+        assert ("Page cache: " in "".join(explain(result))) == said
+    three = made(
+        needed=MIB, peaks=Peaks(cgroup_bytes=5, file_sampled_bytes=MIB), cold=("/a", "/b", "/c")
+    )
+    assert "Page cache: at most 1.0 MiB; /a, /b cold at the start." in explain(three)[1]
+
+
+def test_processes_of_one_command_line_that_were_left_are_counted() -> None:
+    result = made(ended=("sh", "/usr/bin/sleep 9", "sleep 9"))
+    assert explain(result)[0].endswith("at the end was ended: sleep 9 (2), sh.")

@@ -16,8 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from weighin import install
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.record import Outcome, Peaks, Result
 from weighin.report import exports
+from weighin.result import Outcome, Peaks, Result
 
 # https://bencher.dev/bmf.json, without its $id
 BMF = {

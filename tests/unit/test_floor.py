@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import Cell
-from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import KILLED, Aim, Bracket, bracket, floors
 from weighin.records.remaining import TYPICAL_CELLS, remaining_ns
 from weighin.records.verdict import Verdict
 from weighin.report.floors import as_dict
+from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
 from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)

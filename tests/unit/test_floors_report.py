@@ -10,7 +10,11 @@ from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
 from pages.agreement import markdown_agreement
-from weighin.record import (
+from weighin.report import html_page
+from weighin.report.findings import markdown
+from weighin.report.findings import terminal as findings_terminal
+from weighin.report.floors import found, has_data
+from weighin.result import (
     SCHEMA,
     Cost,
     Faults,
@@ -21,10 +25,6 @@ from weighin.record import (
     Result,
     Stopped,
 )
-from weighin.report import html_page
-from weighin.report.findings import markdown
-from weighin.report.findings import terminal as findings_terminal
-from weighin.report.floors import found, has_data
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000

@@ -11,12 +11,12 @@ from scripts import DONE, watched
 
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.foreign import parse_json, read_bytes
-from weighin.formats import no_model, pipeline
+from weighin.formats import pipeline, unknown_folder
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import read_folder
 from weighin.protocol import decode_event
-from weighin.record import OURS, Outcome
 from weighin.records import run_folder
+from weighin.result import OURS, Outcome
 from weighin.suite.config import read_suite
 from weighin.suite.yaml_file import read_mapping
 from weighin.worker.phases import named_by_strategy
@@ -134,7 +134,7 @@ def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None
         read_object(tmp_path / "model.safetensors.index.json", "")
     (tmp_path / "pipeline").mkdir()
     os.mkfifo(tmp_path / "pipeline" / pipeline.INDEX)
-    assert no_model.no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
+    assert unknown_folder.no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
 
 
 def test_a_models_configuration_may_hold_infinities_but_no_depth(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from test_expected import FAILED, WRONG, killed, ok
 
 from weighin.gate import baseline
 from weighin.gate.expected import Expectation
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.units import GIB
 
 KILLED = Expectation("baseline", Outcome.OOM_KILLED)

@@ -22,8 +22,8 @@ from weighin.gate.baseline import default_rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
 from weighin.gate.lines import GateResult
-from weighin.record import Outcome, Phase
 from weighin.records.series import SeriesRun, summarise
+from weighin.result import Outcome, Phase
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 

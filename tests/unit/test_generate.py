@@ -14,10 +14,10 @@ from weighin.checkpoint import generate
 from weighin.checkpoint import index as indexing
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, read_manifest
+from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.per_param import read_index
 from weighin.models.gpt2 import gpt2
-from weighin.models.skeleton import construct
 from weighin.models.tied import tied
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")

@@ -16,10 +16,10 @@ from rich.console import Console
 from weighin import install
 from weighin.cli import app
 from weighin.errors import ConfigError, RecordError, UnknownName
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report import history, history_plot
 from weighin.report.change_points import find_steps
+from weighin.result import Outcome, Result
 from weighin.units import GIB, MIB
 
 COMMITS = ["aaaaaaaaaaaa", "bbbbbbbbbbbb"]

@@ -210,3 +210,15 @@ def test_the_size_of_what_is_installed_is_that_of_its_files() -> None:
     size = wheels.installed_bytes((f"numpy=={version}",))
     assert 10 * MIB < size < 500 * MIB
     assert wheels.installed_bytes((f"numpy=={version}", "not-installed==1")) == size
+
+
+def test_a_build_needs_room_for_the_wheels_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 10 * GIB + 3 * MIB - 1)
+    engine = Engine(here, STEPS)
+    with pytest.raises(
+        IsolationUnavailable, match=r"needs 10\.003 GiB in .*, but only 10\.003 GiB"
+    ):
+        built(engine)
+    assert engine.built == []
+    free(monkeypatch, 10 * GIB + 3 * MIB)
+    assert built(engine)[-1] == "Step 2/2 : RUN"

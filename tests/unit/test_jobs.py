@@ -18,7 +18,7 @@ from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
-from weighin.record import Result
+from weighin.result import Result
 from weighin.run import runner
 from weighin.run.floor_search import Search
 from weighin.run.settings import RunSettings

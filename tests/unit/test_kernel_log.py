@@ -4,7 +4,7 @@ import pytest
 
 from weighin.probes import kernel_log
 from weighin.probes.kernel_log import parse_kills
-from weighin.record import Kill
+from weighin.result import Kill
 from weighin.units import KIB
 
 V1_6_18 = """\

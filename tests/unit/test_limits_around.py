@@ -13,7 +13,7 @@ from scripts import JOB
 from weighin.isolation import cgroup, delegation
 from weighin.isolation.cgroup import CgroupRunning
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from weighin import formats
 from weighin.checkpoint.piecewise import pieces_of
+from weighin.construction.skeleton import without_weights
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
 from weighin.loader.load import Granularity, load_streaming
-from weighin.models.skeleton import without_weights
 from weighin.models.tied import tied
 
 KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}

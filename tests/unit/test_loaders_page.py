@@ -5,7 +5,7 @@ from dataclasses import replace
 from factories import SCRIPTS, make_cell, make_result
 
 from pages.loaders import HEADINGS, page
-from weighin.record import SCHEMA, Outcome, Result
+from weighin.result import SCHEMA, Outcome, Result
 from weighin.units import MIB
 
 

@@ -13,9 +13,9 @@ from ran_commands import make_command, make_ran
 from weighin.cell import Cell
 from weighin.cli import app
 from weighin.errors import RecordError
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
+from weighin.result import Result
 from weighin.run.command_settings import CommandSettings
 from weighin.run.merge import merge
 from weighin.run.settings import RunSettings
@@ -156,3 +156,39 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
     whole = merge([first, second], Path("whole"))
     assert [result.cell for result in whole.results] == cells
     assert run_folder.read(Path("whole")).missing == 0
+
+
+def test_runs_without_a_common_division_have_no_missing_shards() -> None:
+    whole = Path("unsharded")
+    run_folder.write_plan(whole, PLAN, {"seed": 0})
+    run_folder.append(whole, result_of(PLAN[1]))
+    merged = merge([shard("1/4"), whole], Path("whole"))
+    assert (merged.missing_shards, merged.missing) == ((), (PLAN[2], PLAN[3]))
+    other = merge([shard("2/4"), shard("1/3")], Path("other"))
+    assert (other.missing_shards, other.missing) == ((), (PLAN[2],))
+
+
+def test_up_to_three_settings_that_differ_are_named() -> None:
+    changes: dict[str, Any] = {"seed": 1, "steady": True, "a": 1, "b": 2}
+    assert refused(shard("1/2"), shard("2/2", **changes)).startswith(
+        "shard-1-2 and shard-2-2 have different plans (a: None and 1; b: None and 2; seed: 0 and 1)\n"
+    )
+
+
+def test_the_same_cells_in_another_order_are_another_plan() -> None:
+    assert "4 and 4 cells, of which 0 are in one plan only in another order" in refused(
+        shard("1/2"), shard("2/2", PLAN[::-1])
+    )
+
+
+def test_a_plan_with_more_cells_names_one_of_them() -> None:
+    more = [*PLAN, make_cell("per_param", format="per_param")]
+    assert "4 and 5 cells, of which 1 are in one plan only, for example per_param" in refused(
+        shard("1/2"), shard("2/2", more)
+    )
+
+
+def test_parts_of_engines_that_differ_are_merged() -> None:
+    merged = merge([shard("1/2", engine={"jobs": 2}), shard("2/2")], Path("whole"))
+    assert merged.missing == ()
+    assert run_folder.read_plan(Path("whole")).settings == {"seed": 0}

@@ -10,8 +10,8 @@ from factories import make_result
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import BUILDER
-from weighin.record import IMPORT_TRANSFORMERS
 from weighin.records.metrics import phases_of_load
+from weighin.result import IMPORT_TRANSFORMERS
 from weighin.worker.model_package import import_model_package
 
 

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from weighin import install
+from weighin.construction.skeleton import construct, resolve_builder
 from weighin.formats.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.models import deepseek_v3, gpt2, gpt_oss, llama, stack, tied
-from weighin.models.skeleton import construct, resolve_builder
 from weighin.suite import registry
 from weighin.units import MIB
 

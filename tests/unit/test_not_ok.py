@@ -3,7 +3,7 @@
 import pytest
 from factories import make_cell, make_result
 
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.testing.not_ok import guarded
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from factories import make_cell, make_result
 
 from pages import notebook
-from weighin.record import Memory, Outcome, Peaks, Phase, Result
 from weighin.records import run_folder
+from weighin.result import Memory, Outcome, Peaks, Phase, Result
 from weighin.suite.config import read_suite
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB

@@ -21,12 +21,12 @@ from factories import (
 
 from weighin.errors import RecordError
 from weighin.probes.allocator_trace import Trace, write_trace
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report import style
 from weighin.report.peaks_plot import draw_peaks
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import write_report
+from weighin.result import Outcome, Result
 
 GIB = 1024**3
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from weighin.probes.process import read_status
-from weighin.record import Memory, Phase
+from weighin.result import Memory, Phase
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
 from weighin.worker.connection import Lifeline

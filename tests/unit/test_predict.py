@@ -216,6 +216,7 @@ def test_a_strategy_that_starts_a_process_is_refused_and_leaves_none(
     assert leftovers.processes(f"PREDICTS={tmp_path}") == []
 
 
+@pytest.mark.nightly
 def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_path: Path) -> None:
     written(
         tmp_path / "truncated.py",

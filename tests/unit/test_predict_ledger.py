@@ -1,8 +1,9 @@
 """The ledger of a symbolic run: where storages lie, and the memory that operations on them touch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from weighin.predict.allocator import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.fake_cuda import pretended
 from weighin.predict.ledger import Ledger
-from weighin.record import Memory
+from weighin.result import Memory
 from weighin.units import KIB, MIB
 
 BASELINE = Memory(rss_bytes=0, anon_bytes=0, file_bytes=5 * MIB, shmem_bytes=0)
@@ -182,3 +183,280 @@ def test_work_is_counted_by_its_kind(ledger: Ledger) -> None:
     torch.rand(MANY)
     assert ledger.work["written_bytes"] == 4 * MANY
     assert ledger.work["random_bytes"] == 8 * MANY
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "dtype"),
+    [
+        (lambda n: torch.zeros(n, n), (2, 2), torch.float32),
+        (lambda n: torch.ones((n, 3), dtype=torch.int8), (2, 3), torch.int8),
+        (lambda n: torch.full((n,), 7), (2,), torch.int64),
+        (lambda n: torch.full((n,), 7.5), (2,), torch.float32),
+        (lambda n: torch.full((n,), 7, dtype=torch.float16), (2,), torch.float16),
+        (lambda n: torch.randint(5, (n,)), (2,), torch.int64),
+        (lambda n: torch.randint(5, (n,), dtype=torch.int32), (2,), torch.int32),
+        (torch.rand, (2,), torch.float32),
+        (torch.eye, (2, 2), torch.float32),
+        (lambda n: torch.eye(n, 3), (2, 3), torch.float32),
+    ],
+)
+def test_a_factory_makes_the_same_tensor_small_and_large(
+    ledger: Ledger, make: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    small = make(2)
+    assert (tuple(small.shape), small.dtype, small.device.type) == (shape, dtype, "cpu")
+    assert ledger.tensor_bytes == 0
+    large = make(2**17 if len(shape) == 1 or shape[1] == 3 else 2**9)
+    assert large.dtype == dtype
+    assert ledger.tensor_bytes == large.nbytes > 64 * KIB
+
+
+def test_a_factory_without_a_dtype_has_the_usual_one(ledger: Ledger) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.zeros(MANY).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_values_of_small_tensors_are_those_of_a_real_load(ledger: Ledger) -> None:
+    assert torch.eye(2).tolist() == [[1, 0], [0, 1]]
+    assert (torch.full((3,), 2) * 2 + 1).tolist() == [5, 5, 5]
+    small = torch.zeros(4)
+    small.copy_(torch.arange(4))
+    assert small.add_(1).tolist() == [1, 2, 3, 4]
+
+
+def test_a_large_result_of_small_tensors_has_no_values(ledger: Ledger) -> None:
+    rows, columns = torch.ones(300, 1), torch.ones(1, 300)
+    product = rows * columns
+    assert product.shape == (300, 300)
+    assert ledger.tensor_bytes == pytest.approx(product.nbytes, abs=8 * KIB)
+    with pytest.raises(CannotFollow):
+        product.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (torch.zeros_like, torch.float16),
+        (torch.ones_like, torch.float16),
+        (torch.rand_like, torch.float16),
+        (lambda one: torch.zeros_like(one, dtype=torch.int64), torch.int64),
+        (lambda one: torch.full_like(one, 3), torch.float16),
+        (lambda one: one.new_ones((2, MANY)), torch.float16),
+        (lambda one: one.new_full((2, MANY), 3), torch.float16),
+        (lambda one: one.clone(), torch.float16),
+        (lambda one: one.float(), torch.float32),
+        (lambda one: one.triu(), torch.float16),
+        (lambda one: one.to(torch.float64), torch.float64),
+        (lambda one: one + 1, torch.float16),
+        (lambda one: one.view(-1).double(), torch.float64),
+    ],
+)
+def test_a_tensor_like_another_has_memory_of_its_own(
+    ledger: Ledger, make: Any, dtype: torch.dtype
+) -> None:
+    one = torch.zeros((2, MANY), dtype=torch.float16)
+    before = ledger.tensor_bytes
+    other = make(one)
+    assert (other.dtype, other.numel()) == (dtype, one.numel())
+    assert ledger.tensor_bytes - before == other.nbytes
+
+
+def test_views_share_the_memory_of_their_tensor(ledger: Ledger) -> None:
+    one = torch.zeros(2, MANY)
+    before = ledger.tensor_bytes
+    views = [one[0], one.T, one.view(-1), one.detach(), one.unsqueeze(0), one.expand(2, 2, MANY)]
+    views += [*one.split(1), *one.unbind()]
+    assert ledger.tensor_bytes == before
+    assert all(
+        view.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for view in views
+    )
+
+
+def test_several_results_and_results_in_given_tensors(ledger: Ledger) -> None:
+    one = torch.zeros(2, MANY)
+    values, indices = one.max(dim=1)
+    assert (values.shape, indices.dtype) == ((2,), torch.int64)
+    out, where = torch.empty(2, MANY), torch.empty(2, MANY, dtype=torch.int64)
+    before = ledger.tensor_bytes
+    found = torch.sort(one, out=(out, where))
+    assert found[0] is out and found[1] is where
+    assert ledger.tensor_bytes - before == out.nbytes + where.nbytes
+    same = torch.add(one, 1, out=out)
+    assert same is out
+
+
+def test_tensors_on_the_meta_device_are_left_alone(ledger: Ledger) -> None:
+    one = torch.zeros(MANY, device="meta")
+    assert (one + 1).is_meta
+    assert one.fill_(1).is_meta
+    assert not one.is_cpu
+    assert (one.device.type, ledger.tensor_bytes) == ("meta", 0)
+    assert torch.empty_like(one, device="cpu").device.type == "cpu"
+
+
+def test_empty_pinned_tensors_are_not_followed(ledger: Ledger) -> None:
+    with pytest.raises(CannotFollow, match="it creates empty pinned tensors"):
+        torch.empty(3, pin_memory=True)
+
+
+def test_an_operation_that_needs_values_for_its_shape_is_not_followed(ledger: Ledger) -> None:
+    with pytest.raises(CannotFollow, match="nonzero"):
+        torch.zeros(MANY).nonzero()
+
+
+def test_values_of_a_mapped_file_can_be_read(ledger: Ledger, tmp_path: Path) -> None:
+    (path := tmp_path / "file").write_bytes(bytes([7]) * MIB)
+    mapped = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(path), MIB))
+    assert mapped[5].item() == 7
+    assert ledger.work["mapped_bytes"] == 4096
+    total = mapped.float()
+    assert ledger.work["mapped_bytes"] == MIB
+    assert ledger.tensor_bytes == total.nbytes
+
+
+# -- the simulated GPU
+
+
+def test_tensors_move_to_the_gpu_and_back(ledger: Ledger) -> None:
+    one = torch.zeros(MANY)
+    for moved in (one.cuda(), one.to("cuda"), one.to(0), one.to(torch.device("cuda", 0)),
+                  one.to(device="cuda"), one.to(device=0), one.cuda(0)):  # fmt: skip
+        assert (moved.is_cuda, moved.is_cpu, moved.get_device()) == (True, False, 0)
+        assert str(moved.device) == "cuda:0"
+        del moved
+    on_gpu = one.cuda()
+    assert cuda_bytes(ledger) == 4 * MANY
+    assert on_gpu.cuda() is on_gpu
+    back = on_gpu.cpu()
+    assert (back.is_cpu, back.is_cuda, back.get_device()) == (True, False, -1)
+    assert ledger.tensor_bytes == 8 * MANY
+    assert one.cpu() is one
+    assert on_gpu.to(torch.float16).is_cuda
+    assert cuda_bytes(ledger) == 4 * MANY
+
+
+def test_a_move_may_convert_and_a_copy_is_made_if_asked_for(ledger: Ledger) -> None:
+    one = torch.zeros(MANY)
+    half = one.to("cuda", torch.float16)
+    assert (half.dtype, half.is_cuda, cuda_bytes(ledger)) == (torch.float16, True, 2 * MANY)
+    like = one.to(half)
+    assert (like.dtype, like.is_cuda) == (torch.float16, True)
+    same, copied = half.to(half), half.to("cuda", copy=True)
+    assert same is half and copied is not half
+    assert copied.is_cuda
+    assert cuda_bytes(ledger) == 6 * MANY
+    assert one.to("meta").is_meta
+    assert one.double().dtype == one.to(torch.float64).dtype == torch.float64
+
+
+def test_a_block_of_a_device_places_what_is_made_in_it(ledger: Ledger) -> None:
+    with torch.device("cuda"):
+        inside = torch.zeros(MANY)
+        outside = torch.zeros(MANY, device="cpu")
+    with torch.device("meta"):
+        meta = torch.zeros(MANY)
+    assert [one.device.type for one in (inside, outside, meta)] == ["cuda", "cpu", "meta"]
+    assert torch.nn.Linear(8, 8, device="cuda").weight.is_cuda
+    assert torch.zeros_like(inside).is_cuda
+    assert torch.empty_like(inside, device="cpu").is_cpu
+
+
+def test_only_one_gpu_is_simulated(ledger: Ledger) -> None:
+    one = torch.zeros(3)
+    uses: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.zeros(3, device="cuda:1"),
+        lambda: one.to("cuda:1"),
+        lambda: one.to(1),
+        lambda: one.cuda(1),
+        lambda: one.cuda(device="cuda:1"),
+    ]
+    for use in uses:
+        with pytest.raises(CannotFollow, match="it uses cuda:1; only one GPU is simulated"):
+            use()
+    assert torch.zeros(3, device="cuda:0").is_cuda
+    assert torch.zeros(3, device=0).is_cuda
+
+
+def test_the_module_of_the_gpu_answers_as_a_machine_with_one(ledger: Ledger) -> None:
+    assert torch.cuda.is_available() and torch.cuda.is_initialized()
+    assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
+    for nothing in (torch.cuda.synchronize, torch.cuda.init, torch.cuda.ipc_collect):
+        nothing()
+    torch.cuda.set_device(0)
+    held = torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")
+    freed = torch.zeros(30 * MIB, dtype=torch.uint8, device="cuda")
+    del freed
+    assert torch.cuda.memory_allocated() == held.nbytes
+    assert torch.cuda.memory_reserved() == 50 * MIB
+    assert torch.cuda.max_memory_allocated() == 33 * MIB
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 20 * MIB
+    assert torch.cuda.max_memory_reserved() == 50 * MIB
+
+
+def test_a_checkpoint_is_loaded_onto_the_gpu_by_way_of_the_cpu(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    torch.save({"a": torch.ones(64)}, tmp_path / "a.pt")
+    on_gpu = torch.load(tmp_path / "a.pt", map_location="cuda")["a"]
+    on_cpu = torch.load(tmp_path / "a.pt", map_location="cpu")["a"]
+    assert (on_gpu.is_cuda, on_cpu.is_cuda) == (True, False)
+    assert cuda_bytes(ledger) == 256
+
+
+# -- the sums of a process
+
+
+def test_peaks_begin_again_at_the_sums_of_now(ledger: Ledger) -> None:
+    kept = torch.zeros(MANY)
+    del_me = torch.zeros(2 * MANY)
+    high = ledger.peak_anon_bytes
+    del del_me
+    ledger.restart_peaks()
+    assert ledger.peak_tensor_bytes == kept.nbytes
+    assert high - ledger.peak_anon_bytes == pytest.approx(8 * MANY, abs=MIB)
+    assert ledger.least_anon_bytes == pytest.approx(ledger.peak_anon_bytes, abs=MIB)
+    assert ledger.most_anon_bytes == pytest.approx(ledger.peak_anon_bytes, abs=MIB)
+    assert ledger.peak_file_bytes == BASELINE.file_bytes
+
+
+def test_adopted_memory_is_the_loads(ledger: Ledger) -> None:
+    ledger.update()
+    before = ledger.peak_anon_bytes
+    ledger.adopt(64 * MIB)
+    ledger.update()
+    assert ledger.peak_anon_bytes - before == pytest.approx(64 * MIB, abs=MIB)
+
+
+def test_the_three_heaps_differ_by_what_becomes_of_holes(ledger: Ledger) -> None:
+    raise_threshold = torch.zeros(8 * MIB, dtype=torch.uint8)
+    del raise_threshold
+    ledger.restart_peaks()
+    kept = []
+    for _ in range(6):
+        temporary = torch.zeros(2 * MIB, dtype=torch.uint8)
+        kept.append(torch.zeros(2 * MIB, dtype=torch.uint8))
+        del temporary
+    assert ledger.peak_anon_bytes - ledger.least_anon_bytes > 8 * MIB
+    assert ledger.most_anon_bytes >= ledger.peak_anon_bytes - MIB
+    before = ledger.tensor_bytes
+    ledger.trimmed()
+    assert before - ledger.tensor_bytes > 8 * MIB
+
+
+def test_a_freed_tensor_in_the_middle_leaves_the_others_followed(ledger: Ledger) -> None:
+    tensors = [torch.zeros(MANY) for _ in range(4)]
+    for number in (1, 0, 1, 0):  # of those that are left: in the middle, the first, the last, all
+        del tensors[number]
+        assert ledger.tensor_bytes == 4 * MANY * len(tensors)
+
+
+def test_only_the_written_part_of_a_strided_tensor_counts(ledger: Ledger) -> None:
+    one = torch.empty(4, MANY // 4)
+    one[1:3].zero_()
+    assert ledger.tensor_bytes == 2 * MANY
+    one[0, 5:6].fill_(1)
+    assert ledger.tensor_bytes == 2 * MANY + 4096

@@ -12,8 +12,8 @@ from ran_commands import make_command, make_ran
 from weighin.errors import DamagedRecord
 from weighin.probes import environment
 from weighin.recommend.prior_runs import Evidence, find
-from weighin.record import Outcome, Result, Use
 from weighin.records import run_folder
+from weighin.result import Outcome, Result, Use
 from weighin.units import GIB
 
 HERE = {"machine": "x86_64", "cpu": "Example CPU", "cpus": 2, "ram_bytes": 24 * GIB}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from weighin.isolation import command, process, process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.parent_process import adopt_orphans
+from weighin.probes.cgroup import this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
@@ -244,3 +246,23 @@ def test_marks_are_unique_and_are_inherited() -> None:
     assert process_tree.kill(first) == []
     running.close()
     assert process_tree.members(running._mark) == []
+
+
+def test_processes_of_a_dead_run_are_ended_and_named() -> None:
+    namespace = this_process().split("-")[2:]
+    dead = process_tree.new_mark().replace(this_process(), "-".join(["1", "1", *namespace]), 1)
+    living = process_tree.new_mark()
+    with ExitStack() as started:
+        orphan, other = (
+            started.enter_context(
+                subprocess.Popen(["sleep", "60"], env=os.environ | process_tree.environment(mark))
+            )
+            for mark in (dead, living)
+        )
+        started.callback(other.kill)
+        started.callback(orphan.kill)
+        assert ProcessIsolation().remove_stale() == [f"process {orphan.pid} of process 1"]
+        assert orphan.wait(60) == -signal.SIGKILL
+        assert other.poll() is None
+        process_tree.end(living)
+        assert other.wait(60) == -signal.SIGKILL

@@ -13,7 +13,7 @@ import pytest
 from weighin.phase_reporter import Reporter
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.program_phases import VARIABLE
-from weighin.record import OURS, Phase, Track
+from weighin.result import OURS, Phase, Track
 from weighin.run.program_phases import PhaseListener
 from weighin.units import MIB
 

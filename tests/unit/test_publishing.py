@@ -21,8 +21,8 @@ from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
-from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
+from weighin.result import Outcome, Result
 from weighin.run import runner
 from weighin.suite import registry
 from weighin.suite.commands import read_command_suite

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from weighin import formats, load_pretrained, load_streaming
 from weighin.checkpoint.index import index
 from weighin.cli.app import app
+from weighin.construction.skeleton import construct, resolve_builder
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
-from weighin.models.skeleton import construct, resolve_builder
 from weighin.predict.client import predict
 from weighin.recommend.calibration import Calibration
 from weighin.suite import registry
@@ -398,6 +398,7 @@ def test_a_load_is_verified_where_only_weighin_makes_weights(
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.nightly
 def test_who_dequantises_is_recommended_once_it_is_measured(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import generate
 from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
+from weighin.construction.skeleton import resolve_builder
 from weighin.errors import ConfigError
-from weighin.models.skeleton import resolve_builder
 from weighin.predict.client import predict
 from weighin.suite import registry
 from weighin.worker import touch, verify

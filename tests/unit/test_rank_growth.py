@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 
-from weighin.record import Memory, Peaks, Rank, Result
-from weighin.records.rank_growth import Growth, over_ranks
+from weighin.records.rank_growth import (
+    Growth,
+    charge,
+    over_ranks,
+    sum_of_peaks,
+    unreclaimable,
+)
 from weighin.report import ranks as report
 from weighin.report import sections, writing
 from weighin.report.findings import markdown
+from weighin.result import Memory, Outcome, Peaks, Rank, Result
 from weighin.units import GIB
 
 BEFORE = 300 * 1024**2
@@ -76,3 +82,57 @@ def test_a_run_with_ranks_has_the_section_and_its_picture(tmp_path: Path) -> Non
     results = [result("baseline", ranks, 2.0 * ranks) for ranks in (1, 2, 4)]
     assert "Memory of all ranks" in [one.heading for one in sections.of(results)]
     assert writing.pictures(tmp_path, results)["ranks"]().get_axes()
+
+
+@pytest.mark.parametrize(
+    ("each", "growth"),
+    [(0.24, Growth.FLAT), (0.25, Growth.BETWEEN), (0.74, Growth.BETWEEN), (0.75, Growth.LINEAR)],
+)
+def test_the_bounds_of_a_growth(each: float, growth: Growth) -> None:
+    sizes = {1: 100, 5: 100 + round(400 * each)}
+    (series,) = over_ranks([result("baseline", ranks, 1.0) for ranks in (1, 5)])
+    exact = replace(series, charges=sizes, model_bytes=100)
+    assert (exact.copies_per_rank, exact.growth) == (each, growth)
+    assert replace(exact, model_bytes=None).growth is None
+    assert replace(exact, charges={2: 5}).growth is None
+
+
+def test_the_charge_of_ranks_is_the_median_above_their_imports() -> None:
+    repeats = [
+        replace(one, cell=replace(one.cell, repeat=number))
+        for number, one in enumerate(result("baseline", 2, many) for many in (3.0, 1.0, 2.0))
+    ]
+    (series,) = over_ranks([*repeats, result("baseline", 4, 2.5)])
+    assert series.charges == {2: 2 * MODEL_BYTES, 4: round(2.5 * MODEL_BYTES)}
+    assert {ranks: len(found) for ranks, found in series.by_ranks.items()} == {2: 3, 4: 1}
+    assert (series.cell.ranks, series.model_bytes) == (1, MODEL_BYTES)
+    unknown = replace(repeats[0], peaks=Peaks())
+    assert charge(unknown) is charge(replace(repeats[0], baseline=None)) is None
+    (alone,) = over_ranks([unknown])
+    assert alone.charges == {}
+
+
+def test_memory_that_cannot_be_given_back_is_above_the_imports_of_all_ranks() -> None:
+    one = result("baseline", 2, 1.0)
+    assert unreclaimable(one) == MODEL_BYTES
+    shared = replace(one.peaks, unreclaimable_sampled_bytes=3 * BEFORE)
+    assert unreclaimable(replace(one, peaks=shared)) == BEFORE
+    small = replace(one.peaks, anon_sampled_bytes=BEFORE)
+    assert unreclaimable(replace(one, peaks=small)) == 0
+    assert unreclaimable(replace(one, peaks=Peaks())) is None
+    assert unreclaimable(replace(one, baseline=None)) is None
+    before = Memory(BEFORE, BEFORE - 10, 0, 10, cgroup_bytes=5)
+    assert unreclaimable(replace(one, baseline=before)) == MODEL_BYTES
+
+
+def test_a_sum_of_peaks_needs_the_peak_of_every_rank() -> None:
+    one = result("baseline", 2, 1.0)
+    assert sum_of_peaks(one) == 2 * (BEFORE + MODEL_BYTES)
+    assert sum_of_peaks(replace(one, ranks=())) is None
+    assert sum_of_peaks(replace(one, ranks=(*one.ranks, Rank()))) is None
+
+
+def test_only_loads_that_ended_ok_tell_of_ranks() -> None:
+    one = result("baseline", 2, 1.0)
+    saved = replace(one, cell=replace(one.cell, operation="save"))
+    assert over_ranks([saved, replace(one, outcome=Outcome.TIMEOUT)]) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weighin.isolation.base import Exit
-from weighin.record import Outcome, Sample
+from weighin.result import Outcome, Sample
 from weighin.run import rank_logs
 from weighin.run.event_log import EventLog
 

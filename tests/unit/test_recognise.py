@@ -125,11 +125,14 @@ def test_only_a_proven_fault_advises_another_copy() -> None:
         if "download" in line.lower() and path.parent.name != "docker"
     }
     assert found == {
-        ("sniff.py", 'AGAIN: Final = "copy or download the file again"'),
-        ("sniff.py", '"the download link led to a web page: use the link to the file itself",'),
+        ("unknown_file.py", 'AGAIN: Final = "copy or download the file again"'),
+        (
+            "unknown_file.py",
+            '"the download link led to a web page: use the link to the file itself",',
+        ),
         ("gguf.py", '"copy or download that part into the same folder",'),
         (
-            "sniff.py",
+            "unknown_file.py",
             'f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"',
         ),
         (

@@ -13,8 +13,8 @@ from weighin.recommend.answer import PriorKnowledge, Question, advise
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import find
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB

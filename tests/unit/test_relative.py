@@ -3,7 +3,7 @@
 from factories import make_cell, make_result
 
 from pages.relative import markdown_relative
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 
 
 def results() -> list[Result]:

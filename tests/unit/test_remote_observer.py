@@ -13,7 +13,7 @@ from weighin.isolation.docker import remote_observer
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.probes.observer import Observation
 from weighin.protocol import encode_event
-from weighin.record import Memory, Outcome, Sample
+from weighin.result import Memory, Outcome, Sample
 
 SAMPLE: list[Any] = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
 LOOK = Observation(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})

@@ -8,10 +8,10 @@ from factories import make_cell, make_result
 
 from weighin.gate import check as checks
 from weighin.gate.compare import compare
-from weighin.record import Result
 from weighin.records import run_folder
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, largest, latest, middle, outcome_of
 from weighin.report import exports, tables
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 SECONDS = (20, 5, 10, 25)
@@ -47,3 +47,33 @@ def test_report_check_compare_and_exports_show_the_same_median(tmp_path: Path) -
     assert benchmark["peak_rss_bytes"]["value"] == 10 * GIB
     assert compared["ready"] == ("10.0 s", "10.0 s")
     assert compared["peak_rss"] == ("10.000 GiB", "10.000 GiB")
+
+
+def test_the_median_of_an_odd_number_is_the_middle_one() -> None:
+    assert middle([3]) == 3
+    assert middle([9, 1, 4]) == 4
+    assert middle(iter([2, 1])) == 1
+    assert middle([]) is None
+
+
+def test_the_largest_of_the_known_values() -> None:
+    assert largest([None, 3, 7, None, 5]) == 7
+    assert largest([0, None]) == 0
+    assert largest([None]) is largest([]) is None
+
+
+def test_groups_keep_the_order_of_their_items() -> None:
+    assert grouped([3, 1, 4, 1, 5, 9], lambda one: one % 2) == {1: [3, 1, 1, 5, 9], 0: [4]}
+    assert list(grouped("ba", str)) == ["b", "a"]
+
+
+def test_the_last_record_of_a_cell_counts_at_the_place_of_the_first() -> None:
+    first, other = make_result(make_cell()), make_result(make_cell(repeat=1))
+    again = replace(first, message="again")
+    assert latest([first, other, again]) == [again, other]
+
+
+def test_the_outcome_of_repeats_is_one_or_is_counted() -> None:
+    assert outcome_of([Outcome.OK, Outcome.OK]) == "ok"
+    assert outcome_of([Outcome.TIMEOUT]) == "timeout"
+    assert outcome_of([Outcome.OK, Outcome.TIMEOUT, Outcome.OK]) == "ok 2, timeout 1"

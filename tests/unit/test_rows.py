@@ -16,10 +16,10 @@ from factories import (
     write_samples,
 )
 
-from weighin.record import Outcome, Peaks
 from weighin.records.samples import read_samples
 from weighin.report.rows import FIGURES, OF_CELLS, OF_SERIES, cells, series, values, varying
 from weighin.report.style import row_labels
+from weighin.result import Outcome, Peaks
 from weighin.units import GIB
 
 

@@ -11,11 +11,13 @@ import pytest
 from factories import make_cell, make_result, mixed_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ran_commands import make_command
 
+from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
-from weighin.record import SCHEMA, Outcome, Peaks, Result
 from weighin.records import coverage, run_folder
+from weighin.result import SCHEMA, Outcome, Peaks, Result
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
 
@@ -277,3 +279,101 @@ def test_many_damaged_lines_are_counted(run: Path) -> None:
     assert len(records.results) == 3
     assert records.warnings[-1] == f"7 more lines of {run / run_folder.RECORDS} are left out"
     assert len(records.warnings) == 6
+
+
+@pytest.mark.parametrize(("damaged", "warnings"), [(5, 5), (6, 6)])
+def test_up_to_five_damaged_lines_are_told_one_by_one(
+    run: Path, damaged: int, warnings: int
+) -> None:
+    with (run / run_folder.RECORDS).open("a") as file:
+        file.writelines('{"schema": 99}\n' for _ in range(damaged))
+    told = run_folder.read_whole(run).warnings
+    assert len(told) == warnings
+    counted = f"1 more lines of {run / run_folder.RECORDS} are left out"
+    assert (told[-1] == counted) == (damaged == 6)
+
+
+def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
+    cells = [make_cell("streaming", repeat=repeat) for repeat in range(3)]
+    for cell, code, size in zip(cells, ("b", None, "a"), (2, 1, 2), strict=True):
+        run_folder.append(tmp_path, make_result(cell, sources_hash=code, model_bytes=size))
+    run_folder.append(tmp_path, make_result(make_cell("baseline"), sources_hash="c", model_bytes=9))
+    assert run_folder.read(tmp_path).warnings == (
+        "streaming: its repeats were measured with different code (a, b), and share a row",
+        "streaming: its repeats were measured with different model sizes (1, 2), and share a row",
+    )
+
+
+def test_the_files_of_a_cell_are_named_after_it() -> None:
+    one, two = make_cell(), make_cell(ranks=2)
+    assert run_folder.paths_of(one) == (f"samples/{one.id}.csv", f"traces/{one.id}.csv")
+    assert run_folder.paths_of(two) == (
+        f"samples/{two.id}.csv",
+        f"traces/{two.id}.csv",
+        f"samples/{two.id}-rank0.csv",
+        f"samples/{two.id}-rank1.csv",
+    )
+
+
+def test_a_run_without_a_record_is_discarded_and_others_are_kept(tmp_path: Path, run: Path) -> None:
+    new = tmp_path / "new"
+    run_folder.write_plan(new, [make_cell()])
+    (new / "samples").mkdir()
+    run_folder.discard_unmeasured(new)
+    assert not new.exists()
+    run_folder.write_plan(run, [make_cell()])
+    run_folder.discard_unmeasured(run)
+    assert (run / run_folder.PLAN).exists()
+    run_folder.write_plan(new, [make_cell()])
+    (new / "notes.txt").touch()
+    run_folder.discard_unmeasured(new)
+    assert [path.name for path in new.iterdir()] == ["notes.txt"]
+    run_folder.discard_unmeasured(tmp_path / "none")
+
+
+def test_a_figure_that_reading_would_refuse_is_a_failed_measurement(tmp_path: Path) -> None:
+    for number, cell in enumerate((make_cell(), make_command())):
+        wrong = make_result(cell, load_ns=9, ready_ns=8, phases=())
+        kept = run_folder.append(tmp_path, wrong)
+        assert (kept.outcome, kept.message) == (
+            Outcome.MEASUREMENT_FAILED,
+            "the worker reported an impossible figure: ready_ns: less than load_ns",
+        )
+        assert (kept.cell, kept.started_at) == (cell, wrong.started_at)
+        assert run_folder.read(tmp_path).results[number] == kept
+
+
+def test_a_plan_that_cannot_be_written_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic, "write_bytes", fail)
+    (there := tmp_path / "there").mkdir()
+    for folder in (tmp_path / "new", there):
+        with pytest.raises(RecordError) as caught:
+            run_folder.write_plan(folder, [])
+        assert caught.value.message == f"cannot write {folder}/plan.json: No space left on device"
+    assert (there.exists(), (tmp_path / "new").exists()) == (True, False)
+
+
+def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_folder, "read_bytes", fail)
+    with pytest.raises(RecordError) as caught:
+        run_folder.read(run)
+    path = run / run_folder.RECORDS
+    assert (
+        str(caught.value) == f"cannot read {path}: Permission denied\nls -ld {path} shows its owner"
+    )
+
+
+def test_an_append_adds_the_newline_that_the_last_line_lacks(run: Path) -> None:
+    path = run / run_folder.RECORDS
+    for text in (b"", b"\n"):
+        path.write_bytes(text)
+        run_folder.append(run, make_result())
+        assert run_folder.read(run).results == (make_result(),)

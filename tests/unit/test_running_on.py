@@ -26,8 +26,8 @@ from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
-from weighin.record import Outcome, Sample
 from weighin.records import run_folder
+from weighin.result import Outcome, Sample
 from weighin.run.cell_runner import Setting, take
 from weighin.run.measurement import CellMeasurement
 from weighin.run.resuming import resumable

@@ -10,7 +10,7 @@ import pytest
 
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.sampler import Sampler, write_samples
-from weighin.record import Sample
+from weighin.result import Sample
 from weighin.units import MIB
 
 CHILD = """

@@ -21,13 +21,13 @@ from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.cli import _progress
 from weighin.errors import ConfigError
 from weighin.probes import page_cache
-from weighin.record import Outcome, Written
 from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.report.html_page import render
 from weighin.report.tables import markdown_table
 from weighin.report.writing import write_markdown
+from weighin.result import Outcome, Written
 from weighin.run import save_target
 from weighin.suite import registry
 from weighin.suite.config import DEFAULT_SAVING

@@ -14,11 +14,11 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.html_page import render
 from weighin.report.sections import of, terminal_table
 from weighin.report.writing import write_markdown
+from weighin.result import Outcome, Result
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 DRAWN = {"Summary", "Peak memory", "Time over peak", "Memory over time", "Machine and software"}

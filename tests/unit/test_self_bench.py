@@ -11,7 +11,7 @@ from own_figures.cells import CellCost, Costs
 from own_figures.sampling import Sampled
 from own_figures.spread import Gaps, Spread, errors
 
-from weighin.record import Cost
+from weighin.result import Cost
 from weighin.units import MIB
 
 MS = 1_000_000

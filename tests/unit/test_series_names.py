@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -11,11 +12,19 @@ from test_evaluate import STREAMING
 from weighin.cell import ModelSpec
 from weighin.formats.pretrained_folder import is_folder
 from weighin.gate import baseline
-from weighin.record import Result
 from weighin.records import run_folder
-from weighin.records.series import SeriesRun, name_of, summarise
+from weighin.records.series import (
+    Figure,
+    Series,
+    SeriesRun,
+    label_among,
+    name_of,
+    selects,
+    summarise,
+)
 from weighin.report import history
 from weighin.report.rows import cells, values
+from weighin.result import Outcome, Result
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +109,76 @@ def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> Non
         spec = registry.model(model)
         cell = make_cell(strategy, model=spec, format=fmt, ram_limit_bytes=None)
         assert name_of(cell) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ram_limit_bytes": None}, "cold docker ram=none"),
+        ({"cache": "warm", "isolation": "cgroup"}, "warm cgroup ram=8GiB"),
+        ({"passes": 0}, "cold docker ram=8GiB passes=0"),
+        ({"passes": 2}, "cold docker ram=8GiB passes=2"),
+        ({"passes": 0, "use": "fork"}, "cold docker ram=8GiB use=fork"),
+        ({"ranks": 2}, "cold docker ram=8GiB ranks=2"),
+        ({"disk_bytes_per_s": 50_000_000}, "cold docker ram=8GiB disk=50MB/s"),
+        ({"options": {"b": 1, "a": "x y"}}, "cold docker ram=8GiB a=x_y b=1"),
+        ({"environment": {"A": "1"}}, "cold docker ram=8GiB A=1"),
+    ],
+)
+def test_what_distinguishes_a_cell_is_in_its_name(changes: dict[str, Any], words: str) -> None:
+    assert name_of(make_cell(**changes)) == f"gpt2-xl mmap_assign pt float32 cpu {words}"
+
+
+@pytest.mark.parametrize(
+    ("selector", "is_selected"),
+    [
+        ("mmap_assign", True), ("mmap*", True), ("ram=8GiB mmap_assign", True), ("*", True),
+        ("mmap", False), ("mmap_assign ram=4GiB", False), ("MMAP*", False), ("", True),
+        ("gpt2-xl mmap_assign pt float32 cpu cold docker ram=8GiB", True),
+    ],
+)  # fmt: skip
+def test_a_selector_matches_words_of_a_name(selector: str, is_selected: bool) -> None:
+    assert selects(selector, name_of(make_cell())) == is_selected
+    assert selects("a [x", "a [x")  # a whole name matches itself
+
+
+def test_a_label_has_only_what_differs_among_the_cells_of_its_strategy() -> None:
+    cell = make_cell(options={"x": 1}, environment={"A": "1"})
+    other = make_cell("streaming", format="dcp")
+    assert label_among(cell, [cell, other]) == "mmap_assign"
+    assert label_among(cell, [cell, replace(cell, format="dcp")]) == "mmap_assign pt"
+    assert label_among(cell, [cell, replace(cell, options={})]) == "mmap_assign x=1"
+    assert label_among(cell, [cell, replace(cell, environment={})]) == "mmap_assign A=1"
+    assert label_among(cell, [cell, replace(cell, ram_limit_bytes=5)]) == "mmap_assign"
+
+
+def test_a_figure_has_the_range_and_the_median_of_the_known_values() -> None:
+    assert Figure.of([5, None, 1, 9, 7]) == Figure(1, 5, 9)
+    assert Figure.of([None]) is Figure.of([]) is None
+
+
+def test_the_outcomes_of_a_series_are_told_apart() -> None:
+    assert (Series("ok", 1).is_ok, Series("ok 2, timeout 1", 3).is_ok) == (True, False)
+    assert Series("ok 2, timeout 1, oom_killed 1", 4).failures == {"timeout", "oom_killed"}
+    assert Series("ok", 3).failures == frozenset()
+    assert Series("timeout", 1).failures == {"timeout"}
+
+
+def test_a_series_has_the_figures_of_its_good_repeats_and_the_message_of_a_bad_one() -> None:
+    results = [
+        make_result(make_cell(repeat=number), load_ns=ns, outcome=outcome, message=message)
+        for number, (ns, outcome, message) in enumerate(
+            [(30, Outcome.OK, ""), (99, Outcome.TIMEOUT, "late"), (10, Outcome.OK, ""),
+             (98, Outcome.TIMEOUT, "later"), (20, Outcome.OK, "")]
+        )
+    ]  # fmt: skip
+    results[0] = replace(results[0], model_bytes=None)
+    (found,) = summarise([SeriesRun(results[:3]), SeriesRun(results[3:])]).values()
+    assert found.figures["load"] == Figure(10, 20, 30)
+    assert (found.outcome, found.repeats, found.message) == ("ok 3, timeout 2", 5, "late")
+    assert (found.model_bytes, found.limit_bytes) == (results[1].model_bytes, 8 * 2**30)
+    (bad,) = summarise([SeriesRun([results[1]])]).values()
+    assert (bad.figures, bad.phases) == ({}, {})
+    again = replace(results[0], load_ns=5)
+    (last,) = summarise([SeriesRun([results[0], again])]).values()
+    assert (last.figures["load"], last.repeats) == (Figure(5, 5, 5), 1)

@@ -112,3 +112,40 @@ def test_the_digest_of_the_code_changes_with_any_file(tmp_path: Path) -> None:
     with (tmp_path / "harness/weighin/report/tables.py").open("a") as file:
         file.write("# changed\n")
     assert digest() != sources.digest_of_all()
+
+
+def test_a_helper_of_strategies_is_the_module_that_it_comes_from(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    loader = "harness/weighin/loader/load.py"
+
+    def names() -> set[str]:
+        found = sources.deciding(mine, cell("mine"))
+        return {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}
+
+    for line, is_reached in (
+        ("from weighin.strategy import load_streaming", True),
+        ("from weighin.strategy import Load", False),
+        ("from other.strategy import load_streaming", False),
+        ("from .strategy import load_streaming", False),
+        ("import weighin.loader.load", True),
+        ("if TYPE_CHECKING:\n    import weighin.loader.load", False),
+        ("if typing.TYPE_CHECKING:\n    pass\nelse:\n    import weighin.loader.load", True),
+        ("if os:\n    import weighin.loader.load", True),
+    ):
+        mine.write_text(f"{line}\ndef load(job): ...\n")
+        assert (loader in names()) == is_reached, line
+
+
+def test_the_hash_of_what_cannot_be_read_is_not_known(tmp_path: Path) -> None:
+    mine, use = tmp_path / "mine.py", tmp_path / "use.py"
+    mine.write_text("def load(job): ...\n")
+    use.write_text("def use(model): ...\n")
+    alone = sources.hashed(mine, cell("mine"))
+    with_use = sources.hashed(mine, cell("mine"), str(use))
+    assert None not in (alone, with_use) and alone != with_use
+    assert alone and len(alone) == 16
+    assert sources.hashed(tmp_path / "gone.py", cell("mine")) is None
+    assert sources.hashed(mine, cell("mine"), str(tmp_path / "gone.py")) is None
+    for text in (b"def load(", b"x = '\0'"):
+        mine.write_bytes(text)
+        assert sources.hashed(mine, cell("mine")) is None

@@ -6,9 +6,9 @@ from factories import LIMIT, SCRIPTS, make_cell, make_result, make_skipped, mixe
 from sweeps import a_sweep
 from test_floors_report import a_search
 
-from weighin.record import Faults, Outcome
 from weighin.report.rows import series
 from weighin.report.summary import paragraphs
+from weighin.result import Faults, Outcome
 
 GIB = 1024**3
 

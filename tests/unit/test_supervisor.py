@@ -15,7 +15,7 @@ from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampl
 
 from weighin.isolation.base import Exit
 from weighin.probes.observer import Observation
-from weighin.record import Outcome, Sample
+from weighin.result import Outcome, Sample
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
 
@@ -174,6 +174,15 @@ def test_the_faults_of_an_interrupted_phase_count_beside_those_of_the_phases_bef
     faults = watched(FakeRunning([*script, TimeoutError], KILLED, pid=1)).faults
     seen = (83, 61) if before == 0 else (50, 60)  # of the samples from the last mark on
     assert faults and (faults.minor, faults.major) == (10 * before + seen[0], before + seen[1])
+
+
+def test_a_sample_at_the_end_of_a_phase_counts_for_the_next(sampler: type[FakeSampler]) -> None:
+    sampler.seen = tuple(
+        replace(sample(t_ns), minor_faults=minor) for t_ns, minor in ((200, 5), (300, 90))
+    )
+    script: list[Any] = [*BASELINE, phase("build", end_ns=200), begin("read"), TimeoutError]
+    faults = watched(FakeRunning(script, KILLED, pid=1)).faults
+    assert faults and faults.minor == 10 + 85
 
 
 @pytest.mark.parametrize("last", [TimeoutError, done()])

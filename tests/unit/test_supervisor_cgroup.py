@@ -11,7 +11,7 @@ from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 from weighin.isolation.base import Exit
 from weighin.probes import observer
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
-from weighin.record import Outcome, Pressure
+from weighin.result import Outcome, Pressure
 
 __all__ = ["fake_sampler"]
 

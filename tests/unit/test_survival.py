@@ -11,7 +11,6 @@ from factories import MODEL_BYTES, make_cell
 from rich.console import Console
 from sweeps import a_sweep, swept
 
-from weighin.record import Faults, Outcome, Result
 from weighin.records import run_folder
 from weighin.records.survival import matrices
 from weighin.records.verdict import Verdict
@@ -20,6 +19,7 @@ from weighin.report.findings import markdown
 from weighin.report.sections import terminal_table
 from weighin.report.survival_plots import FILLS, draw_survival, draw_times
 from weighin.report.writing import write_report
+from weighin.result import Faults, Outcome, Result
 from weighin.units import GIB
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
-from weighin.record import IMPORT_TRANSFORMERS, Outcome, Peaks, Result
 from weighin.report.captions import size
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
+from weighin.result import IMPORT_TRANSFORMERS, Outcome, Peaks, Result
 
 GIB = 1024**3
 

@@ -13,10 +13,10 @@ from weighin import formats, install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, generate
 from weighin.checkpoint.piecewise import pieces_of
+from weighin.construction.skeleton import resolve_builder
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats import tensorizer
 from weighin.formats.base import TensorPlan
-from weighin.models.skeleton import resolve_builder
 from weighin.suite import registry
 from weighin.worker import touch, verify
 from weighin.worker.loading import WorkerLoad, import_strategy

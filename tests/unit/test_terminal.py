@@ -22,7 +22,6 @@ from factories import (
 
 from weighin.cell import ModelSpec
 from weighin.cli._fitting import FittingConsole
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import html_page
 from weighin.report.rows import series
@@ -30,6 +29,7 @@ from weighin.report.sections import terminal_table
 from weighin.report.summary import paragraphs
 from weighin.report.tables import text_tables
 from weighin.report.writing import write_markdown
+from weighin.result import Result
 from weighin.units import MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"

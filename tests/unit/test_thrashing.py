@@ -9,9 +9,9 @@ from scripts import BASELINE, JOB, KILLED
 
 from weighin.cell import Cell
 from weighin.probes.observer import Observation
-from weighin.record import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.records.thrashing import Reference, Seen, proof, reference_of, words
 from weighin.records.verdict import Verdict, judge_result
+from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import thrash_guard
 from weighin.run.supervisor import Watch
 from weighin.run.thrash_guard import ThrashGuard

@@ -118,7 +118,7 @@ def test_what_is_ours_needs_no_trust(operation: str) -> None:
 
 def test_a_function_of_our_package_that_is_no_model_is_foreign() -> None:
     planned()
-    forge(lambda plan: plan["cells"][0]["model"].update(builder="weighin.models.skeleton:os"))
+    forge(lambda plan: plan["cells"][0]["model"].update(builder="weighin.construction.skeleton:os"))
     with pytest.raises(ConfigError, match=r"builder weighin\.models\.skeleton:os with"):
         request.resume(Path("run"))
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from pages.tables import fill
 from pages.trained import markdown_trained
-from weighin.record import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import floors
@@ -24,6 +23,7 @@ from weighin.report.rows import series
 from weighin.report.sections import terminal_table
 from weighin.report.tables import markdown_table
 from weighin.report.writing import write_report
+from weighin.result import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000

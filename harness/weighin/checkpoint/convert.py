@@ -27,6 +27,7 @@ from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.model_keys import read_with_model_keys
 from weighin.checkpoint.reader import checksum_of, plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
+from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Plans, Progress, TensorSlice
@@ -35,7 +36,6 @@ from weighin.formats.misfit import check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
-from weighin.models.skeleton import map_large_tensors
 
 _SHARDED: Final = ("sharded", "sharded_pt")  # the formats to which max_shard_bytes applies
 

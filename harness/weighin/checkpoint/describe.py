@@ -9,17 +9,17 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Kind, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
-from weighin.errors import ConfigError
-from weighin.formats.dtypes import dtype_name
-from weighin.formats.pretrained_folder import own_dtype
-from weighin.models.module_tree import named_tensors
-from weighin.models.skeleton import (
+from weighin.construction.module_tree import named_tensors
+from weighin.construction.skeleton import (
     RealBuffers,
     build_skeleton,
     constructed_buffers,
     non_persistent_buffers,
     resolve_builder,
 )
+from weighin.errors import ConfigError
+from weighin.formats.dtypes import dtype_name
+from weighin.formats.pretrained_folder import own_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,8 +20,8 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, Checksums, checksummed, pieces_of
+from weighin.construction.skeleton import map_large_tensors
 from weighin.formats.base import Pieces, Progress, TensorPlan
-from weighin.models.skeleton import map_large_tensors
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})

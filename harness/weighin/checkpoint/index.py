@@ -15,6 +15,7 @@ from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
+from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
@@ -23,7 +24,6 @@ from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
-from weighin.models.skeleton import map_large_tensors
 
 
 def index(

@@ -23,6 +23,7 @@ from weighin.checkpoint.piecewise import (
     tensor_checksums,
 )
 from weighin.checkpoint.reader import widest_dtype
+from weighin.construction.skeleton import non_persistent_buffers
 from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.dtypes import dtype_name
@@ -31,7 +32,6 @@ from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
 from weighin.models.pretrained_keys import MappedKeys, lacks, map_keys
 from weighin.models.pretrained_modules import module_of
-from weighin.models.skeleton import non_persistent_buffers
 
 
 def index_pretrained(

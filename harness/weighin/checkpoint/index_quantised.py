@@ -15,6 +15,7 @@ from weighin.checkpoint.describe import Described, described_in
 from weighin.checkpoint.generate import Made
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
+from weighin.construction.skeleton import build_skeleton, construct
 from weighin.errors import CheckpointError
 from weighin.formats.adapters import ARGUMENT
 from weighin.formats.dtypes import dtype_name
@@ -26,7 +27,6 @@ from weighin.loader.load import load_streaming
 from weighin.models.dequantising import arguments_to_dequantise
 from weighin.models.pretrained import from_config, merged, pretrained_class
 from weighin.models.pretrained_keys import map_keys
-from weighin.models.skeleton import build_skeleton, construct
 from weighin.text import one_line
 
 

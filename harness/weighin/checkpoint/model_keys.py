@@ -12,13 +12,13 @@ from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
-from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.quantised import of_model
 from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.unknown_folder import no_model
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +55,8 @@ def read_with_model_keys(
         )
     import torch
 
+    from weighin.construction.skeleton import build_skeleton, resolve_builder
     from weighin.models.pretrained_keys import map_keys
-    from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
     builder = resolve_builder(found.library.builder)
@@ -70,10 +70,10 @@ def read_with_model_keys(
 
 
 def _of_gguf(file: Path, adapter: str, dtype: "torch.dtype | None") -> Slices:
+    from weighin.construction.skeleton import build_skeleton
     from weighin.models.gguf_keys import map_gguf_keys
     from weighin.models.gguf_spec import spec_of
     from weighin.models.pretrained import from_config
-    from weighin.models.skeleton import build_skeleton
 
     model = build_skeleton(from_config, spec_of(file).kwargs)
     slices = formats.read(file)[1]

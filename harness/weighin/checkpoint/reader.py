@@ -13,8 +13,8 @@ from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorPlan, TensorSlice
-from weighin.formats.sniff import AGAIN
 from weighin.formats.storages import ties
+from weighin.formats.unknown_file import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time

@@ -22,7 +22,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names
-from weighin.formats.sniff import shown
+from weighin.formats.unknown_file import shown
 
 NAME: Final = "weighin-checksums.json"
 

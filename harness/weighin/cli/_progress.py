@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.run import interrupts
 from weighin.run.task import Progress
 from weighin.units import format_bytes, format_exact, format_seconds

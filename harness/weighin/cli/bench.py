@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli import _arguments, _console, _measuring, _options
 from weighin.cli._verb import Verb
 from weighin.cli.report import show_run
 
@@ -151,8 +151,10 @@ def bench(context: click.Context, /, **_: Any) -> None:
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":
-        _run.enter_scope(typed["isolation"])
-    with _run.planned(typed, lambda engine, machines: start(_request(typed, engine), machines)) as (
+        _measuring.enter_scope(typed["isolation"])
+    with _measuring.planned(
+        typed, lambda engine, machines: start(_request(typed, engine), machines)
+    ) as (
         task,
         engine,
     ):
@@ -168,7 +170,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
         ):
             results = engine.run(task, progress)
     show_run(task.folder, run_folder.read(task.folder), json_file=typed["json_file"])
-    _run.end(context, results)
+    _measuring.end(context, results)
 
 
 def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":

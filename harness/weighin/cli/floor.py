@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli import _arguments, _console, _measuring, _options
 from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     typed = _arguments.read(context)
     _refuse_mixed(context)
     automatic = "auto" if typed["command"] is None else "cgroup"
-    _run.enter_scope(automatic if typed["isolation"] == "auto" else typed["isolation"])
+    _measuring.enter_scope(automatic if typed["isolation"] == "auto" else typed["isolation"])
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
         typed["timeout_s"] = 0.0  # one that follows from the time without a limit
     search = _search(typed)
@@ -120,7 +120,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     _console.files(files, json_file)
     if json_file:
         _console.write_json(json_file, of_floors(folder, results, files))
-    _run.end(context, results)
+    _measuring.end(context, results)
 
 
 def _refuse_mixed(context: click.Context) -> None:

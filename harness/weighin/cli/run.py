@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli import _arguments, _console, _measuring, _options
 from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weighin.record import Result
+    from weighin.result import Result
     from weighin.run.command_request import CommandRequest
     from weighin.run.machines import Machines
     from weighin.run.task import Run
@@ -90,8 +90,11 @@ def run(context: click.Context, /, **_: Any) -> None:
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":
-        _run.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
-    with _run.planned(typed, partial(_start, typed)) as (task, engine), resumable("run", task):
+        _measuring.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
+    with (
+        _measuring.planned(typed, partial(_start, typed)) as (task, engine),
+        resumable("run", task),
+    ):
         results = list(engine.run(task, Progress()))
     _end(context, task, results, typed["json_file"])
 
@@ -169,7 +172,7 @@ def _end(
         from weighin.records import run_folder
 
         show_run(task.folder, run_folder.read(task.folder), json_file=json_file)
-        _run.end(context, results)
+        _measuring.end(context, results)
         return
     (result,) = results
     for line in explanation.answer(task.folder, result):

@@ -25,7 +25,7 @@ from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.run import command_runner, disk_proof, slow_disk
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError, UnknownName
-from weighin.record import Result
+from weighin.result import Result
 from weighin.run import runner
 from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.task import Progress, Run

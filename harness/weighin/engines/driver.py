@@ -16,8 +16,8 @@ from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
 from weighin.locks import try_lock
 from weighin.probes import environment
 from weighin.protocol import decode_event
-from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import coverage, run_folder
+from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts
 from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry

@@ -20,9 +20,9 @@ from weighin.isolation import delegation
 from weighin.pipes import last_line, ready
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
+from weighin.result import Result
 from weighin.run import interrupts, run_lock, runner
 from weighin.run.machines import THIS_MACHINE, Machines
 from weighin.run.task import Progress, Run

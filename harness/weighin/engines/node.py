@@ -37,8 +37,8 @@ from weighin.checkpoint import cache, staging
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
 from weighin.parent_process import Parent
-from weighin.record import SCHEMA
 from weighin.records import run_folder, sources
+from weighin.result import SCHEMA
 from weighin.run import gpu_check, interrupts, request, runner
 from weighin.run.task import Progress, Run
 from weighin.suite import registry

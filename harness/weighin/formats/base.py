@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, dataclass_transform
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.sniff import shown
+from weighin.formats.unknown_file import shown
 
 if TYPE_CHECKING:
     import torch

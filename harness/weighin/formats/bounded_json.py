@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.foreign import read_bytes
-from weighin.formats.sniff import not_json, shown, unreadable
+from weighin.formats.unknown_file import not_json, shown, unreadable
 
 MOST_BYTES: Final = 16 * 1024**2
 """The largest index that is read: some 170,000 keys. One byte of text takes at most 12 bytes as

@@ -50,13 +50,13 @@ from weighin.formats import (
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.heads import remembering
-from weighin.formats.no_model import no_model
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selecting import below, stripped
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.formats.state_dicts import all_empty, is_beside_weights
 from weighin.formats.training_step import newest
+from weighin.formats.unknown_folder import no_model
 from weighin.formats.zip_directory import check_file
 
 # In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 
 from weighin import atomic
 from weighin.errors import CheckpointError
-from weighin.formats import pt, sniff
+from weighin.formats import pt, unknown_file
 from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
 from weighin.formats.misfit import plain
-from weighin.formats.sniff import shown, unreadable
 from weighin.formats.tensor_refs import Opaque
+from weighin.formats.unknown_file import shown, unreadable
 
 if TYPE_CHECKING:
     from weighin.formats.dcp_metadata import DcpBlock, DcpTensor
@@ -107,7 +107,7 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
                 raise CheckpointError(
                     f"{path}: truncated: {shown(key)} ends at byte "
                     f"{stored.offset + stored.length:,}, but the file at {size:,}",
-                    sniff.AGAIN,
+                    unknown_file.AGAIN,
                 )
             view = FileView(file.fileno(), stored.offset, stored.length)
             where = pt.read_one(path, key, view)

@@ -11,9 +11,9 @@ from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
 from weighin.formats.dcp_pickle import AGAIN, BYTES, INDEX, MERGE, TENSOR, field, is_a, state
 from weighin.formats.dtypes import ITEM_BYTES, is_sizes
-from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import largest, with_key
 from weighin.formats.tensor_refs import Named
+from weighin.formats.unknown_file import shown
 
 FILE_NAME: Final = ".metadata"
 _DEEPEST: Final = 5  # parts of a path in nested dicts

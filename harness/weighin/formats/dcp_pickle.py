@@ -10,8 +10,8 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
 from weighin.formats.dtypes import is_dtype
-from weighin.formats.sniff import unreadable
 from weighin.formats.tensor_refs import Opaque
+from weighin.formats.unknown_file import unreadable
 
 AGAIN: Final = (
     "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"

@@ -16,9 +16,9 @@ from weighin.formats import pt
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import is_sizes
 from weighin.formats.flat_pieces import Flat, Shape, joined
-from weighin.formats.sniff import short, shown
 from weighin.formats.state_dicts import StateDictParts, state_dict
 from weighin.formats.tensor_refs import TensorRef, type_name
+from weighin.formats.unknown_file import short, shown
 from weighin.text import few
 
 COPY: Final = "copy the whole folder again, from every machine that took part in the training"

@@ -20,8 +20,8 @@ from weighin.formats import deepspeed_states, pt
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.deepspeed_states import COPY
 from weighin.formats.flat_pieces import Flat, Shape, joined
-from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import TensorRef, type_name
+from weighin.formats.unknown_file import shown
 
 NAME = "deepspeed_universal"
 SUFFIX = ""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from weighin.formats.base import TensorSlice
-from weighin.formats.sniff import unreadable
+from weighin.formats.unknown_file import unreadable
 
 _PIECE_BYTES: Final = 4 * 1024**2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from weighin.errors import CheckpointError
 from weighin.formats.base import Part, TensorSlice, row_major
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.sniff import shown
+from weighin.formats.unknown_file import shown
 
 Shape = tuple[int, ...]
 

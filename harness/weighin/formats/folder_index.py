@@ -10,7 +10,7 @@ from typing import Any, Final
 from weighin.atomic import write_text
 from weighin.errors import CheckpointError
 from weighin.formats.bounded_json import read_object
-from weighin.formats.sniff import is_file, shown
+from weighin.formats.unknown_file import is_file, shown
 
 INDEX_NAME: Final = "index.json"
 VERSION: Final = 1

@@ -27,7 +27,7 @@ from typing import IO, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
-from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown, unreadable
+from weighin.formats.unknown_file import AGAIN, check_present, first_bytes, shown, unreadable
 from weighin.text import few
 
 NAME: Final = "gguf"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import sniff
-from weighin.formats.sniff import HUB_ENTRY
+from weighin.formats import unknown_file
+from weighin.formats.unknown_file import HUB_ENTRY
 from weighin.text import one_line
 
 MAIN: Final = "main"
@@ -31,8 +31,8 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
         CheckpointError: ``name`` is an id, but the cache does not have this model or this revision; or
             ``name`` can only be a path, which does not exist.
     """
-    if sniff.looks_like_path(name) and not Path(name).expanduser().exists():
-        raise sniff.missing(name)
+    if unknown_file.looks_like_path(name) and not Path(name).expanduser().exists():
+        raise unknown_file.missing(name)
     if not _HUB_ID.fullmatch(name):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -51,7 +51,7 @@ def snapshot_of(entry: Path, revision: str = "") -> Path:
     Raises:
         CheckpointError: the cache does not have this revision, or its link to ``config.json`` is broken.
     """
-    name, wanted = sniff.hub_id(entry / "snapshots" / MAIN), revision or MAIN
+    name, wanted = unknown_file.hub_id(entry / "snapshots" / MAIN), revision or MAIN
     references = {
         path.relative_to(entry / "refs").as_posix(): path
         for path in sorted((entry / "refs").rglob("*"))
@@ -78,7 +78,7 @@ def snapshot_of(entry: Path, revision: str = "") -> Path:
 
 def name_of(folder: Path) -> str:
     """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
-    return sniff.hub_id(folder) or folder.name
+    return unknown_file.hub_id(folder) or folder.name
 
 
 def path_of(path: Path, revision: str = "") -> Path:

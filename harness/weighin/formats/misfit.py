@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import NOT_CONVERTED
-from weighin.formats.sniff import shown
+from weighin.formats.unknown_file import shown
 
 if TYPE_CHECKING:
     from weighin.formats.base import TensorSlice

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, Final
 
 from weighin.formats import pickled_calls
-from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import Malformed, Named, Opaque, StateDict, StorageRef, type_name
+from weighin.formats.unknown_file import shown
 
 MOST_BYTES: Final = 32 * 1024**2
 """The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, Final
 
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
-from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import (
     OF_STORAGES,
     REBUILD,
@@ -30,6 +29,7 @@ from weighin.formats.tensor_refs import (
     is_safe,
     type_name,
 )
+from weighin.formats.unknown_file import shown
 
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 _LAZY: Final = frozenset(

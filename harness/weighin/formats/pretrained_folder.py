@@ -12,8 +12,7 @@ from typing import Any, Final
 from weighin import foreign
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import auto_classes, gguf, hub_cache, sniff
-from weighin.formats.no_model import no_model
+from weighin.formats import auto_classes, gguf, hub_cache, unknown_file
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 from weighin.formats.pretrained_library import (
@@ -24,6 +23,7 @@ from weighin.formats.pretrained_library import (
     library_of,
 )
 from weighin.formats.selection import Selection
+from weighin.formats.unknown_folder import no_model
 
 BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
@@ -120,8 +120,7 @@ def checked_dtype(name: object, file: Path) -> str:
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
-        f"{file} names the dtype {sniff.short(name)}, which is no dtype of a model:"
-        " from_pretrained fails, too",
+        f"{file} names the dtype {unknown_file.short(name)}, which is no dtype of a model: from_pretrained fails, too",
         f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
     )
 
@@ -215,9 +214,9 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
         text = foreign.read_bytes(path / CONFIG)
         config = foreign.parse_json(text, finite=False)
     except OSError as error:
-        raise sniff.unreadable(path / CONFIG, error) from error
+        raise unknown_file.unreadable(path / CONFIG, error) from error
     except ValueError as error:
-        raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
+        raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
     return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
@@ -275,14 +274,13 @@ def _explicit(path: Path) -> Path | None:
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
     if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
         raise CheckpointError(
-            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, which is neither a"
-            " safetensors file nor"
+            f"{path / CONFIG}: '{_EXPLICIT}' is {unknown_file.short(name)}, which is neither a safetensors file nor"
             " an index in this folder; from_pretrained fails for the same reason",
             f"correct '{_EXPLICIT}' in config.json, or remove it: weighin then reads model.safetensors",
         )
     file: Path = path / name
     if not file.is_file():
-        raise sniff.broken_link(file) or CheckpointError(
+        raise unknown_file.broken_link(file) or CheckpointError(
             f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing: {name}",
             f"put the file into the folder, or correct '{_EXPLICIT}'",
         )

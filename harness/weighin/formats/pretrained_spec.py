@@ -21,7 +21,7 @@ from weighin.formats.pretrained_folder import (
     index_in,
 )
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.sniff import RESAVE
+from weighin.formats.unknown_file import RESAVE
 
 _TIES: Final = "tie_word_embeddings"
 

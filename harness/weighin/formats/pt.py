@@ -13,10 +13,10 @@ from weighin.errors import CheckpointError
 from weighin.formats import pickle_machine, state_pickle
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorSlice
 from weighin.formats.recognise import is_zip, resaving
-from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import holds_more, state_dict, unread
 from weighin.formats.state_pickle import Pickled
 from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
+from weighin.formats.unknown_file import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:

@@ -24,10 +24,17 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.recognise import is_legacy, resaving
-from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
 from weighin.formats.state_pickle import Pickled
 from weighin.formats.tensor_refs import StorageRef
+from weighin.formats.unknown_file import (
+    AGAIN,
+    RESAVE,
+    check_present,
+    first_bytes,
+    shown,
+    unreadable,
+)
 
 NAME: Final = "pt_legacy"
 SUFFIX: Final = ".pth"

@@ -17,7 +17,7 @@ from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, Te
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header, read_header
-from weighin.formats.sniff import RESAVE, first_bytes, shown
+from weighin.formats.unknown_file import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:
     from weighin.formats.raw import Place

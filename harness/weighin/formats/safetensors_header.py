@@ -26,7 +26,7 @@ from weighin.formats.bounded_json import no_duplicates
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
 from weighin.formats.heads import read_start
 from weighin.formats.recognise import is_safetensors
-from weighin.formats.sniff import (
+from weighin.formats.unknown_file import (
     AGAIN,
     RESAVE,
     SHARDS,

@@ -10,8 +10,8 @@ from pathlib import Path
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import no_key
+from weighin.formats.unknown_file import shown
 
 
 def below(path: Path, slices: Slices, key: str) -> Slices:

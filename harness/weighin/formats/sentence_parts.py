@@ -20,10 +20,10 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.foreign import MIB, json_in
 from weighin.formats.base import Slices
-from weighin.formats.no_model import models_below
 from weighin.formats.pretrained_folder import CONFIG, find_weights
 from weighin.formats.pretrained_library import WEIGHTS
-from weighin.formats.sniff import shown
+from weighin.formats.unknown_file import shown
+from weighin.formats.unknown_folder import models_below
 from weighin.text import one_line
 
 NAME = "sentence_transformers"

@@ -33,7 +33,7 @@ from weighin.formats.bounded_json import read_object
 from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.sniff import broken_link, is_file, shown
+from weighin.formats.unknown_file import broken_link, is_file, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""

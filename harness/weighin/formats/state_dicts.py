@@ -15,8 +15,8 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain, select_key
-from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
+from weighin.formats.unknown_file import shown
 
 _DEEPEST: Final = 4
 _MOST_PLACES: Final = 3

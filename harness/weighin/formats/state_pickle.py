@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Final
 from weighin.errors import CheckpointError
 from weighin.formats import pickled_calls
 from weighin.formats.pickle_machine import MARK, Ended, Machine, TooLarge, Unknown
-from weighin.formats.sniff import AGAIN, RESAVE
 from weighin.formats.tensor_refs import Malformed, Named, NotTensors, StateDict, StorageRef, is_safe
+from weighin.formats.unknown_file import AGAIN, RESAVE
 
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"

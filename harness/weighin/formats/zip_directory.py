@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final
 from weighin.errors import CheckpointError
 from weighin.formats.late_disk import is_late, read_headers
 from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
-from weighin.formats.sniff import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
+from weighin.formats.unknown_file import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
 if TYPE_CHECKING:
     from weighin.formats.file_view import FileView

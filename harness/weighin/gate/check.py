@@ -13,12 +13,12 @@ from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
 from weighin.gate.lines import GateResult
 from weighin.gate.tables import short_names
-from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
 from weighin.records.series import Series, SeriesRun, summarise
+from weighin.result import Outcome, Result
 
 
 @dataclass(frozen=True, slots=True)

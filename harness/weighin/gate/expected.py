@@ -11,8 +11,8 @@ from typing import Final
 
 from weighin.errors import ConfigError
 from weighin.exit_codes import BROKEN
-from weighin.record import Outcome
 from weighin.records.series import STRATEGY, Series, selects
+from weighin.result import Outcome
 
 EXPECTABLE: Final = (
     Outcome.OOM_KILLED,

@@ -21,9 +21,9 @@ from weighin.formats.base import Slices
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.pickle_machine import MOST_BYTES
-from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import is_extra_state
 from weighin.formats.tensor_refs import Named, Opaque, Size, StateDict, type_name
+from weighin.formats.unknown_file import shown
 
 _NUMPY_DTYPE: Final = re.compile(r"[biufc]\d+")
 _log = logging.getLogger("weighin")

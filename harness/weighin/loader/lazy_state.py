@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from weighin.construction.deferred import WriteLog
+from weighin.construction.deferred_loads import DeferredLoad
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import plain
@@ -17,8 +19,6 @@ from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
-from weighin.models.deferred import WriteLog
-from weighin.models.deferred_loads import DeferredLoad
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory is filled piece by piece. torch fills tensors on any other device from a

@@ -1,7 +1,7 @@
 """Load a checkpoint straight into a model, without a second copy of the weights.
 
 torch's own ``load_state_dict`` runs, with every hook and override, on a state dict without values,
-and its copies are recorded instead of made (``models/deferred.py``). Then several threads make all
+and its copies are recorded instead of made (``construction/deferred.py``). Then several threads make all
 recorded copies, piece by piece: each tensor is read from its place in the file into fresh memory
 that uses huge pages and has the file's alignment. A tensor whose dtype changes is converted
 directly from the page cache if it is cached. If it is not, the memory of tensors that are filled
@@ -22,6 +22,12 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from weighin import formats
+from weighin.construction import skeleton
+from weighin.construction.deferred import WriteLog
+from weighin.construction.deferred_loads import DeferredLoad
+from weighin.construction.meta import real_memory
+from weighin.construction.module_tree import modules_of, named_tensors, tensors_of
+from weighin.construction.tensor_memory import is_dense, storage_key, use_count
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import TensorSlice
@@ -37,13 +43,7 @@ from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
 from weighin.loader.reads import Fillable
 from weighin.loader.state_walk import load_state
-from weighin.models import skeleton
-from weighin.models.deferred import WriteLog
-from weighin.models.deferred_loads import DeferredLoad
 from weighin.models.dequantising import detach_quantiser, quantiser_of
-from weighin.models.meta import real_memory
-from weighin.models.module_tree import modules_of, named_tensors, tensors_of
-from weighin.models.tensor_memory import is_dense, storage_key, use_count
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys

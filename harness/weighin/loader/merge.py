@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import torch
 
+from weighin.construction.skeleton import give_back_heap
 from weighin.formats import lora
 from weighin.formats.lora import Addition
 from weighin.loader.huge_pages import TENSOR_ALIGNMENT, allocate
 from weighin.loader.lazy_state import read_into, read_whole
-from weighin.models.skeleton import give_back_heap
 
 _FEW_ELEMENTS: Final = 32 * 1024
 """The elements that are added at once: torch widens 16-bit weights in further memory of that size."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.sniff import AGAIN, unreadable
+from weighin.formats.unknown_file import AGAIN, unreadable
 from weighin.loader.alignment import alignment_of
 from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down

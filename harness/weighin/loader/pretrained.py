@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from weighin import formats
+from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import adapters, gguf, sentence_parts, sniff
+from weighin.formats import adapters, gguf, sentence_parts, unknown_file
 from weighin.formats.hub_cache import cached_snapshot, path_of
-from weighin.formats.no_model import no_model
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained, read_folder
 from weighin.formats.pretrained_library import TRANSFORMERS
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
+from weighin.formats.unknown_folder import no_model
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained_modules import module_of
-from weighin.models.skeleton import construct
 
 _log = logging.getLogger("weighin")
 
@@ -100,7 +100,7 @@ def load_pretrained(
 
         return load_whole(path, load_pretrained, dtype=dtype, device=device, threads=threads)
     if not is_pretrained(path):
-        if broken := sniff.broken_link(path / CONFIG):
+        if broken := unknown_file.broken_link(path / CONFIG):
             raise broken
         formats.detect(path)  # names what is no checkpoint at all
         raise CheckpointError(

@@ -15,11 +15,11 @@ from typing import Final
 
 import torch
 
+from weighin.construction.deferred_loads import DeferredLoad
 from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import DISK_THREADS, MOST_UNUSED_BYTES, PIECE_BYTES, PieceReader
 from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.fill import cache_threads, one_thread_each
-from weighin.models.deferred_loads import DeferredLoad
 
 SMALL_BYTES: Final = 64 * 1024
 _LEAST_TENSORS: Final = 16  # side by side; fewer are read with the large tensors around them

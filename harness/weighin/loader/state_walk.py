@@ -19,12 +19,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from weighin.construction.deferred import WriteLog
+from weighin.construction.tensor_memory import is_dense
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader.lazy_state import LazyState
-from weighin.models.deferred import WriteLog
-from weighin.models.tensor_memory import is_dense
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
 _LOAD_MODULE: Final = nn.Module._load_from_state_dict

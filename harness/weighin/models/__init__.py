@@ -1,1 +1,1 @@
-"""Define the models that weighin includes, and build models without allocating their weights."""
+"""Define the models that weighin includes, and build models of transformers, diffusers and timm."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weighin.models.tensor_memory import storage_key
+from weighin.construction.tensor_memory import storage_key
 
 _FLAG = "_is_hf_initialized"  # transformers' own
 

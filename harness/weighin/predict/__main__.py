@@ -24,11 +24,11 @@ import torch  # before any fork; a worker imports it too
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
+from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
-from weighin.models.skeleton import Builder, resolve_builder
 from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
-from weighin.record import Memory
+from weighin.result import Memory
 from weighin.text import one_line
 from weighin.uses import FORWARD
 from weighin.worker import loading, uses  # noqa: F401 (a worker imports them too)

@@ -12,9 +12,9 @@ from weighin.errors import HarnessError, RecordError
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
-from weighin.record import Outcome, Result
 from weighin.records import after_load, run_folder
 from weighin.records.repeats import middle
+from weighin.result import Outcome, Result
 from weighin.run import trust
 from weighin.run.settings import RunSettings
 from weighin.suite import registry, user_code

@@ -66,8 +66,8 @@ class Devices(TorchFunctionMode):
     def _get_device(self, tensor: torch.Tensor) -> int:
         return 0 if self._is_cuda(tensor) else -1
 
-    def _cuda(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return self._to(tensor, _CUDA)
+    def _cuda(self, tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+        return self._to(tensor, _CUDA if device is None else device)
 
     def _cpu(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self._to(tensor, torch.device("cpu"))
@@ -84,12 +84,13 @@ class Devices(TorchFunctionMode):
         copy = kwargs.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):
             args = (self._device(args[0]), args[0].dtype, *args[1:])
+        args, kwargs = tuple(map(_named, args)), {name: _named(kwargs[name]) for name in kwargs}
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is None or device.type == self._device(tensor).type:
             return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
         if device.type == "meta" or tensor.is_meta:
             return tensor.to(device, dtype or tensor.dtype)
-        with self._ledger.placed("cuda" if device.type == "cuda" else "host"):
+        with self._ledger.placed("cuda" if _is_cuda(device) else "host"):
             moved = torch.empty_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
         moved.copy_(tensor.detach())
         return moved
@@ -145,10 +146,14 @@ def _deserialized() -> Iterator[None]:
         yield
 
 
+def _named(value: Any) -> Any:
+    """Return the device that a number names, which torch without CUDA refuses; else the value."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return torch.device("cuda", value) if is_number else value
+
+
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, int) and not isinstance(device, bool):
-        return True
-    kind = torch.device(device)
+    kind = torch.device(_named(device))
     if kind.index:
         raise CannotFollow(f"it uses {kind}; only one GPU is simulated")
     return kind.type == "cuda"

@@ -29,7 +29,7 @@ from weighin.predict.storage import (
     extent,
 )
 from weighin.probes.process import memory_of, read_status
-from weighin.record import Memory
+from weighin.result import Memory
 
 _ATTRIBUTE: Final = "_weighin_block"
 """The attribute of a storage that holds its ``MemoryBlock``. The storage's Python object exists as

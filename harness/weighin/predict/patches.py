@@ -243,7 +243,7 @@ def _truncated() -> Any:
 
 def _trim(ledger: Ledger) -> Any:
     """Patch ``give_back_heap`` to record in the ledger that ``malloc_trim`` released pages."""
-    from weighin.models import skeleton
+    from weighin.construction import skeleton
 
     original: Callable[[], None] = skeleton.give_back_heap
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from weighin.probes.process import memory_of, read_status
-from weighin.record import Memory
+from weighin.result import Memory
 
 _ROOT: Final = "torch._dynamo"
 

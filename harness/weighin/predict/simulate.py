@@ -21,7 +21,7 @@ from weighin.predict.prediction import ABOVE_PEAK_BYTES, Prediction, Work
 from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
 from weighin.predict.using import UseToFollow, follow
-from weighin.record import WINDOWS_IN_FLIGHT, Memory
+from weighin.result import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch

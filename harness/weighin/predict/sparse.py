@@ -11,13 +11,13 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
+from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import gguf
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 from weighin.models.pretrained_keys import map_keys
-from weighin.models.skeleton import build_skeleton, resolve_builder
 
 
 def make_sparse(

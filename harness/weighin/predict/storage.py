@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import torch
 
-from weighin.models import tensor_memory
+from weighin.construction import tensor_memory
 from weighin.predict.allocator import CudaBlock
 from weighin.predict.extents import Extents
 from weighin.predict.heap import Chunk

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from weighin.models.operations import tensors_in
+from weighin.construction.operations import tensors_in
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.extents import Extents
 from weighin.predict.ledger import Ledger

@@ -13,7 +13,7 @@ from typing import Final
 from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers, pids_in, room_in
 from weighin.probes.process import read_shares, read_status
 from weighin.probes.process_table import Pause, Shares
-from weighin.record import Sample
+from weighin.result import Sample
 
 _V1: Final = {
     "anon": "total_rss",

@@ -15,7 +15,7 @@ from typing import Final
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_memory import GroupMemory, TreeMemory
 from weighin.probes.process_table import Pause, ProcessTable
-from weighin.record import Process, Sample
+from weighin.result import Process, Sample
 from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02

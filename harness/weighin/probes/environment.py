@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weighin import __version__
 from weighin.probes.cgroup import memory_hierarchy
-from weighin.record import USUAL_PAGE_BYTES
+from weighin.result import USUAL_PAGE_BYTES
 from weighin.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not delay a run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import memory_hierarchy
-from weighin.record import Kill
+from weighin.result import Kill
 from weighin.text import one_line
 from weighin.units import KIB
 

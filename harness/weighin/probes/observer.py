@@ -13,7 +13,7 @@ from typing import Protocol
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, has_left, pressure_file_of
 from weighin.probes.other_processes import OtherProcesses
 from weighin.probes.sampler import Sampler
-from weighin.record import Memory, Sample
+from weighin.result import Memory, Sample
 
 
 @dataclass(frozen=True, slots=True)

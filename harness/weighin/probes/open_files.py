@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import read_kernel
-from weighin.record import OpenFile
+from weighin.result import OpenFile
 from weighin.text import one_line
 from weighin.units import MIB
 

@@ -4,7 +4,7 @@ The worker reads its own high-water mark with this module. The module does not i
 would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
-from weighin.record import Memory
+from weighin.result import Memory
 from weighin.units import KIB
 
 _STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")

@@ -11,7 +11,7 @@ from typing import Final
 from weighin.probes.cgroup import parent_of, read_kernel
 from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_status
-from weighin.record import OpenFile, Process
+from weighin.result import OpenFile, Process
 from weighin.text import one_line
 
 Shares = tuple[int, int, int]

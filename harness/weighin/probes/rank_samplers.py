@@ -5,7 +5,7 @@ from pathlib import Path
 
 from weighin.probes.cgroup import all_pids, parent_of, read_kernel
 from weighin.probes.sampler import Sampler
-from weighin.record import Sample
+from weighin.result import Sample
 
 
 class RankSamplers:

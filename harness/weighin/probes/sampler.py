@@ -16,7 +16,7 @@ from pathlib import Path
 from weighin.probes.cgroup import MemoryCgroup, parse_field
 from weighin.probes.other_processes import OtherProcesses
 from weighin.probes.process import parse_faults, parse_status
-from weighin.record import Sample
+from weighin.result import Sample
 
 DEFAULT_INTERVAL_S = 0.005
 

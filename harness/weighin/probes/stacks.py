@@ -20,7 +20,7 @@ from weighin.probes.cgroup import read_kernel, room_in
 from weighin.probes.command_memory import members_of
 from weighin.probes.freezer import Freezer
 from weighin.probes.process import read_status
-from weighin.record import Stack
+from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
 

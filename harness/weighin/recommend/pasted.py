@@ -1,7 +1,7 @@
 """Define the function whose source replaces ``job.reset_buffers`` in pasted code.
 
 ``job.reset_buffers`` builds the model again without writing any weight
-(``weighin.models.skeleton``), which is too much code to paste. The function in this module instead
+(``weighin.construction.skeleton``), which is too much code to paste. The function in this module instead
 drops each parameter as soon as the model's constructor registers it. The function has no
 annotations, so that pasted code stays short.
 """

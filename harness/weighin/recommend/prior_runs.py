@@ -9,10 +9,10 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.probes import environment
-from weighin.record import Outcome, Result
 from weighin.records import after_load, run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.records.repeats import middle
+from weighin.result import Outcome, Result
 
 _REPEATS: Final = 2  # the fewest repeats that show noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")

@@ -17,7 +17,7 @@ from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
+_KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
 """Modules that are too large to include in pasted code, so that the code imports them."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
@@ -124,7 +124,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
-        elif source == "weighin.models.tied_weights":
+        elif source == "weighin.construction.tied_weights":
             written.append(_source(source, alias.name))
         elif source != "weighin.strategy":  # a plain function needs no types of jobs
             raise CannotWriteOut(

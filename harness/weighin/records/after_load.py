@@ -4,8 +4,8 @@ A use of several forward passes has several phases: its peaks are the highest of
 afterwards is that of the last one. Multiples of the model count from the baseline, after the imports.
 """
 
-from weighin.record import Result
 from weighin.records.repeats import largest
+from weighin.result import Result
 
 
 def used_ns(result: Result) -> int | None:

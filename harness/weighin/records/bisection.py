@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Result
 from weighin.records import after_load
 from weighin.records.floor import (
     PASSES,
@@ -26,6 +25,7 @@ from weighin.records.floor import (
     unlimited_of,
     with_room,
 )
+from weighin.result import Result
 from weighin.units import MIB
 
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the engine refuses a smaller limit

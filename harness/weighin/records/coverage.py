@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError
-from weighin.record import Result
 from weighin.records.bisection import next_cell
 from weighin.records.floor import Aim
 from weighin.records.shard import parse
+from weighin.result import Result
 
 _ANY_RAM_BYTES: Final = 1 << 62  # for records that do not tell the RAM of their machine
 

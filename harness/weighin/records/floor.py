@@ -17,9 +17,9 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.repeats import grouped, middle
 from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
+from weighin.result import Outcome, Result
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3

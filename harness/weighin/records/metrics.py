@@ -24,8 +24,8 @@ from typing import Final, Literal
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.record import IMPORTS_OF_LIBRARIES, UNNAMED, Phase, Result
 from weighin.records import after_load
+from weighin.result import IMPORTS_OF_LIBRARIES, UNNAMED, Phase, Result
 from weighin.units import (
     GIB,
     MIB,

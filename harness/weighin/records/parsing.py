@@ -13,8 +13,8 @@ from pydantic_core import to_json
 from weighin import install
 from weighin.errors import DamagedRecord, SchemaTooNew
 from weighin.foreign import parse_json
-from weighin.record import SCHEMA
 from weighin.records.validate import clean, impossible
+from weighin.result import SCHEMA
 from weighin.text import one_line
 
 _T = TypeVar("_T")

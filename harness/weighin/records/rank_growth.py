@@ -6,9 +6,9 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.floor import floors
 from weighin.records.repeats import grouped, latest, middle
+from weighin.result import Outcome, Result
 
 _FLAT: Final = 0.25
 _LINEAR: Final = 0.75

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.bisection import next_cell
 from weighin.records.floor import Aim, bracket, results_of, searched, unlimited_of
+from weighin.result import Outcome, Result
 
 TYPICAL_CELLS: Final = 7
 """The cells of a search of one strategy: 6 if the first guess is right, seldom more than 10."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 
 _Number = TypeVar("_Number", int, float)
 _Item = TypeVar("_Item")

@@ -25,10 +25,10 @@ from weighin import atomic
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
-from weighin.record import SCHEMA, Outcome, Result
 from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
 from weighin.records.repeats import grouped
 from weighin.records.validate import impossible
+from weighin.result import SCHEMA, Outcome, Result
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"

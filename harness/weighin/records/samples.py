@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from weighin.record import Sample
+from weighin.result import Sample
 
 _NAMES: Final = tuple(field.name for field in fields(Sample))
 _REQUIRED: Final = sum(field.default is MISSING for field in fields(Sample))

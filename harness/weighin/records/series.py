@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.floor import floors as find_floors
 from weighin.records.floor import searched, stopped_by
 from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
 from weighin.records.repeats import latest, middle, outcome_of
+from weighin.result import Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact
 

@@ -2,7 +2,7 @@
 
 The hashed files are the strategy's file, the model's builder and the worker, and the modules of
 weighin that these files import from loader, formats, checkpoint and models. Top-level modules such
-as ``record.py`` affect no figure. The code that observes a cell from outside is identified only by
+as ``result.py`` affect no figure. The code that observes a cell from outside is identified only by
 the record's commit.
 """
 
@@ -20,7 +20,14 @@ from weighin.strategy import HELPERS
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _WORKER: Final = "weighin.worker.__main__"
-_DECIDING: Final = ("worker", "loader", "checkpoint", "formats", "models")  # folders here
+_DECIDING: Final = (
+    "worker",
+    "loader",
+    "checkpoint",
+    "formats",
+    "models",
+    "construction",
+)  # folders here
 # A test's body is not a strategy, and the code of saves takes no part in a load.
 _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
     "load": ("weighin.worker.body", "weighin.worker.saving"),

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.repeats import grouped, middle
 from weighin.records.series import label_among
 from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
+from weighin.result import Outcome, Result
 from weighin.units import format_seconds
 
 _LEAST_LIMITS: Final = 2

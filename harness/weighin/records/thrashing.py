@@ -14,8 +14,8 @@ to thrash if its memory has reached its limit, and one of these holds:
 from dataclasses import dataclass
 from typing import Final
 
-from weighin.record import Result, Stopped
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, STALLED_SHARE, size_read
+from weighin.result import Result, Stopped
 from weighin.units import format_bytes, format_seconds
 
 MOST_TIME: Final = 10.0

@@ -32,8 +32,8 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.repeats import middle
+from weighin.result import Outcome, Result
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10

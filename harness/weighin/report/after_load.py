@@ -6,7 +6,6 @@ Memory is a multiple of the model's size, above the memory after the imports.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from weighin.record import Outcome, Result
 from weighin.records import after_load
 from weighin.records.metrics import ready_anon
 from weighin.records.repeats import grouped, middle
@@ -14,6 +13,7 @@ from weighin.report import captions
 from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import Row, series, split, values, varying
+from weighin.result import Outcome, Result
 from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
 from weighin.report.rows import DIMENSIONS, Row, has, is_below_import, split, values, varying
+from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import few
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, NONE

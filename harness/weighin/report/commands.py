@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Final
 
-from weighin.record import Kill, OpenFile, Process, Result, Stack
 from weighin.records.floor import searched
 from weighin.records.repeats import grouped, latest
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
 from weighin.report.markdown import plain
+from weighin.result import Kill, OpenFile, Process, Result, Stack
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_seconds
 

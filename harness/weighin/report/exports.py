@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import extra
-from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import latest
@@ -24,6 +23,7 @@ from weighin.records.series import SeriesRun, further_words, name_of, summarise
 from weighin.report import operations
 from weighin.report.figures import COLUMNS
 from weighin.report.rows import LIMITS, OF_CELLS, cells
+from weighin.result import Outcome, Result
 from weighin.text import one_line
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from weighin.record import IMPORT_TRANSFORMERS, Result
 from weighin.records import after_load
 from weighin.records.rank_growth import sum_of_peaks
 from weighin.records.verdict import through_first_pass_ns
+from weighin.result import IMPORT_TRANSFORMERS, Result
 from weighin.units import GIB
 
 _GIB: Final = "GiB"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from weighin.record import Result
 from weighin.records.floor import Aim, Floor, Life, floors
 from weighin.records.series import label_among
 from weighin.report import captions, operations
@@ -11,6 +10,7 @@ from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
 from weighin.report.rows import series
 from weighin.report.survival import SIGNS
+from weighin.result import Result
 from weighin.units import GIB, MIB, format_seconds
 
 _PER_MODEL: Final = "floor\nx model"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighin import __version__
-from weighin.record import Result
 from weighin.report import captions, operations, sections, summary
 from weighin.report.html import bars, facts, scatter, table, timelines
 from weighin.report.rows import has, series
+from weighin.result import Result
 
 _PACKAGE = "weighin.report.html"  # where the templates are
 

@@ -6,10 +6,10 @@ Bars are the sampled maxima of anonymous and file-backed memory; a marker is the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report import style as look
 from weighin.report.rows import Row, has, series
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.record import Result
 from weighin.records.rank_growth import RankSeries, over_ranks, sum_of_peaks, unreclaimable
 from weighin.records.repeats import middle
 from weighin.records.series import label_among
@@ -11,6 +10,7 @@ from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series
+from weighin.result import Result
 from weighin.units import GIB
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.record import NOT_DROPPED, Outcome, Result
 from weighin.records.repeats import grouped, latest, middle, outcome_of
 from weighin.report.figures import COLUMNS
+from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.units import format_exact, format_latency, format_rate
 
 Row = dict[str, Any]

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weighin.record import Result
 from weighin.records.explanation import answer
 from weighin.records.floor import floors
 from weighin.report import operations
 from weighin.report.floors import as_dict
 from weighin.report.history import History, HistoryPoint
 from weighin.report.rows import OF_SERIES, series
+from weighin.result import Result
 
 
 def of_run(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group
 from rich.text import Text
 
-from weighin.record import Result
 from weighin.records.repeats import grouped
 from weighin.report import (
     after_load,
@@ -28,6 +27,7 @@ from weighin.report.html import facts
 from weighin.report.html.table import build
 from weighin.report.markdown import plain
 from weighin.report.rows import Row, series
+from weighin.result import Result
 from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:

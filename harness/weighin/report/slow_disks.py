@@ -7,7 +7,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
 from weighin.records.repeats import latest, middle, outcome_of
 from weighin.records.series import label_among
 from weighin.records.verdict import through_first_pass_ns
@@ -15,6 +14,7 @@ from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 from weighin.units import format_latency, format_rate, format_seconds
 
 if TYPE_CHECKING:

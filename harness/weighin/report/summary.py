@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-from weighin.record import Outcome, Result
 from weighin.records.floor import Aim, Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
 from weighin.report import captions, floors, operations, style
 from weighin.report.rows import Row, is_below_import, values, varying
+from weighin.result import Outcome, Result
 from weighin.units import GIB
 
 _MOST: Final = 16  # paragraphs; a longer text would not be a summary

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from weighin.record import Outcome, Result
 from weighin.records.survival import Matrix, matrices
 from weighin.records.verdict import Verdict
 from weighin.report import captions, operations
 from weighin.report.findings import Entry, Found
 from weighin.report.operations import Kind
 from weighin.report.rows import series
+from weighin.result import Outcome, Result
 
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}

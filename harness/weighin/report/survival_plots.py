@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.record import Outcome, Result
 from weighin.records.survival import Field, Matrix, matrices
 from weighin.records.verdict import Verdict, refaults
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.survival import caption, heading, kind_of, notes
+from weighin.result import Outcome, Result
 from weighin.units import GIB, format_seconds
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import

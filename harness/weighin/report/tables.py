@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TextIO
 
-from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
 from weighin.report.figures import Column
 from weighin.report.markdown import plain, table_lines
 from weighin.report.rows import OF_SERIES, Row, series, varying
+from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
 
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.

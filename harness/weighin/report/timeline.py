@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.record import Outcome, Result
 from weighin.report import captions, operations
 from weighin.report import style as look
 from weighin.report import timeline_data as data
 from weighin.report.commands import stacks_at_peak
 from weighin.report.rows import Row, series
+from weighin.result import Outcome, Result
 from weighin.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
-from weighin.record import Outcome, Phase, Result, Sample
 from weighin.records.repeats import latest
 from weighin.records.samples import read_columns, read_samples
 from weighin.report import captions, style
 from weighin.report.rows import Row, values
+from weighin.result import Outcome, Phase, Result, Sample
 from weighin.units import GIB
 
 # Outcomes that end a cell early; a timeline marks the time of the end.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
 from weighin.errors import UnknownName
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.run_folder import Records
 from weighin.report import (
@@ -22,6 +21,7 @@ from weighin.report import (
 )
 from weighin.report.markdown import plain
 from weighin.report.rows import series
+from weighin.result import Result
 from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:

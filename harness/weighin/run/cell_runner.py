@@ -13,9 +13,9 @@ from weighin.cell import Job
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
-from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
 from weighin.records.thrashing import Reference
+from weighin.result import Outcome, Result
 from weighin.run import interrupts, slow_disk
 from weighin.run import page_preconditioning as steady
 from weighin.run.measurement import CellMeasurement, trouble_of

@@ -12,8 +12,8 @@ from weighin.child_process import signal_each
 from weighin.isolation.base import Exit, RunningCommand
 from weighin.probes import kernel_log
 from weighin.probes.process_table import command_of
-from weighin.record import Kill, Outcome, Stopped
 from weighin.records import thrashing
+from weighin.result import Kill, Outcome, Stopped
 from weighin.text import one_line
 from weighin.units import format_bytes
 

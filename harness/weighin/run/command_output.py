@@ -22,7 +22,7 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.isolation.base import Streams
 from weighin.pipes import pass_on, ready
-from weighin.record import Mark
+from weighin.result import Mark
 from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Ended, Lines, Pattern
 from weighin.text import one_line

@@ -20,7 +20,8 @@ from weighin.probes.cgroup import (
 )
 from weighin.probes.command_sampler import CommandSampler
 from weighin.probes.observer import Observation, grown, observe
-from weighin.record import (
+from weighin.records.repeats import largest
+from weighin.result import (
     SCHEMA,
     Cost,
     Faults,
@@ -34,7 +35,6 @@ from weighin.record import (
     Stack,
     Stopped,
 )
-from weighin.records.repeats import largest
 from weighin.run import command_outcome, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener

@@ -7,7 +7,7 @@ from typing import Any
 from weighin.isolation.base import Exit
 from weighin.pipes import printed_lines
 from weighin.probes.allocator_trace import Trace
-from weighin.record import Cost, Faults, Memory, Outcome, Phase, Use, Written
+from weighin.result import Cost, Faults, Memory, Outcome, Phase, Use, Written
 from weighin.text import one_line
 from weighin.uses import FORWARD, is_of_use
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 from pydantic import ConfigDict, TypeAdapter, create_model
 from pydantic_core import to_json
 
-from weighin.record import Memory, Outcome, Phase, Written
+from weighin.result import Memory, Outcome, Phase, Written
 from weighin.text import one_line
 
 _STRICT: Final = ConfigDict(strict=True, extra="forbid")

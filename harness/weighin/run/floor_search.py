@@ -8,7 +8,6 @@ from pathlib import Path
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
-from weighin.record import Result
 from weighin.records.bisection import next_cell
 from weighin.records.coverage import resume_command
 from weighin.records.floor import (
@@ -21,6 +20,7 @@ from weighin.records.floor import (
     why_stopped,
 )
 from weighin.records.remaining import TYPICAL_CELLS, remaining_ns
+from weighin.result import Result
 from weighin.run import command_request, runner
 from weighin.run import request as bench
 from weighin.run.command_request import CommandRequest

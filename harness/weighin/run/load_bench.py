@@ -18,7 +18,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Running
 from weighin.pipes import last_line
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
-from weighin.record import Memory, Result
+from weighin.result import Memory, Result
 from weighin.run import disk_proof, interrupts, model_fault, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take

@@ -8,8 +8,8 @@ from pathlib import Path
 from weighin.errors import HarnessError
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.probes.sampler import write_samples
-from weighin.record import Result, Sample
 from weighin.records import run_folder
+from weighin.result import Result, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import RecordError
-from weighin.record import Result
 from weighin.records import coverage, run_folder
 from weighin.records.run_folder import Plan
 from weighin.records.shard import Shard, parse
+from weighin.result import Result
 
 _OF_A_PART: Final = ("shard", "engine")
 """Settings in which the parts of one plan may differ."""

@@ -10,7 +10,7 @@ from weighin.cell import Job
 from weighin.exit_codes import BROKEN
 from weighin.formats.selection import Selection
 from weighin.protocol import encode_job
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 
 
 def is_right_load(result: Result) -> bool:

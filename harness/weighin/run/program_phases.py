@@ -15,7 +15,7 @@ from weighin.phase_reporter import address
 from weighin.probes.cgroup import MemoryCgroup, start_time
 from weighin.program_phases import VARIABLE
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
-from weighin.record import Phase, Track
+from weighin.result import Phase, Track
 from weighin.run.program_track import GroupMark, ProcessTrack
 
 _SOCKET: Final = "phases"

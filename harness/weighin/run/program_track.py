@@ -9,7 +9,7 @@ from typing import Any, Final
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.probes.observer import grown
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.record import Memory, Phase
+from weighin.result import Memory, Phase
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weighin.isolation.base import Exit
-from weighin.record import Faults, Outcome, Rank, Sample
+from weighin.result import Faults, Outcome, Rank, Sample
 from weighin.run.event_log import EventLog
 
 

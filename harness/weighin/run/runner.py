@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from weighin.errors import HarnessError
-from weighin.record import Result
 from weighin.records import coverage, run_folder
+from weighin.result import Result
 from weighin.run import interrupts
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import AnyPlanned, Bench, Progress, Run, skipped

@@ -9,7 +9,7 @@ from pathlib import Path
 from weighin.checkpoint import cache, staging
 from weighin.errors import ConfigError
 from weighin.probes import page_cache
-from weighin.record import Result
+from weighin.result import Result
 from weighin.units import MIB, format_bytes
 
 _SPARE_BYTES = 64 * MIB  # for names, indexes and rounding up to file system blocks

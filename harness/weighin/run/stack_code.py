@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weighin.record import Stack
 from weighin.records.explanation.frames import own, read_all
+from weighin.result import Stack
 from weighin.text import one_line
 
 

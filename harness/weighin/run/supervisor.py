@@ -21,7 +21,9 @@ from weighin.probes.observer import LocalObserver, Observation, Observer, grown
 from weighin.probes.rank_samplers import RankSamplers
 from weighin.probes.sampler import DEFAULT_INTERVAL_S
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
-from weighin.record import (
+from weighin.records import thrashing
+from weighin.records.repeats import largest
+from weighin.result import (
     SCHEMA,
     Faults,
     Kill,
@@ -35,8 +37,6 @@ from weighin.record import (
     Stopped,
     Use,
 )
-from weighin.records import thrashing
-from weighin.records.repeats import largest
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked

@@ -13,9 +13,9 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
-from weighin.record import SCHEMA, Outcome, Result
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
+from weighin.result import SCHEMA, Outcome, Result
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
 from weighin.units import format_exact

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from weighin.probes.observer import Observation
-from weighin.record import Stopped
 from weighin.records import thrashing
+from weighin.result import Stopped
 
 _EVERY_S: Final = 0.5
 _SHARE: Final = 10  # a slow look, as in a container that thrashes, takes this part of the time

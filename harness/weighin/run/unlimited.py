@@ -1,10 +1,10 @@
 """Look up what a cell of a search needs without a limit, in the records of the search."""
 
 from weighin.cell import Cell
-from weighin.record import Result
 from weighin.records import run_folder
 from weighin.records.floor import Aim, results_of, searched, unlimited_of
 from weighin.records.thrashing import Reference, reference_of
+from weighin.result import Result
 from weighin.run.task import Run
 
 

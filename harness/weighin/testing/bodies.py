@@ -20,7 +20,7 @@ from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, Unkn
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
-from weighin.record import Memory, Outcome, Result
+from weighin.result import Memory, Outcome, Result
 from weighin.run.cell_runner import Setting, measure
 from weighin.testing.phases import phase_table
 from weighin.units import format_bytes, parse_bytes

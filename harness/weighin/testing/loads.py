@@ -8,7 +8,7 @@ from typing import Any
 
 from weighin.errors import HarnessError, Interrupted
 from weighin.formats.pretrained_choice import FolderChoice
-from weighin.record import Result
+from weighin.result import Result
 from weighin.run import request as bench
 from weighin.run import runner
 from weighin.run.settings import RunSettings

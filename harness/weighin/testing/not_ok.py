@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any, Final
 
-from weighin.record import Outcome, Result
+from weighin.result import Outcome, Result
 
 _FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
 

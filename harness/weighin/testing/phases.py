@@ -1,6 +1,6 @@
 """Format the phases of one measurement as text, for the message of a failed test."""
 
-from weighin.record import Phase, Result
+from weighin.result import Phase, Result
 from weighin.units import format_bytes, format_seconds
 
 _HEADS = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA peak")

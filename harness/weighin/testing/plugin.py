@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from weighin.record import Result
+    from weighin.result import Result
     from weighin.testing.bodies import Limit
 
 MARKER = "limit_peak"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weighin.cell import Job
 from weighin.probes.process import read_pss
 from weighin.protocol import decode_job
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.uses import FORWARD
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
@@ -89,7 +89,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
         from pathlib import Path
 
         from weighin.checkpoint.manifest import read_manifest
-        from weighin.models.skeleton import resolve_builder
+        from weighin.construction.skeleton import resolve_builder
         from weighin.worker.inputs import example_inputs
         from weighin.worker.loading import WorkerLoad
 

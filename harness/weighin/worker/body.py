@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
 from weighin.protocol import BODY_PLUGIN
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import describe, fail
 from weighin.worker.phases import Marks

@@ -5,7 +5,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from weighin.record import Outcome
+from weighin.result import Outcome
 from weighin.text import one_line
 from weighin.worker.connection import Lifeline
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weighin.models.skeleton import Builder
+from weighin.construction.skeleton import Builder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from weighin.cell import ModelSpec
-from weighin.models.skeleton import construct, reset_buffers
+from weighin.construction.skeleton import construct, reset_buffers
 from weighin.worker.phases import named_by_strategy
 
 

@@ -14,7 +14,7 @@ from reprlib import repr as short_repr
 from typing import TYPE_CHECKING
 
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.record import OURS, UNNAMED, Memory, Phase
+from weighin.result import OURS, UNNAMED, Memory, Phase
 from weighin.worker.connection import Lifeline
 
 if TYPE_CHECKING:

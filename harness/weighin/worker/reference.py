@@ -25,11 +25,11 @@ import torch
 from weighin import formats
 from weighin.cell import Cell
 from weighin.checkpoint.reader import read_into
+from weighin.construction.skeleton import construct, resolve_builder
 from weighin.formats.pretrained_folder import is_pretrained_checkpoint
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.models.pretrained_modules import module_of
-from weighin.models.skeleton import construct, resolve_builder
 from weighin.protocol import decode_job
 from weighin.worker.failures import describe
 from weighin.worker.inputs import example_inputs

@@ -21,7 +21,7 @@ from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
 from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
-from weighin.record import Written
+from weighin.result import Written
 from weighin.strategy import Load
 from weighin.worker.phases import Marks, named_by_strategy
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weighin.checkpoint.checksum import checksum
-from weighin.models import module_tree
+from weighin.construction import module_tree
 
 
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from weighin.cell import Job
-from weighin.models.operations import tensors_in
+from weighin.construction.operations import tensors_in
 from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
 from weighin.worker.failures import UseFailed
 from weighin.worker.forks import forked

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 
 from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.construction.operations import tensors_in
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
-from weighin.models.operations import tensors_in
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import identity
 

@@ -10,8 +10,8 @@ from weighin.engines.ray import fleet
 from weighin.engines.ray.cluster import Cluster
 from weighin.engines.ray.fleet import Fleet, RayTransport
 from weighin.engines.scheduler import Node
-from weighin.record import Result
 from weighin.records import run_folder
+from weighin.result import Result
 from weighin.run import runner
 from weighin.run.task import Progress, Run
 

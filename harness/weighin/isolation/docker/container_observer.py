@@ -30,7 +30,7 @@ from weighin.parent_process import Parent
 from weighin.probes.cgroup import all_pids, memory_cgroup_of, parent_of
 from weighin.probes.observer import LocalObserver
 from weighin.probes.process import memory_of, read_status
-from weighin.record import Sample
+from weighin.result import Sample
 
 _KEEPER = 1
 _FLUSH_S = 0.25

@@ -10,7 +10,7 @@ from typing import Any
 from weighin.isolation.base import Channel
 from weighin.probes.observer import Observation
 from weighin.protocol import decode_event
-from weighin.record import Memory, Sample
+from weighin.result import Memory, Sample
 
 _TURN_S = 0.01  # the interval of polling the channel; the longest delay of a request
 _ANSWER_TIMEOUT_S = 10.0

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from weighin.record import Kill, Outcome, Result, Sample
 from weighin.records.explanation.causes import Cause, find
 from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
 from weighin.records.samples import read_samples
+from weighin.result import Kill, Outcome, Result, Sample
 from weighin.text import few
 from weighin.units import MIB
 

@@ -13,7 +13,6 @@ from pathlib import PurePath
 from shlex import quote
 from typing import Final
 
-from weighin.record import OpenFile, Outcome, Sample
 from weighin.records.explanation.facts import (
     Facts,
     Place,
@@ -25,6 +24,7 @@ from weighin.records.explanation.facts import (
     program,
     size,
 )
+from weighin.result import OpenFile, Outcome, Sample
 from weighin.units import MIB, format_exact
 
 Evidence = Mapping[str, str]

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Final
 
-from weighin.record import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.records.explanation.frames import Frame, own, read_all
+from weighin.result import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.text import few, one_line
 from weighin.units import GIB, MIB, format_bytes
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weighin.record import Outcome
 from weighin.report import captions, operations, style
 from weighin.report.html.geometry import Axis
 from weighin.report.rows import Row
+from weighin.result import Outcome
 from weighin.units import GIB
 
 _PER_CENT: Final = 100.0

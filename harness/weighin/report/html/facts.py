@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weighin.record import Result
 from weighin.records.machine import settings_of
 from weighin.report import operations
 from weighin.report.columns import figures_of
 from weighin.report.figures import COLUMNS
 from weighin.report.rows import Row
+from weighin.result import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from weighin.record import Outcome, Phase, Result
 from weighin.report import captions, style, timeline_data
 from weighin.report.html.geometry import Axis, path
 from weighin.report.rows import Row, values
+from weighin.result import Outcome, Phase, Result
 from weighin.units import GIB, format_seconds
 
 WIDTH: Final = 460

@@ -13,7 +13,7 @@ from weighin.cli import _console
 
 if TYPE_CHECKING:
     from weighin.engines.base import Engine
-    from weighin.record import Result
+    from weighin.result import Result
     from weighin.run.machines import Machines
     from weighin.run.task import Run
 

@@ -11,8 +11,8 @@ from weighin.foreign import MIB, object_in
 from weighin.formats import pipeline
 from weighin.formats.adapters import ADAPTER
 from weighin.formats.pretrained_library import WEIGHTS
-from weighin.formats.sniff import broken_link
 from weighin.formats.training_step import named_step
+from weighin.formats.unknown_file import broken_link
 from weighin.text import few, one_line
 
 _MOST_SHOWN: Final = 100

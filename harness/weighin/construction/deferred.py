@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weighin.models.deferred_loads import DeferredLoad, IndependentLoads
-from weighin.models.initialisers import INITIALISERS, is_plain_call
-from weighin.models.operations import kind_of, tensors_in, with_aliases
-from weighin.models.tensor_memory import storage_key, use_count
+from weighin.construction.deferred_loads import DeferredLoad, IndependentLoads
+from weighin.construction.initialisers import INITIALISERS, is_plain_call
+from weighin.construction.operations import kind_of, tensors_in, with_aliases
+from weighin.construction.tensor_memory import storage_key, use_count
 
 _COPY: Final = torch.ops.aten.copy_.default
 _CLONES: Final = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from weighin.construction.deferred import WriteLog
 from weighin.errors import ConfigError
-from weighin.models.deferred import WriteLog
 
 Builder = Callable[..., nn.Module]
 RealBuffers = Literal["all", "non_persistent"]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weighin.models.tensor_memory import extent, is_dense, is_whole_storage
+from weighin.construction.tensor_memory import extent, is_dense, is_whole_storage
 
 
 class DeferredLoad(NamedTuple):

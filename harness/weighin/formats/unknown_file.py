@@ -1,6 +1,6 @@
 """Tell what a path is that cannot be loaded, and what a file is by its first bytes.
 
-The module also shortens names for messages. ``no_model`` tells what a folder is.
+The module also shortens names for messages. ``unknown_folder`` tells what a folder is.
 """
 
 from pathlib import Path

@@ -1,0 +1,161 @@
+"""A run of commands: their folder, their records, the time-outs of a search, and a stop."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ran_commands import SECOND_NS, make_command, make_ran
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, Interrupted
+from weighin.isolation.process import ProcessIsolation
+from weighin.records import run_folder
+from weighin.records.floor import Aim
+from weighin.records.thrashing import Reference
+from weighin.result import Outcome
+from weighin.run import command_bench, command_runner, run_lock, runner
+from weighin.run.command_bench import CommandBench
+from weighin.run.command_settings import CommandSettings
+from weighin.run.measurement import CellMeasurement
+from weighin.run.settings import RunSettings
+from weighin.run.task import PlannedCommand, Progress, Run
+from weighin.run.unlimited import reference_for
+from weighin.units import GIB, MIB
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def asked(*scripts: str, how: CommandSettings | None = None, **settings: Any) -> Run:
+    """Plan a run of one command for each script."""
+    command = how or CommandSettings(str(Path.cwd()), stacks=False)
+    Path("run").mkdir()
+    planned = [
+        PlannedCommand(Cell.of_command(f"command {number}", ("sh", "-c", script), "process"))
+        for number, script in enumerate(scripts)
+    ]
+    return Run(
+        Path("run"),
+        planned,
+        ProcessIsolation(),
+        RunSettings(command=command, **settings),
+        is_new=True,
+    )
+
+
+def test_a_run_of_commands_has_a_record_of_each() -> None:
+    run = asked("exit 0", "exit 3")
+    results = runner.run(run, Progress())
+    assert [each.cell for each in results] == [each.cell for each in run.planned]
+    assert [each.outcome for each in results] == [Outcome.OK, Outcome.COMMAND_FAILED]
+    assert list(run_folder.read(run.folder).results) == results
+    assert results[0].environment["isolation"] == {}
+    assert results[0].environment["ram_bytes"] and results[0].environment["weighin"]
+    samples = {path.name for path in Path("run/samples").iterdir()}
+    assert samples == {Path(each.samples_path).name for each in results if each.samples_path}
+
+
+def test_a_run_of_commands_may_run_inside_another() -> None:
+    with run_lock.only_run():
+        (result,) = runner.run(asked("exit 0"), Progress())
+    assert result.outcome is Outcome.OK
+
+
+def test_a_run_that_is_resumed_has_the_earlier_results_too() -> None:
+    run = asked("exit 0", "exit 3")
+    first = runner.run(replace(run, planned=run.planned[:1]), Progress())
+    both = runner.run(replace(run, is_new=False), Progress())
+    assert both[0] == first[0]
+    assert [each.exit_code for each in both] == [0, 3]
+
+
+def test_the_folder_of_a_run_whose_first_command_cannot_start_is_removed() -> None:
+    run = asked("exit 0", how=CommandSettings("/none", stacks=False))
+    run_folder.write_plan(run.folder, [each.cell for each in run.planned])
+    with pytest.raises(ConfigError, match="cannot start 'sh' in /none"):
+        runner.run(run, Progress())
+    assert not run.folder.exists()
+    run_folder.write_plan(run.folder, [each.cell for each in run.planned])
+    with pytest.raises(ConfigError, match="cannot start 'sh' in /none"):
+        runner.run(replace(run, is_new=False), Progress())
+    assert run.folder.exists()
+
+
+def test_the_settings_of_a_run_reach_its_commands() -> None:
+    own = {"command 1": {"marks": ("^b",)}}
+    how = CommandSettings(str(Path.cwd()), stacks=False, marks=("^a",), own=own)
+    first, second = runner.run(asked("echo a; echo b", "echo a; echo b", how=how), Progress())
+    assert first.ran and [mark.text for mark in first.ran.marks] == ["a"]
+    assert second.ran and [mark.text for mark in second.ran.marks] == ["b"]
+    Path("run").rename("first")
+    run = asked("exec sleep 60", timeout_s=0.1)
+    (result,) = runner.run(run, Progress())
+    assert (result.outcome, result.message) == (Outcome.TIMEOUT, "still running after 0.1 s")
+
+
+def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
+    run = asked("exit 0")
+    bench = command_bench.set_up(run, Progress())
+    bench.measure(run.planned[0])  # type: ignore[arg-type]
+    bench.stopped = True
+    with pytest.raises(Interrupted, match="stopped; nothing is left running"):
+        bench.measure(run.planned[0])  # type: ignore[arg-type]
+
+
+UNLIMITED = make_ran(make_command())  # 3 s
+LIMITED = make_command(ram_limit_bytes=GIB)
+
+
+def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
+    """A search for a floor in which the command without a limit has run."""
+    how = CommandSettings("/", in_search=True)
+    run_folder.append(Path("run"), UNLIMITED)
+    run_folder.append(Path("run"), make_ran(make_command("other.py")))
+    settings = RunSettings(within=0.05, aim=aim, command=how, timeout_s=0)
+    return Run(
+        Path("run"), [PlannedCommand(LIMITED)], ProcessIsolation(), replace(settings, **changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_search", "timeout_s", "cell", "expected"),
+    [
+        (True, 0, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
+        (True, 7, LIMITED, 7),
+        (True, 0, UNLIMITED.cell, 0.0),
+        (True, 0, make_command("new.py", ram_limit_bytes=GIB), 0.0),
+        (False, 0, LIMITED, 0.0),
+    ],
+)
+def test_a_command_that_starves_in_a_search_is_ended(
+    monkeypatch: pytest.MonkeyPatch, in_search: bool, timeout_s: float, cell: Cell, expected: float
+) -> None:
+    given: list[float] = []
+
+    def take(*arguments: Any) -> tuple[CellMeasurement, bool]:
+        given.append(arguments[3])
+        return CellMeasurement(UNLIMITED), False
+
+    monkeypatch.setattr(command_runner, "take", take)
+    how = CommandSettings("/", in_search=in_search)
+    task = searching(timeout_s=timeout_s)
+    bench = CommandBench(task, how, {})
+    bench.measure(PlannedCommand(cell))
+    assert given == [expected]
+
+
+def test_a_cell_is_compared_with_the_same_one_without_a_limit() -> None:
+    reference = Reference(3 * SECOND_NS, (757 + 200) * MIB)
+    survives = searching(Aim.SURVIVES)
+    assert reference_for(survives, LIMITED) == reference
+    assert reference_for(survives, replace(LIMITED, repeat=2)) == reference
+    assert reference_for(survives, UNLIMITED.cell) is None
+    assert reference_for(survives, make_command("new.py", ram_limit_bytes=GIB)) is None
+
+
+def test_a_cell_outside_of_a_search_for_survival_is_never_ended() -> None:
+    assert reference_for(searching(Aim.ENDS), LIMITED) is None
+    assert reference_for(searching(Aim.SURVIVES, within=None), LIMITED) is None

@@ -1,0 +1,458 @@
+"""A command from its start to its Result: how it ended, what it left, and what the kernel told of it."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cgroup_trees import Kernel
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, StillRunning
+from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import ProcessIsolation
+from weighin.probes import page_cache
+from weighin.records.thrashing import Reference
+from weighin.result import Faults, Outcome, Peaks, Result
+from weighin.run import command_runner, command_watch
+from weighin.run.command_settings import CommandSettings
+from weighin.run.measurement import CellMeasurement
+from weighin.units import MIB
+
+NO_CGROUP = "a plain process has no cgroup of its own"
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no other process of the machine be killed for lack of memory."""
+    monkeypatch.setattr(command_watch, "read_machine_oom_kills", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, with nothing of other tests."""
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+class Watched(ProcessIsolation):
+    """Calls ``changed`` with each command that it starts."""
+
+    def __init__(self, changed: Callable[[Any], None]) -> None:
+        self._changed = changed
+
+    def start_command(
+        self,
+        cell: Cell,
+        folder: str,
+        streams: Streams,
+        _mounts: Sequence[str] = (),
+        _throttled_device: str = "",
+    ) -> RunningCommand:
+        running = super().start_command(cell, folder, streams)
+        self._changed(running)
+        return running
+
+
+Take = Callable[..., tuple[CellMeasurement, bool]]
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Take:
+    """Runs the lines of ``script`` in a shell, with other settings if they are given."""
+
+    def run(
+        script: str,
+        isolation: Any = None,
+        *,
+        timeout_s: float = 0.0,
+        reference: Reference | None = None,
+        cell: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> tuple[CellMeasurement, bool]:
+        isolation = isolation or ProcessIsolation()
+        how = CommandSettings(str(tmp_path), stacks=False, **settings)
+        planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
+        return command_runner.take(
+            isolation, how, planned, timeout_s, {"machine": "this"}, reference
+        )
+
+    return run
+
+
+@pytest.fixture
+def result_of(take: Take) -> Callable[..., Result]:
+    return lambda *arguments, **options: take(*arguments, **options)[0].result
+
+
+def test_a_command_that_succeeds(take: Take, tmp_path: Path, temporary: Path) -> None:
+    measured, asked_to_end = take('echo "$MODE" > mode', cell={"environment": {"MODE": "m"}})
+    result = measured.result
+    assert (result.outcome, result.message, asked_to_end) == (Outcome.OK, "", False)
+    assert (tmp_path / "mode").read_text() == "m\n"
+    assert result.cell.environment == {"MODE": "m"}
+    assert result.exit_code == 0
+    assert result.ready_ns and result.load_ns == result.ready_ns
+    assert result.cost and result.cost.load_ns == result.load_ns
+    assert result.ready_ns < result.cost.wall_ns < 600 * 10**9
+    assert result.warnings == (NO_CGROUP,)
+    assert result.environment == {"machine": "this"}
+    assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
+    assert (result.cached_bytes_at_start, result.peaks.cgroup_bytes) == (None, None)
+    assert (result.oom_kills, result.limit_events, result.pressure) == (None, None, None)
+    assert (result.faults, result.stopped, result.last_phase) == (None, None, None)
+    assert result.samples_path == (f"samples/{result.cell.id}.csv" if measured.samples else None)
+    assert result.ran
+    assert (result.ran.signal, result.ran.survived, result.ran.ended) == (None, True, ())
+    assert (measured.trouble, list(temporary.iterdir())) == (None, [])
+
+
+def test_memory_of_a_command_is_sampled(result_of: Callable[..., Result]) -> None:
+    result = result_of("exec sleep 0.3")
+    assert result.samples_path and result.ran
+    peaks = result.peaks
+    assert peaks.anon_sampled_bytes and peaks.unreclaimable_sampled_bytes
+    assert peaks.shmem_sampled_bytes == 0
+    assert result.ran.needed_bytes == peaks.unreclaimable_sampled_bytes >= peaks.anon_sampled_bytes
+    assert result.ran.needed_is_sampled
+    assert result.ran.peak_ns and result.ran.pid in {each.pid for each in result.ran.processes}
+
+
+@pytest.mark.parametrize(
+    ("script", "message", "exit_code", "number"),
+    [
+        ("exit 3", "exit code 3", 3, None),
+        ("kill -TERM $$", "ended by SIGTERM", 143, 15),
+        (
+            "kill -KILL $$",
+            "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another process sent it",
+            137,
+            9,
+        ),
+    ],
+)
+def test_a_command_that_fails(
+    result_of: Callable[..., Result],
+    script: str,
+    message: str,
+    exit_code: int,
+    number: int | None,
+) -> None:
+    result = result_of(script)
+    assert (result.outcome, result.message) == (Outcome.COMMAND_FAILED, message)
+    assert result.exit_code == exit_code
+    assert result.ran and (result.ran.signal, result.ran.survived) == (number, number != 9)
+
+
+def test_a_command_that_is_killed_when_the_machine_has_no_memory(
+    result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
+    result = result_of("kill -KILL $$")
+    assert (result.outcome, result.message) == (
+        Outcome.OOM_KILLED,
+        "killed by the kernel when the whole machine ran out of memory",
+    )
+
+
+def test_a_command_that_takes_too_long_is_killed(result_of: Callable[..., Result]) -> None:
+    result = result_of("sleep 60 & exec sleep 60", timeout_s=0.2)
+    assert (result.outcome, result.message) == (Outcome.TIMEOUT, "still running after 0.2 s")
+    assert result.stopped and result.stopped.timeout_s == 0.2
+    assert result.stopped.after_ns >= 200_000_000
+    assert (result.exit_code, result.load_ns) == (137, result.ready_ns)
+    assert result.ran and (result.ran.signal, result.ran.ended) == (9, ())
+
+
+def test_what_a_command_leaves_running_is_ended_and_named(
+    result_of: Callable[..., Result],
+) -> None:
+    result = result_of("sleep 61 & exit 0", grace_s=30.0)
+    assert (result.outcome, result.exit_code) == (Outcome.OK, 0)
+    assert result.ran and result.ran.ended == ("sleep 61",)
+
+
+def test_files_are_dropped_from_the_page_cache_before_the_start(
+    result_of: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    files = [tmp_path / "one", tmp_path / "data" / "a", tmp_path / "data" / "inner" / "b"]
+    for file in files:
+        file.touch()
+    dropped: list[Path] = []
+    left = iter([0, 5 * MIB, None])
+
+    def drop(paths: Sequence[Path]) -> int | None:
+        dropped.extend(paths)
+        return next(left)
+
+    monkeypatch.setattr(page_cache, "drop", drop)
+    cold = (str(tmp_path / "one"), str(tmp_path / "data"))
+    results = [result_of("true", cold=cold) for _ in range(3)]
+    assert sorted(dropped) == sorted(3 * files)
+    assert [each.cached_bytes_at_start for each in results] == [0, 5 * MIB, None]
+    assert [each.warnings[1:] for each in results] == [
+        (),
+        ("5.000 MiB of the files to drop stayed in the page cache",),
+        (),
+    ]
+    assert results[0].ran and results[0].ran.cold == cold
+
+
+def test_a_path_to_drop_that_does_not_exist_is_an_error(
+    take: Take, tmp_path: Path, temporary: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        take("touch started", cold=(str(tmp_path / "none"),))
+    assert str(caught.value) == f"--cold {tmp_path}/none: there is no such file or folder"
+    assert not (tmp_path / "started").exists()
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "warnings"),
+    [
+        (3, 3, ()),
+        (1000, 1000, ()),
+        (1001, 1000, ("1,001 lines matched: the newest 1,000 are kept",)),
+    ],
+)
+def test_the_newest_marks_of_the_output_are_kept(
+    result_of: Callable[..., Result], lines: int, kept: int, warnings: tuple[str, ...]
+) -> None:
+    result = result_of(f"echo other; seq -f 'step %g' {lines}", marks=("^step",))
+    assert result.ran
+    assert len(result.ran.marks) == kept
+    assert result.ran.marks[-1].text == f"step {lines}"
+    assert result.warnings[1:] == warnings
+
+
+def descriptors() -> int:
+    """Return how many files this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    before = descriptors()
+    with pytest.raises(ConfigError, match="cannot start 'sh'"):
+        command_runner.take(
+            ProcessIsolation(),
+            CommandSettings(str(tmp_path / "none"), stacks=False),
+            Cell.of_command("mine", ("sh",), "process"),
+            0.0,
+            {},
+        )
+    assert descriptors() == before
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: Take) -> None:
+    trouble = StillRunning("it does not end")
+
+    def refuse_to_close(running: Any) -> None:
+        close = running.close
+
+        def closing() -> None:
+            close()
+            raise trouble
+
+        running.close = closing
+
+    measured, _ = take("exit 0", Watched(refuse_to_close))
+    assert measured.result.outcome is Outcome.OK
+    assert measured.trouble is trouble
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Let a signal reach Python, also where the tests were started in the background."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signalling(number: int, *, shares_terminal: bool = True) -> Watched:
+    """Return an isolation whose command sends a signal to this process when it is waited for."""
+
+    def prepare(running: Any) -> None:
+        wait, running.shares_terminal = running.wait, shares_terminal
+
+        def waiting(timeout_s: float) -> bool:
+            running.wait = wait
+            os.kill(os.getpid(), number)
+            return bool(wait(timeout_s))
+
+        running.wait = waiting
+
+    return Watched(prepare)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("usual_signals")
+def test_a_signal_is_passed_on_and_asks_for_the_end(take: Take, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    measured, asked_to_end = take("exec sleep 60", signalling(number))
+    assert asked_to_end
+    assert measured.result.message == f"ended by {number.name}"
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_ctrl_c_reaches_a_command_of_the_same_terminal_without_us(take: Take) -> None:
+    measured, asked_to_end = take("sleep 0.2", signalling(signal.SIGINT))
+    assert (measured.result.outcome, asked_to_end) == (Outcome.OK, True)
+    elsewhere = signalling(signal.SIGINT, shares_terminal=False)
+    measured, asked_to_end = take("exec sleep 60", elsewhere)
+    assert (measured.result.message, asked_to_end) == ("ended by SIGINT", True)
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_a_signal_that_is_ignored_stays_ignored(take: Take) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    measured, asked_to_end = take("sleep 0.2", signalling(signal.SIGHUP))
+    assert (measured.result.outcome, asked_to_end) == (Outcome.OK, False)
+
+
+def test_folders_of_killed_runs_are_removed(temporary: Path) -> None:
+    for name in ("weighin-run-1", "another"):
+        (temporary / name).mkdir()
+    assert command_runner.remove_leftovers() == [f"folder {temporary}/weighin-run-1"]
+    assert [path.name for path in temporary.iterdir()] == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "message", "exit_code"),
+    [
+        ("echo up; exec sleep 60", Outcome.OK, "", 143),
+        ("trap '' TERM; echo up; while :; do sleep 60; done", Outcome.OK, "", 137),
+        ("sleep 60", Outcome.TIMEOUT, "not ready after 0.5 s", 137),
+        ("exit 2", Outcome.COMMAND_FAILED, "exit code 2 before it was ready", 2),
+        ("exit 0", Outcome.COMMAND_FAILED, "exit code 0 before it was ready", 0),
+    ],
+)
+def test_a_server_is_measured_until_it_is_ready(
+    result_of: Callable[..., Result], script: str, outcome: Outcome, message: str, exit_code: int
+) -> None:
+    waits = outcome is Outcome.TIMEOUT
+    result = result_of(script, ready="^up", timeout_s=0.5 if waits else 60.0, grace_s=0.3)
+    assert (result.outcome, result.message, result.exit_code) == (outcome, message, exit_code)
+    if outcome is Outcome.OK:  # the time of its end is not its own
+        assert result.ready_ns and result.cost and result.ready_ns < result.cost.wall_ns
+        assert result.ran and result.ran.ended == ()
+
+
+def _writing(kernel: Kernel, *figures: tuple[str, str, object]) -> str:
+    """Return a script that writes the kernel's figures of its own group: (name on v1, on v2, value).
+
+    Files are not truncated, because they are read meanwhile.
+    """
+    is_v1 = kernel.memory != kernel.unified
+    lines = [
+        f"printf '{value}' 1<> {v1 if is_v1 else v2}"
+        for v1, v2, value in figures
+        if (v1 if is_v1 else v2)
+    ]
+    return "\n".join([f"cd {kernel.memory}/weighin.*", *lines, ""])
+
+
+def figures(**changes: int) -> list[tuple[str, str, object]]:
+    """What a command has that needs 5 MiB beside 1 MiB of page cache and 1 MiB of the kernel."""
+    now = {"anon": 2, "shmem": 1, "file": 2, "refaults": 6, "peak": 7} | changes
+    names = {"anon": "total_rss", "shmem": "total_shmem", "file": "total_cache"}
+    counts = f"kernel {MIB}\\nworkingset_refault_file {now['refaults']}\\n"
+    v1 = "".join(f"{of_v1} {now[name] * MIB}\\n" for name, of_v1 in names.items())
+    v2 = "".join(f"{name} {now[name] * MIB}\\n" for name in names)
+    return [
+        ("memory.stat", "", f"{v1}{counts}total_pgfault 30\\ntotal_pgmajfault 4\\n"),
+        ("", "memory.stat", f"{v2}{counts}pgfault 30\\npgmajfault 4\\n"),
+        ("memory.max_usage_in_bytes", "memory.peak", now["peak"] * MIB),
+        ("memory.usage_in_bytes", "memory.current", 6 * MIB),
+    ]
+
+
+def test_a_command_in_a_cgroup_has_the_kernels_figures(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    result = result_of(_writing(kernel, *figures()), CgroupIsolation())
+    assert (result.outcome, result.message, result.warnings) == (Outcome.OK, "", ())
+    assert result.peaks == Peaks(
+        cgroup_bytes=7 * MIB,
+        anon_sampled_bytes=2 * MIB,
+        file_sampled_bytes=MIB,
+        unreclaimable_sampled_bytes=3 * MIB,
+        shmem_sampled_bytes=MIB,
+    )
+    # Of the peak, page cache and the kernel's own memory are not the command's.
+    assert result.ran and (result.ran.needed_bytes, result.ran.needed_is_sampled) == (
+        5 * MIB,
+        False,
+    )
+    assert result.faults == Faults(26, 4, 6)
+    assert (result.oom_kills, result.pressure) == (0, None)
+    is_v2 = kernel.memory == kernel.unified
+    assert result.limit_events == ({"max": 0, "oom": 0, "oom_kill": 0} if is_v2 else None)
+    assert kernel.groups() == []
+
+
+def test_the_sampled_need_counts_if_it_is_above_that_of_the_peak(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    result = result_of(_writing(kernel, *figures(peak=1)), CgroupIsolation())
+    assert result.ran and (result.ran.needed_bytes, result.ran.needed_is_sampled) == (3 * MIB, True)
+
+
+def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    is_v1 = kernel.memory != kernel.unified
+    kill = (
+        ("memory.oom_control", "", "oom_kill_disable 0\\nunder_oom 0\\noom_kill 1\\n"),
+        ("", "memory.events.local", "max 3\\noom 1\\noom_kill 1\\n"),
+    )
+    script = _writing(kernel, *figures(peak=64), *kill)
+    result = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
+    assert (result.outcome, result.message) == (
+        Outcome.OOM_KILLED,
+        "the kernel killed a process for lack of memory: its limit of 64.000 MiB was met;"
+        " the first process lived on",
+    )
+    assert result.oom_kills == 1
+    assert result.limit_events == (None if is_v1 else {"max": 3, "oom": 1, "oom_kill": 1})
+
+
+@pytest.mark.parametrize("kernel", ["v2"], indirect=True)
+def test_a_command_that_thrashes_is_ended_and_its_time_does_not_count(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    script = _writing(kernel, *figures(peak=64, refaults=1000))
+    script += "echo $$ > cgroup.procs; exec sleep 60"  # this kernel does not know whom 0 stands for
+    result = result_of(
+        script,
+        CgroupIsolation(),
+        reference=Reference(spent_ns=10**15, size_bytes=MIB),
+        cell={"ram_limit_bytes": 64 * MIB},
+    )
+    assert result.outcome is Outcome.THRASHING
+    assert result.stopped and result.stopped.reread_bytes == 1000 * os.sysconf("SC_PAGE_SIZE")
+    assert result.stopped.timeout_s is None
+    assert result.load_ns is result.ready_ns is None
+    assert result.cost and result.cost.load_ns is None
+
+
+@pytest.mark.parametrize("kernel", ["v2"], indirect=True)
+def test_without_a_limit_or_a_reference_nothing_is_ended(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    script = _writing(kernel, *figures(peak=64, refaults=1000)) + "exec sleep 0.8"
+    reference = Reference(spent_ns=10**15, size_bytes=MIB)
+    assert result_of(script, CgroupIsolation(), reference=reference).outcome is Outcome.OK
+    limited = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
+    assert limited.outcome is Outcome.OK

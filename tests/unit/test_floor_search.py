@@ -1,0 +1,156 @@
+"""The search that ``weighin floor`` performs: what it tries next, what it says, how it is resumed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import PlayedIsolation
+from ran_commands import make_command
+from test_floor import CELL, above, lived, search
+
+from weighin.errors import ConfigError, RecordError
+from weighin.isolation import delegation
+from weighin.records.floor import Aim
+from weighin.records.remaining import TYPICAL_CELLS
+from weighin.result import Cost, Outcome, Result
+from weighin.run import command_request, runner
+from weighin.run import request as bench
+from weighin.run.command_request import CommandRequest
+from weighin.run.command_settings import CommandSettings
+from weighin.run.floor_search import Search, resume, said, start
+from weighin.run.request import Request
+from weighin.run.settings import RunSettings
+from weighin.run.task import PlannedCommand, Progress, Run
+from weighin.suite.config import check_suite
+from weighin.units import GIB, MIB, format_duration
+
+FIRST = lived(None, Outcome.OK, 1000 * MIB)
+OTHER = replace(CELL, strategy="baseline")
+
+
+def searching(*cells: Any, skip: str = "", **settings: Any) -> Search:
+    planned = [PlannedCommand(cell) for cell in cells or (CELL,)]
+    planned[0] = replace(planned[0], skip=skip)
+    usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
+    chosen = RunSettings(**(usual | settings))
+    return Search(Run(Path("run"), planned, PlayedIsolation([]), chosen), 0.01)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """The results of the cells so far; each search continues after them."""
+    results: list[Result] = []
+    monkeypatch.setattr(delegation, "ram_bytes", lambda _: (64 * GIB, 64 * GIB))
+
+    def run(task: Run, _: Progress, following: Any) -> list[Result]:
+        while (planned := following(results)) is not None:
+            limit = planned.cell.ram_limit_bytes
+            works = limit is None or limit >= 1010 * MIB
+            outcome = Outcome.OK if works else Outcome.OOM_KILLED
+            if planned.skip:
+                outcome = Outcome.SKIPPED
+            one = lived(limit, outcome, 1000 * MIB, planned.cell.repeat)
+            results.append(replace(one, cell=planned.cell, cost=Cost(60 * 10**9)))
+        return results
+
+    monkeypatch.setattr(runner, "run", run)
+    return results
+
+
+def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list[Result]) -> None:
+    told: list[str] = []
+    skipped = replace(CELL, strategy="broken")
+    found = searching(skipped, CELL, OTHER, skip="no").perform(Progress(narrowed=told.append))
+    assert found is played
+    assert [one.cell.strategy for one in found] == ["broken"] + ["streaming"] * 6 + ["baseline"] * 6
+    limits = [(one.cell.ram_limit_bytes or 0) // MIB for one in found]
+    assert limits == [0] + 2 * [0, 1008, 1016, 1016, 1016, 1118]
+    assert len(told) == 12  # after each cell of a search
+    assert told[0].startswith("floor of streaming: not known yet; about ")
+    assert told[1].startswith("floor of streaming: above 1008.000 MiB; about ")
+    assert told[5].startswith("floor of streaming: above 1008.000 MiB, not above 1016.000 MiB")
+    assert told[-1].startswith("floor of baseline: ")
+    assert " left" not in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ([], "floor of streaming: not known yet"),
+        ([FIRST], "floor of streaming: not known yet"),
+        (
+            [FIRST, lived(GIB, Outcome.OOM_KILLED, GIB)],
+            "floor of streaming: above 1.000 GiB",
+        ),
+        (
+            [FIRST, lived(GIB, Outcome.OK, GIB)],
+            "floor of streaming: not above 1.000 GiB",
+        ),
+        (
+            search(above(1010 * MIB))[:4],
+            "floor of streaming: above 1008.000 MiB, not above 1016.000 MiB, 8.000 MiB apart, passed 2 times",
+        ),
+        (
+            [replace(FIRST, outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")],
+            "no floor for streaming: wrong_weights without a limit: 1 tensor differs",
+        ),
+    ],
+)  # fmt: skip
+def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> None:
+    assert said(PlannedCommand(CELL), results, Aim.SURVIVES) == words
+
+
+def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
+    assert searching().warning == ""
+    what = "a cell that reads its file again and again is not ended"
+    number = 2 * TYPICAL_CELLS
+    longest = format_duration(number * 600)
+    assert searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0).warning == (
+        f"{what}: each of about {number} cells may take 600 s (--timeout), and the search up to {longest}"
+    )
+    assert searching(aim=Aim.ENDS, timeout_s=0.0).warning == (
+        f"{what}: each of about {TYPICAL_CELLS} cells may take 10 times its time without a limit, and"
+        " 30 s more"
+    )
+
+
+@pytest.mark.parametrize("within", [0.0, -0.01, 0.1001])
+def test_a_step_must_be_a_share_of_the_floor(within: float) -> None:
+    suite = check_suite({"models": "gpt2-tiny", "isolation": "process"})
+    request = Request(suite, RunSettings(within=within))
+    with pytest.raises(ConfigError) as caught:
+        start(request)
+    assert str(caught.value) == (
+        f"--within {within * 100:g}% is not between 0% and 10%\n"
+        "write a share of the floor, such as --within 1%"
+    )
+
+
+def test_a_search_of_loads_and_one_of_commands_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = searching().run
+    monkeypatch.setattr(bench, "start", lambda _: (run, "of loads"))
+    monkeypatch.setattr(command_request, "start", lambda _: (run, "of commands"))
+    suite = check_suite({"models": "gpt2-tiny", "isolation": "process"})
+    settings = RunSettings(within=0.1)
+    command = CommandRequest(("true",), CommandSettings("/"), settings)
+    assert start(Request(suite, settings)) == (Search(run, 0.1), "of loads")
+    assert start(command) == (Search(run, 0.1), "of commands")
+
+
+def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, bool]] = []
+    runs = [searching().run, searching(make_command(), within=None).run]
+
+    def restore(folder: Path, *, trusted: bool) -> Run:
+        asked.append((folder, trusted))
+        return runs.pop(0)
+
+    monkeypatch.setattr(bench, "restore", restore)
+    assert resume(Path("run"), trusted=True).within == 0.01
+    with pytest.raises(RecordError) as caught:
+        resume(Path("run"))
+    assert str(caught.value) == (
+        "run is not a search for floors\nresume it: weighin bench --resume run"
+    )
+    assert asked == [(Path("run"), True), (Path("run"), False)]

@@ -1,0 +1,76 @@
+"""A run that is not complete: it passes no gate, unless only its measured part is to be judged."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+
+from weighin.errors import NoBaseline
+from weighin.gate import parts
+from weighin.gate.baseline import Baseline, default_rules
+from weighin.gate.budgets import parse
+from weighin.gate.check import MeasuredRuns, check, read_runs, update
+from weighin.gate.lines import LineVerdict
+from weighin.records import run_folder
+from weighin.records.series import Series, name_of
+
+MEASURED, PENDING = make_cell("streaming"), make_cell("baseline")
+BUDGET = "streaming: peak_rss <= 10 x model"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run_folder.write_plan(tmp_path / "run", [MEASURED, PENDING])
+    run_folder.append(tmp_path / "run", make_result(MEASURED))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def measured(run: Path) -> MeasuredRuns:
+    return read_runs([run])
+
+
+def test_a_run_that_is_not_complete_fails_and_says_what_measures_the_rest(
+    run: Path, measured: MeasuredRuns
+) -> None:
+    [line] = check(measured, None, extra_budgets=[BUDGET]).failed
+    assert (line.verdict, line.series, line.what) == (LineVerdict.MISSING, "run", "cells")
+    assert line.text == (
+        f"{run}: 1 of 2 cells measured; weighin bench --resume {run} measures the rest,"
+        " --partial judges only this part"
+    )
+
+
+def test_a_part_is_judged_if_it_is_asked_for_and_a_note_says_so(
+    run: Path, measured: MeasuredRuns
+) -> None:
+    budgets = [BUDGET, "baseline: peak_rss <= 1 x model"]  # of which one has no measured cell
+    judgement = check(measured, None, extra_budgets=budgets, partial=True)
+    assert judgement.failed == ()
+    assert judgement.notes == (f"{run}: 1 of 2 cells measured",)
+    assert [line.what for line in judgement.lines if line.is_budget] == [BUDGET]
+
+
+def test_a_part_becomes_no_baseline_unless_it_is_asked_for(
+    tmp_path: Path, measured: MeasuredRuns
+) -> None:
+    path = tmp_path / "baseline.yaml"
+    with pytest.raises(NoBaseline, match="cannot make a baseline of a part of a run"):
+        update(measured, path, accept=lambda _: True)
+    assert not path.exists()
+    assert update(measured, path, partial=True, accept=lambda _: True)
+
+
+def test_what_concerns_only_cells_that_are_pending_is_left_out(measured: MeasuredRuns) -> None:
+    ok = Series("ok", 1)
+    other = "gpt2-xl gone pt"  # which the run does not plan
+    known = dict.fromkeys((name_of(MEASURED), name_of(PENDING), other), ok)
+    texts = ("peak_rss <= 1g", "base*: peak_rss <= 1g", "gone: peak_rss <= 1g")
+    rules = replace(default_rules(), budgets=tuple(map(parse, texts)))
+    baseline, narrowed = parts.narrowed(
+        Baseline(rules, {}, known), rules, measured.series, measured.incomplete
+    )
+    assert baseline and list(baseline.series) == [name_of(MEASURED), other]
+    assert [budget.pattern for budget in narrowed.budgets] == ["*", "gone"]
+    assert parts.narrowed(None, rules, measured.series, {}) == (None, rules)

@@ -1,0 +1,437 @@
+"""A run of loads or saves: its checkpoints, its first worker, and what each cell gets."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from fakes import PlayedIsolation, begin, failed, memory, phase, ready
+from scripts import BASELINE, DONE, LOADED
+
+from weighin.checkpoint import cache
+from weighin.errors import CheckpointError, FormatLimit, HarnessError
+from weighin.probes import page_cache
+from weighin.records import run_folder
+from weighin.result import Outcome, Result
+from weighin.run import disk_proof, load_bench, model_fault, runner
+from weighin.run.load_bench import set_up
+from weighin.run.request import Request, start
+from weighin.run.settings import RunSettings
+from weighin.run.task import Progress, Run
+from weighin.suite.config import check_suite
+from weighin.suite.packages import versions
+from weighin.units import MIB
+
+TEXT = "importing torch once, to measure the memory that an import needs"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the checkpoint of the smallest model is made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def compiled(tmp_path: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Work in an empty folder, and note when code is compiled."""
+    noted: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(checkpoints))
+    monkeypatch.setattr(load_bench, "compile_code", lambda: noted.append("compiled"))
+    monkeypatch.setattr(page_cache, "drop", lambda _: 0)
+    return noted
+
+
+class Told:
+    """What a run tells its user."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.started: list[str] = []
+        self.finished: list[Result] = []
+        self.phases: list[str] = []
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            preparing=lambda text, _share: self.lines.append(text),
+            building=self.lines.append,
+            starting=lambda cell: self.started.append(cell.strategy),
+            phase=self.phases.append,
+            finished=self.finished.append,
+        )
+
+
+def asked(*scripts: Any, settings: RunSettings | None = None, **suite: Any) -> Run:
+    """Plan a run of the smallest model, whose workers play the scripts."""
+    options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
+    request = Request(check_suite(options), settings or RunSettings(), folder=Path("run"))
+    run, _ = start(request)
+    return replace(run, isolation=PlayedIsolation(*scripts))
+
+
+def jobs_of(run: Run) -> list[Any]:
+    assert isinstance(run.isolation, PlayedIsolation)
+    return run.isolation.jobs
+
+
+def complaint(run: Run) -> str:
+    with pytest.raises(HarnessError) as caught:
+        runner.run(run, Progress())
+    return str(caught.value)
+
+
+def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -> None:
+    run = asked(
+        BASELINE,
+        DONE,
+        strategies=["baseline", "sequential"],
+        timeout_s=5,
+        environment={"MALLOC_ARENA_MAX": "1"},
+    )
+    told = Told()
+    results = runner.run(run, told.progress)
+    probe, *others = jobs_of(run)
+    assert probe.cell.strategy == "baseline"
+    assert [job.cell for job in others] == [each.cell for each in run.planned]
+    for job, planned in zip(others, run.planned, strict=True):
+        assert Path(job.checkpoint).exists() and Path(job.manifest).name == "manifest.json"
+        assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
+        assert (job.timeout_s, job.python_path, job.mounts) == (5, (), ())
+        assert (job.trace, job.target, job.use_path) == (False, "", "")
+    assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
+    assert results == list(run_folder.read(Path("run")).results) == told.finished
+    assert (told.started, compiled) == (["baseline", "sequential"], ["compiled"])
+    assert told.lines[-4:] == ["preparing process", "building", "added for gpt2-tiny", TEXT]
+    assert told.phases == ["import", "prepare", "read", "touch", "forward"] * 2
+    environment = results[0].environment
+    assert environment["isolation"] == {"engine": "played"}
+    assert environment["ram_bytes"] and environment["weighin"]
+    model_bytes = cache.ensure(run.planned[0].cell.model, "pt").manifest().model_bytes("float32")
+    assert results[0].model_bytes == model_bytes > 0
+    assert isinstance(run.isolation, PlayedIsolation)
+    assert run.isolation.steps == ["check", "remove stale", "prepare"]
+    assert Path("run/samples").is_dir()
+
+
+def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
+    run = asked(BASELINE, DONE)
+    (planned,) = run.planned
+    cell = replace(planned.cell, ram_limit_bytes=400 * MIB, cache="warm", ranks=2)
+    runner.run(replace(run, planned=[replace(planned, cell=cell)]), Progress())
+    probe, job = jobs_of(run)
+    assert probe.cell == replace(cell, ram_limit_bytes=None, cache="cold", ranks=1)
+    assert job.cell == cell
+
+
+def test_a_run_that_was_tested_before_starts_no_worker_for_it() -> None:
+    run = asked(DONE)
+    told = Told()
+    runner.run(replace(run, is_probed=True), told.progress)
+    assert [job.cell for job in jobs_of(run)] == [run.planned[0].cell]
+    assert TEXT not in told.lines
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "said"),
+    [
+        (1, 250 * MIB, ""),
+        (1, 250 * MIB - 1, " ({})"),
+        (3, 750 * MIB, ""),
+        (3, 750 * MIB - 1, " in 3 ranks ({})"),
+    ],
+)
+def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said: str) -> None:
+    """The baseline has 200 MiB of anonymous and 50 MiB of shared memory; page cache does not count."""
+    imported = fakes.event(
+        "baseline",
+        t_ns=1,
+        memory=memory(300, shmem_bytes=50 * MIB),
+        import_ns=1,
+        environment={},
+    )
+    run = asked([imported], DONE)
+    (planned,) = run.planned
+    cell = replace(planned.cell, ram_limit_bytes=limit, ranks=ranks)
+    run = replace(run, planned=[replace(planned, cell=cell)])
+    if not said:
+        with run_folder.room(run.folder):
+            set_up(run, run.planned, Progress())  # type: ignore[arg-type]
+        return
+    need = f"{250 * ranks}.000 MiB"
+    assert complaint(run) == (
+        f"--ram {limit}B is less than `import torch` alone needs here{said.format(need)}\n"
+        f"give at least {'500.000 MiB' if ranks == 1 else '1.465 GiB'} plus the size of the weights"
+    )
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "stderr", "said"),
+    [
+        ([begin("import")], b"", "a worker under process ended before it had imported torch"),
+        (
+            [begin("import")],
+            b"first\nImportError: no torch\n",
+            "a worker under process ended before it had imported torch: ImportError: no torch",
+        ),
+        ([failed("measurement_failed", "no torch")], b"", "no cell can run: no torch"),
+        ([TimeoutError], b"", "a worker did not import torch within 120 s"),
+    ],
+)
+def test_a_first_worker_that_fails_stops_the_run(
+    script: list[Any], stderr: bytes, said: str
+) -> None:
+    run = asked(script)
+    assert isinstance(run.isolation, PlayedIsolation)
+    run.isolation.stderr_tail = stderr
+    assert complaint(run).split("\n")[0] == said
+    assert not run.folder.exists()
+
+
+def test_a_run_goes_on_where_it_was_stopped() -> None:
+    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+    following = iter([run.planned[0], None])
+    first = runner.run(run, Progress(), lambda _: next(following))
+    assert [each.cell.strategy for each in first] == ["baseline"]
+    again = replace(run, isolation=PlayedIsolation(BASELINE, DONE), is_new=False)
+    results = runner.run(again, Progress())
+    assert [each.cell.strategy for each in results] == ["baseline", "sequential"]
+    assert [job.cell.strategy for job in jobs_of(again)] == ["sequential", "sequential"]
+    whole = replace(run, isolation=PlayedIsolation(DONE), is_new=False)
+    assert (runner.run(whole, Progress()), jobs_of(whole)) == (results, [])
+
+
+def test_a_cell_that_is_skipped_has_its_reason_and_the_machine() -> None:
+    run = asked(BASELINE, DONE, strategies=["baseline", "sequential", "per_module"])
+    reasons = ["broken", "", "also broken"]
+    planned = [replace(one, skip=why) for one, why in zip(run.planned, reasons, strict=True)]
+    results = runner.run(replace(run, planned=planned), Progress())
+    assert [each.outcome for each in results] == [Outcome.SKIPPED, Outcome.OK, Outcome.SKIPPED]
+    assert [each.message for each in results] == ["broken", "", "also broken"]
+    assert results[0].environment["isolation"] == {"engine": "played"}
+    assert [job.cell.strategy for job in jobs_of(run)] == ["sequential", "sequential"]
+
+
+def test_a_run_of_skipped_cells_prepares_nothing() -> None:
+    run = asked(DONE)
+    planned = [replace(run.planned[0], skip="broken")]
+    (result,) = runner.run(replace(run, planned=planned), Progress())
+    assert (result.outcome, result.environment, jobs_of(run)) == (Outcome.SKIPPED, {}, [])
+
+
+def test_leftovers_of_dead_runs_are_told() -> None:
+    run = asked(BASELINE, DONE)
+    assert isinstance(run.isolation, PlayedIsolation)
+    run.isolation.leftovers = ["cgroup x"]
+    (saving := cache.folder() / "saving" / "dead").mkdir(parents=True)
+    told = Told()
+    runner.run(run, told.progress)
+    assert told.lines[:2] == [
+        "removed a leftover of a dead run: cgroup x",
+        f"removed a leftover of a dead run: files of a save in {saving}",
+    ]
+    assert not saving.exists()
+
+
+def test_prepare_tests_a_worker_and_measures_nothing() -> None:
+    run = asked(BASELINE, DONE)
+    runner.prepare(run, Progress())
+    assert len(jobs_of(run)) == 1
+    assert run_folder.read(run.folder).results == ()
+    run = replace(run, planned=[replace(run.planned[0], skip="x")])
+    runner.prepare(run, Progress())
+    assert len(jobs_of(run)) == 1
+
+
+@pytest.fixture
+def own() -> Path:
+    """A user's own checkpoint of the smallest model."""
+    made = cache.ensure(asked(DONE).planned[0].cell.model, "pt").path
+    Path("mine.pt").write_bytes(made.read_bytes())
+    for path in Path("run").iterdir():
+        path.unlink()
+    return Path("mine.pt").absolute()
+
+
+def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
+    def change() -> None:
+        with own.open("ab") as file:
+            file.write(b"\0")
+
+    script: list[Any] = [*LOADED, change, ready(), fakes.done()]
+    settings = RunSettings(checkpoint=own)
+    run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
+    assert complaint(run) == (
+        f"{own} changed while baseline was measured\n"
+        "restore it from a copy, and do not let this strategy write to it"
+    )
+    assert jobs_of(run)[1].checkpoint == str(own)
+    (result,) = run_folder.read(run.folder).results
+    assert result.outcome is Outcome.STRATEGY_FAILED
+
+
+def test_a_cached_checkpoint_that_changes_is_made_again() -> None:
+    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+    path = cache.ensure(run.planned[0].cell.model, "pt").path
+    before = path.read_bytes()
+
+    def spoil() -> None:
+        path.unlink()  # a cached file is read-only
+        path.write_bytes(b"spoilt")
+
+    script: list[Any] = [*LOADED, spoil, ready(), fakes.done()]
+    run = replace(run, isolation=PlayedIsolation(BASELINE, script, DONE))
+    results = runner.run(run, Progress())
+    assert [each.outcome for each in results] == [Outcome.STRATEGY_FAILED, Outcome.OK]
+    assert Path(jobs_of(run)[2].checkpoint).read_bytes() == before
+
+
+@pytest.mark.parametrize("suite", [{"operation": "save"}, {"uses": "save"}])
+def test_what_saves_gets_a_folder_that_is_removed(suite: dict[str, Any]) -> None:
+    targets: list[bool] = []
+
+    def look() -> None:
+        (target := Path(jobs_of(run)[-1].target)).joinpath("file").touch()
+        targets.append(target.is_dir())
+
+    script: list[Any] = [*LOADED, look, ready(), fakes.done()]
+    name = "torch_save" if "operation" in suite else "baseline"
+    run = asked(BASELINE, script, strategies=name, **suite)
+    (result,) = runner.run(run, Progress())
+    assert (result.outcome, targets) == (Outcome.OK, [True])
+    assert not Path(jobs_of(run)[-1].target).exists()
+    assert jobs_of(run)[0].cell.operation == "load"
+    assert Path(jobs_of(run)[-1].checkpoint).suffix == ".pt"
+
+
+IN_FORWARD = [*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"),
+              failed("strategy_failed", "boom")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "message"),
+    [
+        ("it ends with SIGSEGV", Outcome.OK, ""),
+        ("", Outcome.STRATEGY_FAILED, "boom"),
+        (None, Outcome.STRATEGY_FAILED, "boom"),
+    ],
+)
+def test_a_forward_pass_that_always_fails_is_the_models_fault(
+    monkeypatch: pytest.MonkeyPatch, how: str | None, outcome: Outcome, message: str
+) -> None:
+    tried: list[Path] = []
+
+    def failure(_job: object, checkpoint: Path, _selection: object) -> str | None:
+        tried.append(checkpoint)
+        return how
+
+    monkeypatch.setattr(model_fault, "failure", failure)
+    run = asked(BASELINE, IN_FORWARD, strategies=["baseline", "sequential"])
+    results = runner.run(run, Progress())
+    assert [(each.outcome, each.message) for each in results] == 2 * [(outcome, message)]
+    assert tried == [Path(jobs_of(run)[1].checkpoint)]  # once for a model
+    warning = f"the forward pass of gpt2-tiny fails, after the reference load as well: {how}."
+    assert [warning in "".join(each.warnings) for each in results] == 2 * [bool(how)]
+
+
+def test_a_failure_before_the_forward_pass_is_not_the_models() -> None:
+    assert not any(
+        model_fault.is_right_load(one)
+        for run in [asked(BASELINE, [*LOADED, failed("strategy_failed", "boom")])]
+        for one in runner.run(run, Progress())
+    )
+
+
+def test_the_packages_of_a_strategy_are_in_the_record() -> None:
+    Path("mine.py").write_text(
+        '"""Load."""\nDEVICES = ("cpu",)\nPACKAGES = ("numpy",)\n\ndef load(job): ...\n'
+    )
+    run = asked(BASELINE, DONE, strategies=["./mine.py", "baseline"])
+    with_package, without = runner.run(run, Progress())
+    assert with_package.environment["packages"] == versions(["numpy"])
+    assert "packages" not in without.environment
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *formats: str) -> None:
+    """Let these formats hold no model."""
+    ensure = cache.ensure
+
+    def ensured(model: Any, fmt: str, **options: Any) -> Any:
+        if fmt in formats:
+            raise FormatLimit(f"{fmt} cannot hold it", "choose another")
+        return ensure(model, fmt, **options)
+
+    monkeypatch.setattr(cache, "ensure", ensured)
+
+
+def test_a_format_that_cannot_hold_the_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = asked(BASELINE, DONE, strategies="streaming", format=["safetensors", "pt"])
+    refuse(monkeypatch, "safetensors")
+    results = runner.run(run, Progress())
+    assert [(each.outcome, each.message) for each in results] == [
+        (Outcome.SKIPPED, "safetensors cannot hold it"),
+        (Outcome.OK, ""),
+    ]
+
+
+def test_a_run_whose_formats_all_cannot_hold_the_model_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = asked(DONE, strategies="streaming", format=["safetensors", "pt"])
+    refuse(monkeypatch, "safetensors", "pt")
+    assert complaint(run) == "safetensors cannot hold it\nchoose another"
+
+
+def test_slow_disks_are_tested_before_the_first_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[list[str]] = []
+
+    def check(_isolation: object, jobs: list[Any]) -> None:
+        tested.append([job.cell.strategy for job in jobs])
+
+    monkeypatch.setattr(disk_proof, "check", check)
+    run = asked(BASELINE, strategies=["baseline", "sequential", "per_module"])
+    slow, plain, skipped = run.planned
+    cell = replace(slow.cell, disk_bytes_per_s=50_000_000)
+    skipped_cell = replace(skipped.cell, disk_bytes_per_s=50_000_000)
+    planned: Any = [
+        replace(slow, cell=cell),
+        plain,
+        replace(skipped, cell=skipped_cell, skip="x"),
+    ]
+    run = replace(run, planned=planned)
+    told = Told()
+    set_up(run, planned, told.progress)
+    assert tested == [["baseline"]]
+    assert told.lines[-1] == "reading directly, to test the slow disks"
+    set_up(replace(run, is_probed=True), planned, Progress())
+    set_up(run, [plain], Progress())  # type: ignore[list-item]
+    assert tested == [["baseline"]]
+
+
+def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:
+    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+
+    class Gone(PlayedIsolation):
+        def start(self, job: Any) -> Any:
+            if job.cell.strategy == "sequential":
+                raise CheckpointError("gone", "start it")
+            return super().start(job)
+
+    run = replace(run, isolation=Gone(BASELINE, DONE))
+    assert complaint(run) == "gone\nstart it"
+    (result,) = run_folder.read(run.folder).results
+    assert result.cell.strategy == "baseline"
+
+
+def test_a_signal_during_a_cell_stops_the_run_after_its_record() -> None:
+    script: list[Any] = [
+        *LOADED,
+        lambda: signal.raise_signal(signal.SIGTERM),
+        ready(),
+        fakes.done(),
+    ]
+    run = asked(BASELINE, script, strategies=["baseline", "sequential"])
+    assert complaint(run) == "stopped; nothing is left running"

@@ -1,0 +1,471 @@
+"""What follows from the figures of a prediction: floors, sums, words, and comparisons with a run."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import make_cell, make_result
+from rich.console import Console
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError, RecordError, UnknownName
+from weighin.predict import check as checks
+from weighin.predict import client, pipeline, ranks, tables
+from weighin.predict.check import Checked
+from weighin.predict.prediction import (
+    PredictedPhase,
+    PredictedUse,
+    Prediction,
+    Work,
+    from_json,
+)
+from weighin.predict.reasons import reasons
+from weighin.records import run_folder
+from weighin.result import Memory, Outcome, Peaks, Result, Use
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB, MIB
+
+CELL = make_cell("mmap_assign", ram_limit_bytes=None)
+USE = PredictedUse("fork", 500, 450, 600, 300, 70, (40, 50), 11, 12, 13)
+ONE = Prediction(
+    CELL,
+    model_bytes=100,
+    host_anon_peak_bytes=400,
+    host_anon_least_bytes=380,
+    host_anon_most_bytes=420,
+    tensor_peak_bytes=200,
+    in_flight_bytes=7,
+    floor_bytes=1000,
+    cuda_requested_bytes=21,
+    cuda_allocated_bytes=1,
+)
+
+
+def test_a_floor_for_some_processes_is_without_what_others_keep() -> None:
+    assert ONE.floor_least_bytes == 1000 - (420 - 380) - 7
+    assert replace(ONE, floor_bytes=None).floor_least_bytes is None
+    with_use = replace(ONE, use=USE)
+    assert with_use.floor_least_bytes == 1000 - (690 - 540) - 7
+    small = replace(USE, host_anon_least_bytes=1, host_anon_most_bytes=2, children_private_bytes=())
+    assert replace(ONE, use=small).floor_least_bytes == ONE.floor_least_bytes
+    unknown = replace(ONE, host_anon_least_bytes=None, host_anon_most_bytes=None)
+    assert unknown.floor_least_bytes == 1000 - 7
+
+
+def test_a_floor_is_so_much_above_the_highest_peak() -> None:
+    assert ONE.above_peak_bytes == 1000 - 420
+    assert replace(ONE, host_anon_most_bytes=None).above_peak_bytes == 1000 - 400
+    assert replace(ONE, use=USE).above_peak_bytes == 1000 - 690
+    assert replace(ONE, floor_bytes=None).above_peak_bytes == 16 * MIB
+    assert Prediction(CELL, floor_bytes=1000, use=USE).above_peak_bytes == 16 * MIB
+    assert ONE.use_floor_bytes is None
+    assert replace(ONE, use=USE).use_floor_bytes == 590 + (1000 - 690)
+
+
+def test_the_figures_of_a_use_count_its_forked_processes() -> None:
+    assert (USE.all_peak_bytes, USE.all_least_bytes, USE.all_most_bytes) == (590, 540, 690)
+    assert ONE.tensors_with_use_bytes == 200
+    assert replace(ONE, use=USE).tensors_with_use_bytes == 300
+    assert Prediction(CELL).tensors_with_use_bytes == 0
+
+
+def test_the_gpus_peak_is_the_higher_one_of_load_and_use() -> None:
+    kinds = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
+    assert [ONE.cuda_with_use(kind) for kind in kinds] == [21, 1, None]
+    assert [replace(ONE, use=USE).cuda_with_use(kind) for kind in kinds] == [21, 12, 13]
+
+
+def test_work_reads_the_disk_in_three_ways() -> None:
+    assert Work(1, 10, 100, 1000, 10_000, 100_000, 5, 6).disk_read_bytes == 111
+
+
+def test_a_prediction_comes_back_from_its_json() -> None:
+    phases = (PredictedPhase("read", 1, 2, 3, 4, 5),)
+    whole = replace(ONE, use=USE, phases=phases, reasons=("a", "b"), work=Work(1, 2))
+    for one in (whole, Prediction(CELL, cannot="odd")):
+        fields = asdict(one)
+        fields["reasons"] = list(fields["reasons"])
+        if fields["use"]:
+            fields["use"]["children_private_bytes"] = [40, 50]
+        assert from_json(CELL, fields | {"error": ["a", "b"]}) == one
+    assert from_json(CELL, {"cannot": "killed"}) == Prediction(CELL, cannot="killed")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "mapped", "cuda", "words"),
+    [
+        (1000, 0, None, ["keeps one copy of the weights in memory"]),
+        (2000, 0, 0, ["keeps two copies of the weights in memory"]),
+        (3000, 0, None, ["keeps three copies of the weights in memory"]),
+        (4000, 0, None, ["keeps 4 copies of the weights in memory"]),
+        (970, 0, None, ["keeps one copy of the weights in memory"]),
+        (969, 0, None, ["keeps 969 B in memory"]),
+        (1030, 0, None, ["keeps one copy of the weights in memory"]),
+        (1031, 0, None, ["keeps one copy of the weights and 31 B in memory"]),
+        (500, 0, None, ["keeps 500 B in memory"]),
+        (499, 499, None, []),
+        (0, 500, None, ["maps 500 B, which the kernel may drop and read again"]),
+        (0, 1000, None,
+         ["maps one copy of the weights, which the kernel may drop and read again"]),
+        (499, 0, 2000, ["keeps two copies of the weights on the GPU"]),
+        (1000, 1000, 1000, [
+            "keeps one copy of the weights on the GPU",
+            "keeps one copy of the weights in memory",
+            "maps one copy of the weights, which the kernel may drop and read again",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_peak_is_explained_in_copies(
+    tensors: int, mapped: int, cuda: int | None, words: list[str]
+) -> None:
+    assert list(reasons(1000, tensors, mapped, cuda)) == words
+
+
+def test_ranks_add_their_number_to_the_reasons() -> None:
+    several = replace(CELL, ranks=3)
+    one = replace(
+        ONE, reasons=("maps one copy",), work=Work(1, 2, 3, 4, 5, 6, 7, 8), floor_bytes=None
+    )
+    found = ranks.of_ranks(several, one)
+    assert found.reasons == ("maps one copy", "in each of 3 ranks")
+    assert found.work == Work(3, 6, 3, 12, 15, 18, 21, 24)
+    assert (found.floor_bytes, found.baseline_anon_bytes) == (None, None)
+    assert found.tensor_peak_bytes == 600
+
+
+# -- tables
+
+
+def shown(predictions: list[Prediction], *, phases: bool = False) -> str:
+    out = io.StringIO()
+    for part in tables.tables(predictions, phases=phases):
+        Console(file=out, width=120).print(part)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, ""), (GIB, "1.000"), (100 * GIB, "100.0"), (100 * GIB - 1, "100.000"), (0, "0.000")],
+)
+def test_a_size_in_gib(size: int | None, text: str) -> None:
+    assert tables.gib(size) == text
+
+
+def test_phases_stand_below_their_strategy() -> None:
+    sizes: dict[str, Any] = {
+        "model_bytes": GIB,
+        "host_anon_peak_bytes": GIB,
+        "floor_bytes": 2 * GIB,
+    }
+    phases = (PredictedPhase("read", 3 * GIB, 4 * GIB, 5 * GIB, 6 * GIB, 7 * GIB),)
+    on_cpu = Prediction(CELL, phases=phases, **sizes)
+    on_gpu = replace(on_cpu, cell=replace(CELL, device="cuda"), cuda_allocated_bytes=GIB)
+    used = replace(on_gpu, use=USE)
+    assert cells_of(shown([on_cpu], phases=True), "read") == ["read", "3.000", "4.000"]
+    row = ["read", "3.000", "4.000", "5.000", "6.000", "7.000"]
+    assert cells_of(shown([on_gpu], phases=True), "read") == row
+    assert cells_of(shown([used], phases=True), "read") == row
+    assert cells_of(shown([used], phases=True), "mmap_assign") == [
+        "mmap_assign", "pt", "fork", "1.000", "0.000", "2.000", "0.000", "1.000", "0.000",
+    ]  # fmt: skip
+    strategy, phase = (
+        next(line for line in shown([used], phases=True).splitlines() if name in line)
+        for name in ("mmap_assign", "read  ")
+    )
+    assert phase.index("6.000") == strategy.rindex("1.000")  # what the allocator gave
+
+
+def cells_of(text: str, name: str) -> list[str]:
+    """Return the cells of the first row of a table that begins with a name."""
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_a_table_of_nothing_but_failures_has_no_closing_line() -> None:
+    failed = Prediction(CELL, cannot="odd")
+    assert shown([failed]) == "mmap_assign (pt) is not predicted: odd\n"
+    assert "Predicted by running each strategy" in shown([failed, replace(ONE, model_bytes=GIB)])
+
+
+def test_each_model_has_a_table_and_equal_reasons_share_a_line() -> None:
+    other = replace(CELL, model=replace(CELL.model, name="other"))
+    found = [
+        replace(ONE, cell=replace(CELL, strategy=name), reasons=(why,))
+        for name, why in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "x"))
+    ]
+    text = shown([*found, replace(ONE, cell=other, reasons=("x",)), replace(ONE, cell=other)])
+    assert text.count("predicted peaks, GiB") == 2
+    assert [line for line in text.splitlines() if line.endswith((": x", ": y"))] == [
+        "a, b: x", "c: y", "d: x", "mmap_assign: x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("above", "is_said"), [(26 * MIB, False), (26 * MIB + 1, True)])
+def test_another_peak_is_said_beyond_1_percent_and_16_mib(above: int, is_said: bool) -> None:
+    usual = 1000 * MIB
+    one = replace(ONE, host_anon_peak_bytes=usual, host_anon_least_bytes=usual)
+    for most in (usual + above, usual - above):
+        text = shown([replace(one, host_anon_most_bytes=most)])
+        assert ("in processes where a small block" in text) == is_said
+
+
+def test_a_prediction_as_json_names_its_cell_first() -> None:
+    cell = replace(CELL, options={"threads": 2})
+    (found,) = tables.as_json([replace(ONE, cell=cell)])["predictions"]
+    assert list(found)[:6] == ["strategy", "model", "format", "device", "dtype", "options"]
+    assert list(found.values())[:6] == [
+        "mmap_assign", "gpt2-xl", "pt", "cpu", "float32", {"threads": 2},
+    ]  # fmt: skip
+    assert found["floor_bytes"] == 1000
+    assert "cell" not in found
+
+
+def test_a_checked_table_names_what_differs() -> None:
+    several = replace(CELL, ranks=2, options={"b": 1, "a": 2}, dtype="float16", device="cuda")
+    checked = [
+        Checked(Prediction(cell), (("host_file_peak_bytes", 5 * MIB, 0),))
+        for cell in (CELL, several)
+    ]
+    out = io.StringIO()
+    Console(file=out, width=160).print(tables.check_table(checked))
+    text = out.getvalue()
+    assert "gpt2-xl · mmap_assign · pt" in text
+    assert "float32 device cpu" in text
+    assert "a=2 b=1 ranks=2 float16 device cuda" in text
+    assert text.count("+5.0") == 2
+    assert " - " in text  # no share of nothing
+
+
+def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
+    def text(answers: list[pipeline.Combined]) -> str:
+        out = io.StringIO()
+        for part in pipeline.table("a [pipe] line", answers):
+            Console(file=out, width=120).print(part)
+        return out.getvalue()
+
+    sizes: dict[str, Any] = {"model_bytes": 5 * GIB, "host_anon_peak_bytes": GIB, "host_file_peak_bytes": 2 * GIB,
+             "floor_bytes": 3 * GIB}  # fmt: skip
+    gpu: dict[str, Any] = {"cuda_requested_bytes": 4 * GIB, "cuda_allocated_bytes": 6 * GIB,
+           "cuda_reserved_bytes": 7 * GIB}  # fmt: skip
+    held = (pipeline.TOGETHER, pipeline.ONE_AFTER_THE_OTHER)
+    known = [pipeline.Combined("streaming", one, **sizes) for one in held]
+    failed = [pipeline.Combined("odd", one, cannot="vae: no") for one in held]
+    plain = text([*known, *failed])
+    assert "a [pipe] line (5.000 GiB) · all parts · predicted peaks, GiB" in " ".join(plain.split())
+    assert cells_of(plain, "streaming") == ["streaming", "together", "1.000", "2.000", "3.000"]
+    assert plain.count("odd: the whole pipeline is not predicted: vae: no") == 1
+    assert " ".join(plain.split()).endswith("each part is freed before the next one is loaded.")
+    row = cells_of(text([replace(one, **gpu) for one in known]), "streaming")
+    assert row[-3:] == ["4.000", "6.000", "7.000"]
+    assert "predicted peaks" not in text(failed)
+
+
+def test_a_pipeline_as_json() -> None:
+    found = pipeline.as_json("/p", ("unet", "vae"), [pipeline.Combined("a", "together", 5)])
+    assert (found["path"], found["parts"]) == ("/p", ["unet", "vae"])
+    assert found["combined"][0]["model_bytes"] == 5
+
+
+def test_what_a_part_keeps_is_its_memory_in_the_last_phase() -> None:
+    phases = (PredictedPhase("read", 900, 1), PredictedPhase("touch", 700, 50, 8))
+    one = replace(ONE, baseline_anon_bytes=100, baseline_file_bytes=20, phases=phases)
+    assert pipeline.stay(one) == 600
+    assert pipeline.stay(one, "host_file_peak_bytes") == 30
+    assert pipeline.stay(one, "cuda_requested_bytes") == 8
+    assert pipeline.stay(one, "cuda_allocated_bytes") == 0
+    assert pipeline.stay(replace(one, phases=())) == 0
+    assert pipeline.stay(replace(one, baseline_anon_bytes=None)) == 700
+    assert pipeline.stay(replace(one, baseline_anon_bytes=800)) == 0
+
+
+# -- what is not followed
+
+
+def planned(name: str = "streaming", **changes: Any) -> Planned:
+    info = registry.strategy(name)
+    cell = Cell(registry.model("gpt2-tiny"), name, "process", format=info.formats[0])
+    return Planned.of(replace(cell, **changes), info)
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (planned(environment={"MALLOC_ARENA_MAX": "1"}),
+         "no prediction follows MALLOC_ARENA_MAX=1"),
+        (planned("dcp_fsdp", ranks=2), "no prediction follows what ranks send to each other"),
+        (planned(options={"key": "model"}), "no prediction reads a whole training checkpoint"),
+        (planned(options={"disable_mmap": True}),
+         "no prediction follows which of the files' bytes disable_mmap keeps in memory"),
+        (planned(options={"offload_state_dict": True}),
+         "no prediction follows weights that are written to a folder and read back"),
+        (replace(planned(), skip="needs a GPU"), "needs a GPU"),
+    ],
+)  # fmt: skip
+def test_a_cell_that_is_not_followed_says_why(one: Planned, why: str) -> None:
+    told: list[tuple[int, str]] = []
+    (found,) = client.predict([one], report=lambda *step: told.append(step))
+    assert found == Prediction(one.cell, cannot=why)
+    assert told == [(0, one.cell.strategy)]
+
+
+def test_a_package_whose_reads_are_unknown_is_named() -> None:
+    info = replace(registry.strategy("streaming"), packages=("zlib_ng>=2", "numpy", "anyio"))
+    one = Planned(planned().cell, info)
+    (found,) = client.predict([one])
+    assert found.cannot == "no prediction follows how anyio, zlib_ng reads files"
+
+
+def test_a_dtype_is_named_as_torch_names_it() -> None:
+    assert client.dtype_name("float32") == "float32"
+    with pytest.raises(UnknownName):
+        client.dtype_name("float31")
+
+
+def test_a_model_that_cannot_be_built_generates_nothing() -> None:
+    model = replace(registry.model("gpt2-tiny"), builder="torch.nn:Nothing")
+    with pytest.raises(ConfigError, match=r"module 'torch\.nn' has no"), client.generated(model):
+        pass
+
+
+# -- compared with a run
+
+MEASURED = make_result(
+    CELL,
+    peaks=Peaks(
+        anon_sampled_bytes=410, file_sampled_bytes=90, unreclaimable_sampled_bytes=415,
+        cuda_requested_bytes=20, cuda_allocated_bytes=2, cuda_reserved_bytes=3,
+    ),
+    baseline=Memory(0, 0, 0, 0),
+)  # fmt: skip
+PREDICTED = replace(
+    ONE,
+    host_file_peak_bytes=80,
+    cuda_requested_bytes=21,
+    cuda_allocated_bytes=22,
+    cuda_reserved_bytes=23,
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Answer each cell with the same figures, and note what was asked."""
+    noted: list[dict[str, Any]] = []
+
+    def predict(cells: list[Planned], **options: Any) -> list[Prediction]:
+        noted.append({"strategies": [one.cell.strategy for one in cells], **options})
+        use = replace(USE, host_anon_peak_bytes=500) if cells[0].cell.use else None
+        return [replace(PREDICTED, cell=one.cell, use=use) for one in cells]
+
+    monkeypatch.setattr(checks, "predict", predict)
+    return noted
+
+
+def run_of(folder: Path, *results: Result, **settings: Any) -> Path:
+    if settings:
+        run_folder.write_plan(folder, [one.cell for one in results], settings)
+    for one in results:
+        run_folder.append(folder, one)
+    return folder
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_nearest_of_three_anonymous_peaks_is_compared(tmp_path: Path) -> None:
+    repeats = [
+        replace(
+            MEASURED,
+            cell=replace(CELL, repeat=number),
+            peaks=replace(MEASURED.peaks, anon_sampled_bytes=size),
+        )
+        for number, size in enumerate((900, 415, 1))
+    ]
+    (found,) = checks.check(run_of(tmp_path, *repeats), trusted=True)
+    assert found.figures == (
+        ("host_anon_most_bytes", 420, 415),
+        ("host_file_peak_bytes", 80, 90),
+        ("cuda_requested_bytes", 21, 20),
+        ("cuda_allocated_bytes", 22, 2),
+        ("cuda_reserved_bytes", 23, 3),
+    )
+    assert found.unreclaimable_bytes == 415
+    assert found.anonymous_error == pytest.approx(5 / 415)
+    assert not found.is_killed
+    assert replace(found, unreclaimable_bytes=1001).is_killed
+    assert not replace(found, unreclaimable_bytes=1000).is_killed
+    assert not replace(found, unreclaimable_bytes=None).is_killed
+
+
+@pytest.mark.usefixtures("asked")
+def test_page_cache_of_ranks_and_figures_that_are_missing_are_not_compared(tmp_path: Path) -> None:
+    several = replace(MEASURED, cell=replace(CELL, ranks=2))
+    none = replace(
+        MEASURED, cell=replace(CELL, strategy="baseline"), peaks=Peaks(anon_sampled_bytes=381)
+    )
+    of_ranks, of_none = checks.check(run_of(tmp_path, several, none), trusted=True)
+    assert "host_file_peak_bytes" not in {name for name, *_ in of_ranks.figures}
+    assert of_none.figures == (("host_anon_least_bytes", 380, 381),)
+    assert of_none.unreclaimable_bytes == 381
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_use_is_compared_with_its_forked_processes(tmp_path: Path) -> None:
+    cell = replace(CELL, use="fork")
+    used = [
+        replace(MEASURED, cell=replace(cell, repeat=number), use=Use(anon, "", children))
+        for number, (anon, children) in enumerate([(460, (40, 49)), (590, (1,)), (455, (90,))])
+    ]
+    (found,) = checks.check(run_of(tmp_path, *used), trusted=True)
+    assert found.figures[-2:] == (
+        ("use_anon_least_bytes", 450, 460),
+        ("children_private_bytes", 90, 89),
+    )
+    assert found.unreclaimable_bytes == 591
+    passes = replace(MEASURED, use=Use(460, "", (40,)))  # without a prediction of them
+    (found,) = checks.check(run_of(tmp_path / "passes", passes), trusted=True)
+    assert {name for name, *_ in found.figures if name.startswith(("use_", "children"))} == set()
+
+
+def test_each_checkpoint_of_a_run_is_asked_for_at_once(
+    tmp_path: Path, asked: list[dict[str, Any]]
+) -> None:
+    other = replace(CELL, model=replace(CELL.model, name="other"))
+    results = [
+        replace(MEASURED, cell=replace(cell, strategy=name))
+        for cell in (CELL, other)
+        for name in ("baseline", "mmap_assign")
+    ]
+    failed = replace(MEASURED, cell=replace(CELL, strategy="streaming"), outcome=Outcome.TIMEOUT)
+    run = run_of(
+        tmp_path, *results, failed, checkpoint="/a.pt", checkpoints={"other": "/b.pt"}, key="model"
+    )
+    found = checks.check(run, trusted=True)
+    assert [one.prediction.cell.series for one in found] == [one.cell.series for one in results]
+    names = ["baseline", "mmap_assign"]
+    assert [(one["strategies"], one["checkpoint"]) for one in asked] == [
+        (names, Path("/a.pt")), (names, Path("/b.pt")),
+    ]  # fmt: skip
+    assert asked[0]["selection"].key == "model"
+    assert (asked[0]["python_path"], asked[0]["use_paths"]) == ((), {})
+    document = checks.as_json(found)
+    assert len(document["checked"]) == 4
+    assert document["checked"][2]["model"] == "other"
+    assert document["checked"][0]["figures"]["host_anon_peak_bytes"] == {
+        "predicted": 400, "measured": 410,
+    }  # fmt: skip
+    assert document["summary"]["series"] == 4
+    assert {"predicted_at", "environment"} <= document.keys()
+    assert checks.as_json([])["summary"] is None
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_run_without_an_ok_load_has_nothing_to_compare(tmp_path: Path) -> None:
+    saved = replace(MEASURED, cell=replace(CELL, operation="save"))
+    run = run_of(tmp_path, saved, replace(MEASURED, outcome=Outcome.TIMEOUT))
+    with pytest.raises(RecordError) as caught:
+        checks.check(run)
+    assert str(caught.value) == (
+        f"{run} has no load whose outcome is ok\npredict the model: weighin predict MODEL"
+    )

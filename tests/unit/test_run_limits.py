@@ -1,0 +1,64 @@
+"""Limits of cells that the machine, or a cgroup around the cells, cannot hold."""
+
+from pathlib import Path
+
+import pytest
+from ran_commands import make_command
+
+from weighin.errors import ConfigError
+from weighin.isolation import delegation
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.select import check_limits_around
+from weighin.probes import environment
+from weighin.run.machines import THIS_MACHINE
+from weighin.units import GIB, MIB
+
+
+@pytest.fixture
+def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The group of the cells, below one with a limit of 2 GiB, in one with a limit of 3 GiB."""
+    (groups := tmp_path / "outer" / "inner" / "cells").mkdir(parents=True)
+    (tmp_path / "outer" / "memory.max").write_text(str(3 * GIB))
+    (tmp_path / "outer" / "inner" / "memory.max").write_text(str(2 * GIB))
+    monkeypatch.setattr(delegation, "groups_root", lambda: groups)
+    return tmp_path / "outer" / "inner"
+
+
+def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
+    limits = (GIB, 2 * GIB, None)
+    check_limits_around(
+        CgroupIsolation(), [make_command(ram_limit_bytes=limit) for limit in limits]
+    )
+    check_limits_around(CgroupIsolation(), [])
+    with pytest.raises(ConfigError) as caught:
+        check_limits_around(
+            CgroupIsolation(),
+            [make_command(ram_limit_bytes=limit) for limit in (GIB, 2 * GIB + MIB)],
+        )
+    assert str(caught.value) == (
+        f"--ram 2049MiB is more than the limit of the cgroup around the cells, {around} (2.000 GiB)\n"
+        "give less, or raise that limit, for example the memory limit of the container"
+    )
+
+
+def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delegation, "groups_root", lambda: None)
+    check_limits_around(CgroupIsolation(), [make_command(ram_limit_bytes=2**60)])
+
+
+def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "total_ram_bytes", lambda: GIB)
+    THIS_MACHINE.check_ram([None, GIB])
+    with pytest.raises(ConfigError) as caught:
+        THIS_MACHINE.check_ram([None, GIB + MIB])
+    assert str(caught.value) == (
+        "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
+        "give a smaller limit, or leave out --ram for no limit"
+    )
+
+
+def test_this_machine_chooses_among_its_own_isolations() -> None:
+    isolation, note = THIS_MACHINE.choose("process", limited=False)
+    assert isinstance(isolation, ProcessIsolation)
+    assert note == ""

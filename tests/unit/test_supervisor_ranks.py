@@ -1,0 +1,302 @@
+"""Workers of several ranks, lost processes and limits around: what the watch makes of them."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from fakes import FakeRunning, Silent, Step, begin, done, event, failed, loaded, phase, ready
+from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
+from test_supervisor import sample
+from test_supervisor_cgroup import Group
+
+from weighin.isolation.base import Exit
+from weighin.probes import kernel_log
+from weighin.probes.observer import Observation
+from weighin.result import Kill, Outcome, Rank, Result
+from weighin.run.supervisor import Watch
+from weighin.units import MIB
+
+__all__ = ["fake_sampler"]
+
+
+def of(rank: int, line: bytes) -> bytes:
+    """Return the event of one rank."""
+    return json.dumps(json.loads(line) | {"rank": rank}).encode() + b"\n"
+
+
+class Seen(Silent):
+    """An observer that sees what a script tells it."""
+
+    def __init__(self, **figures: Any) -> None:
+        self.now = Observation(**figures)
+
+    def sees(self, **figures: Any) -> Callable[[], None]:
+        """Return a step of a script that sets figures."""
+
+        def step() -> None:
+            self.now = replace(self.now, **figures)
+
+        return step
+
+    def look(self) -> Observation:
+        return self.now
+
+
+def followed(running: FakeRunning, ranks: int = 2, **options: Any) -> tuple[Result, Watch]:
+    watch = Watch(running, ranks=ranks, **({"on_phase": lambda _: None} | options))
+    watch.follow(JOB.timeout_s)
+    ended = watch.end()
+    watch.close()
+    return watch.result(JOB, ended), watch
+
+
+def both(seen: Seen) -> list[Step]:
+    """Two ranks that load, of which the second is slower and takes more."""
+    return [
+        of(0, begin("import")), of(1, begin("import")),
+        seen.sees(usage_bytes=10, peak_bytes=99), of(0, fakes.baseline(t_ns=100)),
+        seen.sees(usage_bytes=20), of(1, fakes.baseline(t_ns=200)),
+        of(0, begin("read")), of(1, begin("read")),
+        seen.sees(usage_bytes=30, peak_bytes=40), of(0, phase("read", 500)),
+        seen.sees(peak_bytes=60), of(1, phase("read", 600)),
+        of(0, loaded(1000)), of(1, loaded(2000)),
+        of(0, ready(t_ns=2000, touch_ns=5)),
+        seen.sees(peak_bytes=70, refaults=9), of(1, ready(t_ns=3000, touch_ns=1)),
+        of(0, event("shared", pss_bytes=7)), of(1, event("shared", pss_bytes=8)),
+        seen.sees(peak_bytes=1000), of(0, done()), of(1, done()),
+    ]  # fmt: skip
+
+
+def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
+    seen, entered, begun = Seen(refaults=2), list[str](), list[str]()
+    running = FakeRunning(both(seen), inside=seen)
+    result, watch = followed(
+        running, on_phase=entered.append, before_load=lambda: begun.append("load")
+    )
+    assert (result.outcome, result.message, result.last_phase) == (Outcome.OK, "", None)
+    assert (result.load_ns, result.ready_ns) == (2000, 2001)
+    assert result.peaks.rss_bytes == 600 * MIB
+    assert result.peaks.pss_bytes == 15
+    assert result.peaks.cgroup_bytes == 70  # from the last baseline until the last rank was ready
+    assert result.peaks.others_private_sampled_bytes is None
+    assert result.baseline and result.baseline.cgroup_bytes == 20  # after the last baseline
+    assert result.faults and (result.faults.minor, result.faults.major) == (20, 2)
+    assert result.faults.workingset_refault_file == 7
+    assert [one.peak_cgroup_bytes for one in result.phases] == [None]  # other ranks go on meanwhile
+    assert result.phases[0].end.cgroup_bytes == 30
+    assert result.ranks == (
+        Rank("read", 1000, 1005, 500 * MIB, 7, 0),
+        Rank("read", 2000, 2001, 600 * MIB, 8, 0),
+    )
+    assert (entered, begun, result.use) == (["import", "read"], ["load"], None)
+    assert result.cost and result.cost.load_ns == 2000
+    assert watch.rank_samples == {}
+    # For each rank: its baseline, its phase, and what it waits for besides.
+    assert len(running.channel.sent) >= 4
+    assert result.warnings == (
+        "without a cgroup, memory that the ranks share cannot be counted once: the file-backed"
+        " memory is that of the rank with the most",
+    )
+
+
+def test_a_rank_that_fails_is_named_with_its_phase_and_what_it_printed() -> None:
+    seen = Seen(oom_kills=0)
+    script: list[Step] = [
+        *both(seen)[:8],
+        of(1, event("ended", code=3, signal=None, stderr_tail="first\nKeyError: x")),
+        of(0, event("ended", code=None, signal=9, stderr_tail="")),
+    ]
+    result, _ = followed(FakeRunning(script, Exit(1), inside=seen))
+    assert result.outcome is Outcome.STRATEGY_FAILED
+    assert result.message == (
+        "rank 1: the worker ended with exit code 3 in phase 'read': KeyError: x"
+    )
+    assert [rank.exit_code for rank in result.ranks] == [137, 3]
+    assert (result.load_ns, result.ready_ns, result.last_phase) == (None, None, "read")
+
+
+def test_a_time_out_of_ranks_says_where_each_was() -> None:
+    seen = Seen()
+    result, _ = followed(FakeRunning([*both(seen)[:7], TimeoutError], KILLED, inside=seen))
+    assert result.outcome is Outcome.TIMEOUT
+    assert result.message == (
+        "still running after 2.5 s, rank 0 in phase 'read', rank 1 before its first phase"
+    )
+
+
+def test_events_of_ranks_that_do_not_exist_are_passed_over() -> None:
+    seen = Seen()
+    script = [*both(seen)[:8], of(2, phase("read", 900)), *both(seen)[8:]]
+    result, _ = followed(FakeRunning(script, inside=seen))
+    assert (result.outcome, result.peaks.rss_bytes) == (Outcome.OK, 600 * MIB)
+
+
+class Others(Silent):
+    """Observes a worker that started other processes."""
+
+    def __init__(self, number: int, private_bytes: int) -> None:
+        self.others = (number, private_bytes)
+
+
+@pytest.mark.parametrize(
+    ("number", "private_bytes", "words"),
+    [
+        (1, 2 * MIB, "it started 1 process, with 2.000 MiB of private memory in all (sampled)"),
+        (3, 5 * MIB, "it started 3 processes, with 5.000 MiB of private memory in all (sampled)"),
+        (1, 2 * MIB - 1, ""),
+        (0, 0, ""),
+    ],
+)
+def test_processes_that_a_worker_started_are_told(
+    number: int, private_bytes: int, words: str
+) -> None:
+    result = watched(FakeRunning([*DONE], inside=Others(number, private_bytes)))
+    expected = "peak RSS and anonymous memory are the worker's alone: " + words
+    assert result.warnings == ((expected,) if words else ())
+    assert result.peaks.others_private_sampled_bytes == (private_bytes if number else None)
+
+
+def test_processes_that_a_use_forks_are_no_surprise() -> None:
+    watch = Watch(FakeRunning([*DONE], inside=Others(2, 9 * MIB)), lambda _: None)
+    watch.follow(1)
+    ended = watch.end()
+    watch.close()
+    forks = replace(JOB, cell=replace(JOB.cell, use="fork"))
+    assert watch.result(forks, ended).warnings == ()
+    assert len(watch.result(JOB, ended).warnings) == 1
+
+
+def killed_at(peak: int, limit: int | None, group: Path | None = None) -> str:
+    """The message of a worker that the kernel killed when its cell was charged this much."""
+    seen = Seen(oom_kills=1)
+    script: list[Step] = [*BASELINE, begin("read"), seen.sees(peak_bytes=peak)]
+    watch = Watch(FakeRunning(script, KILLED, inside=seen, cgroup=group), lambda _: None)
+    watch.follow(1)
+    ended = watch.end()
+    watch.close()
+    cell = replace(JOB.cell, ram_limit_bytes=limit)
+    message = watch.result(replace(JOB, cell=cell), ended).message
+    return message.removeprefix("killed by the kernel for lack of memory in phase 'read'")
+
+
+def test_a_kill_far_below_the_limit_met_another_one() -> None:
+    assert killed_at(900, 1000) == killed_at(1000, 1000) == killed_at(899, None) == ""
+    assert killed_at(899, 1000) == (
+        ", at a charge of 899 B: the machine, or a cgroup around the cell's that is not visible, was full"
+    )
+
+
+def test_a_kill_by_a_visible_limit_around_names_it(tmp_path: Path) -> None:
+    around = Group(tmp_path / "around", 2).start()  # with a limit of 100 bytes
+    (cell := around / "cell").mkdir()
+    said = f", at a charge of 95 B: the limit of {around} is 100 B"
+    assert killed_at(95, 1000, cell) == said
+    assert killed_at(95, None, cell) == said
+    assert killed_at(95, 100, cell) == ""
+    assert killed_at(80, 99, cell).endswith("was full")
+
+
+def lost(kills: Sequence[Kill], group: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The message of a worker that failed after the kernel had killed its children."""
+    asked: list[tuple[Any, ...]] = []
+
+    def since(*arguments: Any) -> Sequence[Kill]:
+        asked.append(arguments)
+        return kills
+
+    monkeypatch.setattr(kernel_log, "kills_since", since)
+    seen = Seen(oom_kills=1, peak_bytes=3 * MIB)
+    script = [*LOADED, failed("strategy_failed", "broken pool")]
+    result = watched(FakeRunning(script, Exit(1), inside=seen, cgroup=group))
+    assert result.outcome is Outcome.OOM_KILLED
+    assert asked == ([(0, group, 0)] if group else [])
+    return result.message.partition("and then: ")[2]
+
+
+def test_children_that_the_kernel_killed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [Kill(pid, "python", is_main=pid == 5, anon_bytes=MIB) for pid in (5, 6, 7, 8)]
+    peak = "; the cell's peak was 3.000 MiB"
+    each = "; killed: python (process {}) with 1.000 MiB of anonymous memory"
+    assert (
+        lost(kills, tmp_path, monkeypatch)
+        == (
+            f"broken pool{each.format(6)}{each.format(7)}{peak}"  # up to three, of which one is the worker
+        )
+    )
+    assert lost([Kill(6, "x", is_main=False)], tmp_path, monkeypatch) == (
+        f"broken pool; killed: x (process 6) with 0 B of anonymous memory{peak}"
+    )
+    assert lost(kills, None, monkeypatch) == f"broken pool{peak}"
+
+
+def test_a_worker_that_does_not_even_end_after_sigkill_is_told() -> None:
+    running = FakeRunning([*BASELINE, begin("read")], hangs=2)
+    result = watched(running)
+    assert (result.outcome, running.kills) == (Outcome.MEASUREMENT_FAILED, 1)
+    assert result.message == ("the worker does not end, not even after SIGKILL, in phase 'read'")
+    assert result.warnings[-1] == (
+        "the worker was still running when this was recorded: SIGKILL did not end it"
+    )
+
+
+def test_kills_that_did_not_decide_the_outcome_are_a_warning() -> None:
+    seen = Seen(oom_kills=2)
+    script = [*LOADED, failed("wrong_weights", "1 tensor differs")]
+    result = watched(FakeRunning(script, Exit(1), inside=seen))
+    assert (result.outcome, result.oom_kills) == (Outcome.WRONG_WEIGHTS, 2)
+    assert result.warnings == ("the kernel killed 2 processes of this cell for lack of memory",)
+
+
+class StalledDisk:
+    """A disk one of whose reads has no answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.closed = 0
+
+    def stalled(self, pids: list[int]) -> str:
+        self.asked.append(pids)
+        return "the read of /a has no answer"
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_time_out_says_which_read_has_no_answer(tmp_path: Path) -> None:
+    group = Group(tmp_path / "group", 2).start()
+    (group / "cgroup.procs").write_text("7\n8\n")
+    for cgroup, pids in ((group, [7, 8]), (tmp_path / "gone", []), (None, [])):
+        disk: Any = StalledDisk()
+        running = FakeRunning([*BASELINE, TimeoutError], KILLED, inside=Seen(), cgroup=cgroup)
+        result, _ = followed(running, ranks=1, disk=disk)
+        assert result.message.endswith("before its first phase; the read of /a has no answer")
+        assert (disk.asked, disk.closed) == ([pids], 1)
+    disk = StalledDisk()
+    followed(FakeRunning([*DONE]), ranks=1, disk=disk)
+    assert (disk.asked, disk.closed) == ([], 0)
+
+
+def test_the_memory_of_a_use_is_the_most_that_was_seen_in_it(sampler: type[FakeSampler]) -> None:
+    script = [
+        *LOADED, ready(), begin("forward"), phase("forward", 300, start_ns=3000, end_ns=4000),
+        begin("forward"), phase("forward", 330, start_ns=5000, end_ns=6000), done(),
+    ]  # fmt: skip
+    of_phases = 2 * (330 * MIB // 3)
+    for t_ns, mib, most in (
+        (2999, 900, of_phases),
+        (3000, 900, 900 * MIB),
+        (4500, 900, 900 * MIB),  # between two passes
+        (6000, 900, 900 * MIB),
+        (6001, 900, of_phases),
+        (3500, 1, of_phases),
+    ):
+        sampler.seen = (sample(t_ns, mib),)
+        use = watched(FakeRunning(script, pid=1)).use
+        assert use and use.anon_sampled_bytes == most, t_ns
+    assert watched(FakeRunning([*LOADED, ready(), done()], pid=1)).use is None
