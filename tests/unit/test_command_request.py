@@ -133,7 +133,10 @@ def test_commands_of_a_suite_keep_their_own_marks_and_files(here: Path) -> None:
         (asked(how={"cold": ("none",)}), "--cold none: there is no such file or folder"),
         (asked(how={"marks": ("(",)}), "--mark '(' is not a regular expression"),
         (asked(how={"ready": "("}), "--ready '(' is not a regular expression"),
-        (asked(how={"ready": "a", "ready_url": "http://x/"}), "--ready and --ready-url both tell"),
+        (
+            asked(how={"ready": "a", "ready_url": "http://x/"}),
+            "--ready and --ready-url cannot be combined",
+        ),
         (asked(how={"image": "a:b"}), "--image a:b needs a container, not --isolation process"),
         (asked(limits=(None, 17 * GIB)), "--ram 17GiB is more than this machine has (16.000 GiB)"),
         (asked(limits=(GIB,)), "--isolation process cannot enforce a RAM limit"),
@@ -154,7 +157,7 @@ def test_a_request_that_cannot_start_plans_nothing(
 
 def test_a_request_without_a_command_says_how_to_write_one() -> None:
     assert complaint(replace(asked(), command=())) == (
-        "there is no command to run\nwrite it after --: weighin run --ram 4g -- python x.py"
+        "no command was given\nwrite the command after --: weighin run --ram 4g -- python x.py"
     )
 
 

@@ -193,7 +193,7 @@ def test_an_address_that_answers_before_the_start_is_refused(server: Server) -> 
         Readiness(CommandSettings("/", ready_url=server.url), lambda: None)
     assert str(caught.value) == (
         f"a server answers at {server.url} before the command starts\n"
-        "stop that server, or give the command another port"
+        "stop that server, or start the command on another port and write that port into --ready-url"
     )
 
 

@@ -38,7 +38,7 @@ def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
         )
     assert str(caught.value) == (
         f"--ram 2049MiB is more than the limit of the cgroup around the cells, {around} (2.000 GiB)\n"
-        "give less, or raise that limit, for example the memory limit of the container"
+        "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of the container"
     )
 
 
