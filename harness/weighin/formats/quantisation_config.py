@@ -200,7 +200,7 @@ def _obstacle(method: str | None, place: str) -> tuple[str, str]:
         )
     if not place:
         return f"{CONFIG} has no {_QUANTISATION}: {alike}", (
-            f"write {_QUANTISATION} into {CONFIG}, as that library gives it; or {library}"
+            f"copy {_QUANTISATION} from the config.json that the quantising library wrote beside the weights; or {library}"
         )
     if place != _QUANTISATION:
         return f"transformers does not read {place}: {alike}", (
