@@ -138,13 +138,16 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
     key = _normal(place.rpartition(".")[2])
     if getattr(param, "is_flag", False):
         if not isinstance(value, bool):
-            raise ConfigError(f"{place}: not true or false, but {value!r}")
+            raise ConfigError(f"{place}: not true or false, but {value!r}", "write true or false")
         return value
     if key == "kwargs" and isinstance(value, dict):
         return json.dumps(value)
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
-        raise ConfigError(f"{place}: not a text, a number, or a list of them")
+        raise ConfigError(
+            f"{place}: not a text, a number, or a list of them",
+            'write a value such as "8g", 3 or ["8g", "4g"]',
+        )
     texts = [_located(str(item), key, param, folder) for item in items]
     return texts if param.multiple else ",".join(texts)
 
