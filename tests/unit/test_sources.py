@@ -35,7 +35,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
         "harness/weighin/worker/loading.py",
         "harness/weighin/worker/touch.py",
     } <= found
-    assert not {"harness/weighin/loader/load.py", "harness/weighin/worker/body.py"} & found
+    assert not {"harness/weighin/loader/load.py", "harness/weighin/worker/pytest_body.py"} & found
     assert not [
         name for name in found if name.startswith(("harness/weighin/report", "harness/weighin/run"))
     ]

@@ -125,7 +125,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
     Raises:
         ConfigError: torch before 1.6 had no storage type for one of the dtypes.
     """
-    from weighin.formats.raw import write_raw
+    from weighin.formats.parallel_write import write_raw
 
     _check_dtypes(tensors)
     head, stored = _head(tensors)

@@ -20,7 +20,7 @@ from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header,
 from weighin.formats.unknown_file import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:
-    from weighin.formats.raw import Place
+    from weighin.formats.parallel_write import Place
 
 NAME: Final = "safetensors"
 SUFFIX: Final = ".safetensors"
@@ -63,7 +63,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
     Raises:
         ConfigError: the format lacks one of the dtypes, or a tensor is called __metadata__.
     """
-    from weighin.formats.raw import write_raw  # not at the top: imports torch
+    from weighin.formats.parallel_write import write_raw  # not at the top: imports torch
 
     head, places = layout_of(tensors)
     write_raw(target, {0: head}, places, pieces, progress)

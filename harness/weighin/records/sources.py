@@ -30,8 +30,8 @@ _DECIDING: Final = (
 )  # folders here
 # A test's body is not a strategy, and the code of saves takes no part in a load.
 _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
-    "load": ("weighin.worker.body", "weighin.worker.saving"),
-    "save": ("weighin.worker.body",),
+    "load": ("weighin.worker.pytest_body", "weighin.worker.saving"),
+    "save": ("weighin.worker.pytest_body",),
 }
 _HASH_DIGITS: Final = 16
 

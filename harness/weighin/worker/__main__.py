@@ -55,7 +55,7 @@ def main() -> None:
         launch(job, lifeline)
     marks = Marks(lifeline)
     if job.body:
-        from weighin.worker.body import run_body
+        from weighin.worker.pytest_body import run_body
 
         run_body(job, job.body, lifeline, marks)
     try:
