@@ -93,7 +93,8 @@ def test_check_fails_and_makes_no_baseline(stopped: CommandLine) -> None:
         f"note: {SAID}\n"
         "error: cannot make a baseline from a run of which cells are missing: run: 1 of 2 cells"
         " measured\n"
-        "measure the rest: weighin bench --resume run; or add --partial\n"
+        "measure the missing cells: weighin bench --resume run; or add --partial to use the"
+        " measured cells alone\n"
     )
     assert not (stopped.folder / "part.yaml").exists()
 
