@@ -130,7 +130,7 @@ def parse_rate(text: str) -> int:
         ) from None
     if rate < _LEAST_BYTES_PER_S:
         raise ConfigError(
-            f"{text!r} is less than any disk reads",
+            f"{text!r} is too slow: every disk reads faster",
             f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s",
         )
     return rate

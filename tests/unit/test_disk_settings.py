@@ -48,7 +48,7 @@ def test_a_rate_is_read_in_the_units_of_disks(text: str, rate: int) -> None:
 def test_a_rate_without_a_unit_is_refused_with_the_likely_one() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_rate("200")
-    assert caught.value.message == "'200' is less than any disk reads"
+    assert caught.value.message == "'200' is too slow: every disk reads faster"
     assert caught.value.repair == "did you mean 200MB/s?"
 
 
@@ -108,7 +108,7 @@ def test_a_suite_lists_rates_and_latencies() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"disk": "50"}, "--disk: '50' is less than any disk reads\ndid you mean 50MB/s?"),
+        ({"disk": "50"}, "--disk: '50' is too slow: every disk reads faster\ndid you mean 50MB/s?"),
         (
             {"disk_latency": "5"},
             "--disk-latency: cannot read '5' as a duration\nwrite a duration such as 2.5 s, 150 ms or 3 min",

@@ -178,7 +178,7 @@ def test_the_checkpoint_that_weighin_would_generate_is_inspected(
         (["gone.pt"], "gone.pt: no such file or folder\ncheck the path"),
         (
             ["m.pt", "--model", "gpt2-tiny"],
-            "two models: 'm.pt' and 'gpt2-tiny'\nfor your own weights of the model: --model gpt2-tiny --checkpoint m.pt",
+            "the model is given twice: 'm.pt' and 'gpt2-tiny'\nfor your own weights of the model: --model gpt2-tiny --checkpoint m.pt",
         ),
         (
             ["m.pt", "--kwargs", '{"a": 1}'],

@@ -51,8 +51,8 @@ def index_quantised(
     adapter = kwargs.get(ARGUMENT, "")
     if found.own and adapter:
         raise CheckpointError(
-            f"{checkpoint}: {found.summary}; an adapter is not merged into these codes",
-            f"write the weights first: weighin convert {checkpoint} FOLDER --keys model",
+            f"{checkpoint}: {found.summary}; weighin merges no adapter into quantised weights",
+            f"write the dequantised weights first: weighin convert {checkpoint} FOLDER --keys model",
         )
     if found.own:
         entries = _own_entries(kwargs, checkpoint)

@@ -112,7 +112,7 @@ def one_model(argument: str | None, option: str | None) -> str:
         repair = "give one of the two, or list both in a suite file: --suite FILE"
         if Path(argument).exists():
             repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
-        raise ConfigError(f"two models: {argument!r} and {option!r}", repair)
+        raise ConfigError(f"the model is given twice: {argument!r} and {option!r}", repair)
     return argument or option or DEFAULT_MODEL
 
 

@@ -191,7 +191,7 @@ folder_choice = several(
         "model_class",
         default="",
         metavar="CLASS",
-        help="The class of transformers to load from a Hugging Face folder: BertModel or"
+        help="The class of transformers to load from a Hugging Face folder, for example BertModel or"
         " AutoModelForCausalLM. Default: the class in config.json, or, if config.json names no"
         " class, the class that AutoModel takes.",
     ),

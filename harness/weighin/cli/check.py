@@ -61,7 +61,7 @@ EXAMPLES = (
 @click.option(
     "--expect-failures",
     is_flag=True,
-    help="With --update: expect the outcome of every cell that was killed or timed out.",
+    help="With --update: record the outcome of every cell that was killed or timed out as expected.",
 )
 @click.option(
     "--metrics",

@@ -233,7 +233,9 @@ class _Tables:
             )
         encoding, block, block_bytes = TYPES[kind]
         if not is_sizes(shape) or (shape and shape[-1] % block):
-            raise self._damaged(f"{shown(name)} of {encoding} has the shape {shape}")
+            raise self._damaged(
+                f"{shown(name)} has the shape {shape}, and a row of {encoding} is a multiple of {block}"
+            )
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
             raise CheckpointError(

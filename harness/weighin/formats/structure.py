@@ -52,7 +52,7 @@ def pack(slices: Sequence[TensorSlice]) -> str:
     text = base64.urlsafe_b64encode(zlib.compress(data, 9)).decode()
     if len(text) > _LONGEST:
         raise CheckpointError(
-            f"the checkpoint has {len(slices):,} tensors, too many to be a model without code",
+            f"the checkpoint has {len(slices):,} tensors, too many for weighin to build the model without its code",
             "name the function that builds the model: --model package.module:callable",
         )
     return text

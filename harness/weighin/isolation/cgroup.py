@@ -276,7 +276,7 @@ def _remove(groups: list[Path]) -> None:
 
     Raises:
         StillRunning: a process in one of the groups does not end.
-        IsolationUnavailable: a group cannot be removed for another reason.
+        IsolationUnavailable: a group without processes cannot be removed.
     """
     if (error := _removal_error(*groups, patience_s=_PATIENCE_S)) is None:
         return

@@ -297,5 +297,5 @@ def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
 
 
 def unlimited_of(results: Sequence[Result]) -> Result | None:
-    """Return the result without a limit."""
+    """Return the result of the run that had no RAM limit."""
     return next((result for result in results if result.cell.ram_limit_bytes is None), None)
