@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,11 @@ def test_what_is_ours_needs_no_trust(operation: str) -> None:
     assert request.resume(Path("run")).planned
 
 
-def test_a_function_of_our_package_that_is_no_model_is_foreign() -> None:
+@pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.construction.skeleton:os"])
+def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> None:
     planned()
-    forge(lambda plan: plan["cells"][0]["model"].update(builder="weighin.construction.skeleton:os"))
-    with pytest.raises(ConfigError, match=r"builder weighin\.models\.skeleton:os with"):
+    forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
+    with pytest.raises(ConfigError, match=f"builder {re.escape(builder)} with"):
         request.resume(Path("run"))
 
 
