@@ -240,7 +240,7 @@ LAYOUTS: Final = [
         "three dtypes of complex numbers",
         GROUP,
         _pt(_complex),
-        NO_FOLDER | {"convert": "safetensors has no dtype torch.complex32\nuse format pt"},
+        NO_FOLDER | {"convert": "safetensors has no dtype torch.complex32\n.*--format pt"},
     ),
     Layout(
         "pairs of 4-bit floats in safetensors (F4)", GROUP, _safetensors(_float4), _NOT_MEASURED
