@@ -104,6 +104,11 @@ class TensorSlice:
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
+    def read_order(self) -> tuple[str, int]:
+        """The key by which tensors are sorted to be read: the file, and the offset in it."""
+        return str(self.file), self.offset
+
+    @property
     def dtype(self) -> "torch.dtype":
         """The tensor's ``torch.dtype``; this property imports torch.
 

@@ -2,9 +2,8 @@
 
 A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``,
 which is faster than filling the cache and adds no page that the kernel charges to the process's
-cgroup. Adjacent targets are filled by one read (``vectored``). If the file
-system refuses ``O_DIRECT``, the file is read through the page cache, and the pages already read are
-dropped from it.
+cgroup. Adjacent targets are filled by one read (``vectored``). If the file system refuses
+``O_DIRECT``, the file is read through the page cache, and the pages already read are dropped from it.
 """
 
 import ctypes

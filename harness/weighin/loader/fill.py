@@ -71,9 +71,7 @@ class Fill:
         """Yield each range of a file, with the part of the tensor that this range holds."""
         if not self.source.parts:
             yield self.source, self.memory
-        for part in sorted(
-            self.source.parts, key=lambda part: (str(part.where.file), part.where.offset)
-        ):
+        for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
             place = tuple(
                 slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
             )

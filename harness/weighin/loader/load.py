@@ -163,7 +163,7 @@ def _load(
         loads = log.finish()
         if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
-    loads.sort(key=lambda load: (str(load.promise.file), load.promise.offset))
+    loads.sort(key=lambda load: load.promise.read_order)
     batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
     if any(others for _, others in batches):

@@ -67,7 +67,7 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
 
 
 def _place(piece: Piece) -> tuple[str, int]:
-    """Return the place in the files: one read can fill adjacent parts of several tensors."""
+    """Return the place of a read in the files: one read can fill adjacent parts of several tensors."""
     return str(piece.source.file), piece.offset
 
 

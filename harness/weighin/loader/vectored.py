@@ -1,10 +1,10 @@
-"""Fill several targets by one vectored read, aligned targets directly, others through a buffer.
+"""Fill several targets by one vectored read: large targets directly, small ones through a buffer.
 
-A direct read transfers whole pages of a file to whole pages of memory. The pages of a target can be
-read straight into it. If its alignment in memory differs from its alignment in the file, these bytes
-are then moved by less than a page. The target's first and last page, and small targets, are read into a
-buffer by the same call, because a separate small read would wait for the large reads that were
-submitted before it.
+A direct read transfers whole pages of a file to whole pages of memory. The pages that lie wholly in a
+large target receive its bytes without a buffer. If a target lies otherwise to pages in memory than in the
+file, these bytes are then moved to their place, by less than a page. The bytes at the ends of a target,
+and small targets, are read into a buffer by the same call, because a separate small read would wait for
+the large reads that were submitted before it.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast thr
 class Gathered:
     """A read at ``offset`` into all ``buffers`` in turn; the file must have ``wanted_bytes`` there.
 
-    ``copies`` must be made after the read, in turn: each one is a target, and the bytes for it in the
-    buffer or, a part of a page away, in the target.
+    ``copies`` must be made after the read, in their order. Each copy is a part of a target, and its bytes:
+    in the buffer, or in the target itself, less than a page away.
     """
 
     offset: int
@@ -47,8 +47,8 @@ def gather(
     start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
     found = ((place, _straight(place, alignment)) for place in places)
     pages = [(place, straight) for place, straight in found if straight]
-    ends = (start, start, bounce[:0]), (stop, stop, bounce[:0])
-    straights = [ends[0], *(straight for _, straight in pages), ends[1]]
+    nothing = bounce[:0]
+    straights = [(start, start, nothing), *(one for _, one in pages), (stop, stop, nothing)]
     buffers: list[memoryview] = []
     copies = [
         (target[first - offset : last - offset], view)
@@ -89,8 +89,8 @@ def up(offset: int, alignment: int) -> int:
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return the start and end in the file, and the memory, of a target's part for direct reads.
 
-    The memory is whole pages of the target, nearest to where the bytes belong. The result is None if the
-    part is small.
+    The memory is whole pages of the target. The part belongs there, or less than a page away. The result
+    is None if the part is small.
     """
     target, offset = place
     first, page = up(offset, alignment), -address_of(target) % alignment
