@@ -37,8 +37,7 @@ EXAMPLES = (
     metavar="NAME",
     help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto,"
     " which takes the format from the target's name: safetensors for .safetensors, pt for .pt,"
-    " .pth, .bin and .ckpt, and shards for"
-    " any other name, for which weighin makes a folder.",
+    " .pth, .bin and .ckpt, and shards for any other name, for which weighin makes a folder.",
 )
 @click.option(
     "--dtype",

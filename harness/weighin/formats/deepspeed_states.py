@@ -79,8 +79,7 @@ class ModelStates:
             else:
                 raise CheckpointError(
                     f"{self.file.parent}: no file has the values of {shown(name)}, which the"
-                    " optimizer does"
-                    " not train",
+                    " optimizer does not train",
                     "save the whole model from the training code: engine.save_16bit_model(FOLDER)",
                 )
         return slices

@@ -234,7 +234,7 @@ class _Tables:
         encoding, block, block_bytes = TYPES[kind]
         if not is_sizes(shape) or (shape and shape[-1] % block):
             raise self._damaged(
-                f"{shown(name)} has the shape {shape}, and a row of {encoding} is a multiple of {block}"
+                f"{shown(name)} has the shape {shape}, and a row of {encoding} has a multiple of {block} elements"
             )
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
@@ -308,8 +308,7 @@ def check_decoded(places: Iterable[TensorSlice]) -> None:
         if where.encoding in UNDECODED:
             raise CheckpointError(
                 f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the"
-                " package gguf"
-                " does not dequantise",
+                " package gguf does not dequantise",
                 "quantise the model to another type with llama.cpp",
             )
 

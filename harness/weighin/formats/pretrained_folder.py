@@ -306,8 +306,7 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     if (read := find_weights(folder, variant)) != checkpoint:
         raise CheckpointError(
             f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this"
-            " folder, and"
-            " not this file",
+            " folder, and not this file",
             f"to load it as the folder's weights, name it in {CONFIG}: '{_EXPLICIT}'; for its tensors"
             f" without a class: from:{checkpoint}",
         )

@@ -91,10 +91,8 @@ class Quantised:
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
                 f"load it with load_pretrained (needs {self.needed_here}), or write the weights:"
-                " weighin convert"
-                f" {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure this"
-                f" load: {bench}"
-                " --strategies streaming,transformers",
+                f" weighin convert {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure"
+                f" this load: {bench} --strategies streaming,transformers",
             )
         return CheckpointError(
             f"{path}: {self.summary}; weighin does not dequantise them",

@@ -153,8 +153,7 @@ class _Reading:
             found = "nothing" if made is None else tuple(made.shape)
             raise CheckpointError(
                 f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, and"
-                f" {target!r} of"
-                f" the model is {shape}",
+                f" {target!r} of the model is {shape}",
                 "list the tensors of the file: weighin inspect FILE; then try another version of"
                 " transformers",
             )

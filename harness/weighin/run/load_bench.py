@@ -64,8 +64,7 @@ class LoadBench:
         ):
             why = (
                 f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
-                " model's own"
-                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
+                " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
                 " --keys model"
             )
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
