@@ -54,7 +54,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def change(root: Path, name: str) -> None:
     with (root / name).open("a") as file:
-        file.write("# changed\n")
+        file.write("CHANGED = 1\n")
 
 
 def measured(strategy: str, commit: str | None = None, *, hashed: bool = False) -> Result:

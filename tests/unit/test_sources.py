@@ -77,12 +77,41 @@ def test_the_hash_changes_with_what_a_strategy_imports(
     monkeypatch.setattr(sources, "_PACKAGE", package)
     assert sources.hashed(mine, cell("mine")) == first
     with (package / "loader" / "reads.py").open("a") as file:
-        file.write("# changed\n")
+        file.write("CHANGED = 1\n")
     assert sources.hashed(mine, cell("mine")) != first
     subprocess.run(["cp", ROOT / "harness/weighin/loader/reads.py", package / "loader"], check=True)
     with (package / "run" / "runner.py").open("a") as file:
-        file.write("# changed\n")
+        file.write("CHANGED = 1\n")
     assert sources.hashed(mine, cell("mine")) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other_code"),
+    [
+        (('"""Load."""', '"""Load it all."""'), False),
+        (("  # fast", "  # slow"), False),
+        (('"no file"', '"no file there"'), False),
+        (("{job}", "{job!r}"), True),
+        (("ValueError", "TypeError"), True),
+        (('"rb"', '"r+b"'), True),
+        (("open", "memoryview"), True),
+        (("\n        return", "\n        pass\n        return"), True),
+    ],
+)
+def test_the_hash_is_of_the_code_and_not_of_its_texts(
+    tmp_path: Path, change: tuple[str, str], is_other_code: bool
+) -> None:
+    mine = tmp_path / "mine.py"
+    text = (
+        '"""Load."""\n\ndef load(job):\n    """Load."""\n    if job:\n'
+        '        raise ValueError("no file" + f"{job}")\n    else:  # fast\n'
+        '        return open(job, "rb")\n'
+    )
+    mine.write_text(text)
+    first = sources.hashed(mine, cell("mine"))
+    assert change[0] in text
+    mine.write_text(text.replace(*change))
+    assert (sources.hashed(mine, cell("mine")) != first) is is_other_code
 
 
 def test_no_source_is_imported_for_it() -> None:

@@ -1,6 +1,6 @@
-"""Hash the source files that affect a cell's figures, without importing any of them.
+"""Hash the code that affects a cell's figures, without importing any of it.
 
-The hashed files are the strategy's file, the model's builder and the worker, and the modules of
+The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The hashed files are the strategy's file, the model's builder and the worker, and the modules of
 weighin that these files import from loader, formats, checkpoint and models. Top-level modules such
 as ``result.py`` affect no figure. The code that observes a cell from outside is identified only by
 the record's commit.
@@ -57,13 +57,14 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
 
 
 def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
-    """Return a hash of the names and bytes of all files that ``deciding`` returns.
+    """Return a hash of the names and the code of all files that ``deciding`` returns.
 
-    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot be read or is not Python, in which case the cell itself will fail.
+    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot be
+    read or is not Python. The cell itself fails then.
     """
     try:
         lines = sorted(
-            f"{_name(path)}\0{_digest(path, path.stat().st_mtime_ns)}\n"
+            f"{_name(path)}\0{_digest_of_code(path, path.stat().st_mtime_ns)}\n"
             for path in (*deciding(strategy, cell), *([Path(own_use)] if own_use else []))
         )
     except (OSError, SyntaxError, ValueError):
@@ -87,6 +88,26 @@ def _name(path: Path) -> str:
 @cache
 def _digest(path: Path, _changed_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@cache
+def _digest_of_code(path: Path, _changed_ns: int) -> str:
+    tree = _WithoutTexts().visit(ast.parse(path.read_bytes(), filename=str(path)))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Removes docstrings, and the strings in ``raise`` statements."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.Raise:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                each.value = ""
+        return node
 
 
 @cache
