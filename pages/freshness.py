@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from weighin.errors import HarnessError
 from weighin.records import sources
@@ -11,13 +12,15 @@ from weighin.records.repeats import grouped
 from weighin.result import Outcome, Result
 from weighin.suite import registry
 
+_NAMED: Final = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The changes of the code since a run was measured.
 
     Attributes:
-        changed: maps each strategy whose code changed to the change ("3 commits since").
+        changed: maps each strategy whose code changed to the change ("reads.py changed").
         unknown: maps each strategy that cannot be compared to the reason.
     """
 
@@ -86,21 +89,29 @@ def _ask_git(
 
 
 def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
-    """Return the changes of files since a commit in words; None if git does not know the commit."""
-    names = [str(path) for path in files]
-    commits = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *names)
-    edited = _git(root, "status", "--porcelain", "--", *names)
-    if commits is None or edited is None:
+    """Name the files whose code has changed since a commit; None if git does not know the commit.
+
+    Comments, docstrings and the texts of raised errors are no code here, as in a record's hash.
+    """
+    names = [str(path.relative_to(root)) for path in files]
+    differing = _git(root, "diff", "--name-only", "--relative", commit, "--", *names)
+    if differing is None:
         return None
-    number = len(commits.split())
-    words = [f"{number} {'commit' if number == 1 else 'commits'} since"] if number else []
-    words += ["edited"] if edited.strip() else []
-    return " and ".join(words)
+    changed = [
+        Path(name).name
+        for name in differing.decode().split()
+        if (then := _git(root, "show", f"{commit}:./{name}")) is None
+        or sources.digest_of_code(then) != sources.digest_of_code((root / name).read_bytes())
+    ]
+    if not changed:
+        return ""
+    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+    return f"{', '.join(changed[:_NAMED])}{more} changed"
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(root: Path, *arguments: str) -> bytes | None:
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False)
     return done.stdout if done.returncode == 0 else None
 
 

@@ -104,16 +104,21 @@ def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
 
 
 def status(runs: Iterable[Run], root: Path) -> list[str]:
-    """Return a line per run: its commit and date, and whether its code has changed since."""
+    """Return a line per run and per set of predictions: its commit, its date, and what changed since."""
+    lines, stale = [], []
     runs = list(runs)
-    stands = {run.name: standing(run.results, root) for run in runs}
-    lines = []
     for run in runs:
-        state = (
-            f"{captions.code(run.results)}: {stands[run.name]}" if run.results else "never measured"
-        )
-        lines += [f"{run.name}: {state}", *predictions(run, root)]
-    stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
+        stands = standing(run.results, root)
+        state = f"{captions.code(run.results)}: {stands}" if run.results else "never measured"
+        lines.append(f"{run.name}: {state}")
+        is_stale = stands.is_stale or not run.results
+        if (path := root / PUBLISHED / run.name / PREDICTED).exists():
+            predicted = json.loads(path.read_text(encoding="utf-8"))
+            changed = _changed_since_predicted(run, predicted["environment"]["git_commit"], root)
+            made = captions.when_and_what([(predicted["environment"], predicted["predicted_at"])])
+            lines.append(f"  its predictions: {made}: {_in_words(changed)}")
+            is_stale |= bool(changed)
+        stale += [run.name] if is_stale else []
     lines.append(
         f"{len(stale)} of {len(runs)} are older than the current code or were never measured:"
         f" {', '.join(stale)}"
@@ -123,22 +128,18 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
     return lines
 
 
-def predictions(run: Run, root: Path) -> list[str]:
-    """Tell in one line whether the code of a run's predictions, if any, has changed."""
-    path = root / PUBLISHED / run.name / PREDICTED
-    if not path.exists():
-        return []
-    predicted = json.loads(path.read_text(encoding="utf-8"))
-    commit = predicted["environment"]["git_commit"]
-    made = captions.when_and_what([(predicted["environment"], predicted["predicted_at"])])
+def _changed_since_predicted(run: Run, commit: str | None, root: Path) -> str | None:
+    """Name the changed files that decide a run's predictions; None if git does not know the commit."""
     files = {*(root / "harness" / "weighin" / "predict").glob("*.py")}
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
         files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
-    changed = since(root, commit, sorted(files)) if commit else None
-    older = {None: "cannot tell: git does not know it", "": "made with the current code"}
-    return [
-        f"  its predictions: {made}: {older.get(changed, f'OLDER than the current code ({changed})')}"
-    ]
+    return since(root, commit, sorted(files)) if commit else None
+
+
+def _in_words(changed: str | None) -> str:
+    if changed is None:
+        return "cannot tell: git does not know its commit"
+    return f"OLDER than the current code ({changed})" if changed else "made with the current code"
 
 
 def plan(runs: Sequence[Run]) -> list[str]:

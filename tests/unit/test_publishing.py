@@ -90,15 +90,28 @@ def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) 
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
     change(copy, "harness/weighin/loader/load.py")
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: streaming (1 commit since and edited)"
+        "OLDER than the current code: streaming (load.py, reads.py changed)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
     change(copy, "harness/weighin/worker/touch.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: baseline, sequential (1 commit since);"
-        " streaming (3 commits since)"
+        "OLDER than the current code: baseline, sequential (touch.py changed);"
+        " streaming (load.py, reads.py, touch.py changed)"
     )
+    for name in ("loader/arena.py", "loader/fill.py"):
+        change(copy, f"harness/weighin/{name}")
+    assert str(standing(results[2:], copy)) == (
+        "OLDER than the current code: streaming (arena.py, fill.py, load.py and 2 more changed)"
+    )
+
+
+def test_a_record_without_one_is_not_stale_for_a_comment(copy: Path) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    with (copy / "harness/weighin/loader/load.py").open("a") as file:
+        file.write("# a comment\n")
+    git(copy, "commit", "--quiet", "-a", "-m", "a comment")
+    assert not standing([measured("streaming", head)], copy).is_stale
 
 
 def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
@@ -127,7 +140,7 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
         f"a: commit {head[:10]}, 2025-01-02: measured with the current code",
-        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (1 commit since)",
+        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (load.py changed)",
         "c: never measured",
         "2 of 3 are older than the current code or were never measured: b, c",
     ]
@@ -156,14 +169,19 @@ def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
     run = publish.Run("a", ("bench", "a"), (measured("baseline", head),))
     folder = copy / "results" / "published" / "a"
     folder.mkdir(parents=True)
-    assert publish.predictions(run, copy) == []
+    assert len(publish.status([run], copy)) == 2
     told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
     (folder / "predicted.json").write_text(json.dumps(told))
     said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
-    assert publish.predictions(run, copy) == [said + "made with the current code"]
+    assert publish.status([run], copy)[1:] == [
+        said + "made with the current code",
+        "all 1 were measured with the current code",
+    ]
     change(copy, "harness/weighin/predict/heap.py")
-    git(copy, "commit", "--quiet", "-a", "-m", "the heap")
-    assert publish.predictions(run, copy) == [said + "OLDER than the current code (1 commit since)"]
+    assert publish.status([run], copy)[1:] == [
+        said + "OLDER than the current code (heap.py changed)",
+        "1 of 1 are older than the current code or were never measured: a",
+    ]
 
 
 def series(cells: Sequence[Cell]) -> set[str]:

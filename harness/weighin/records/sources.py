@@ -92,7 +92,16 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 @cache
 def _digest_of_code(path: Path, _changed_ns: int) -> str:
-    tree = _WithoutTexts().visit(ast.parse(path.read_bytes(), filename=str(path)))
+    return digest_of_code(path.read_bytes())
+
+
+def digest_of_code(source: bytes) -> str:
+    """Return a hash of a file's code, without comments, docstrings and the texts of raised errors.
+
+    Raises:
+        SyntaxError, ValueError: the file is not Python.
+    """
+    tree = _WithoutTexts().visit(ast.parse(source))
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
