@@ -115,9 +115,9 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             HEADING,
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
-            f" transformers {transformers.__version__}. The command draws further types, in the order of --seed {seed}, and shrinks the"
-            " default configuration of each. One class of the type is saved with random weights, in float32 and in bfloat16, one of"
-            " them in shards. `load_pretrained` and `from_pretrained` then load both folders, each in two dtypes. A type is equal"
+            f" transformers {transformers.__version__}. `--all` draws further types, in the order of --seed {seed}, and shrinks the"
+            " default configuration of each type. weighin saves one class of each type with random weights, once in float32 and once in"
+            " bfloat16, one of the two in shards. `load_pretrained` and `from_pretrained` then load both folders, each in two dtypes. A type is equal"
             " if names, values bit by bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation"
             " configuration and gradients are equal. The outputs of a forward pass are compared if simple inputs suffice.",
             "",

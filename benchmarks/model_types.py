@@ -81,8 +81,8 @@ _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
 _SAYS_PREDICTED: Final = (
-    "`weighin predict --check` predicted every load that was ok, except loads by packages that it cannot follow,"
-    " and compared the peaks of anonymous memory. In models this small, the imports need most of the memory. "
+    "`weighin predict --check` predicted every load that was ok, except loads by packages that `predict` cannot follow,"
+    " and compared the peaks of anonymous memory. The imports need most of the memory, because the models are small. "
 )
 HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
 
@@ -202,9 +202,9 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         "# Model types of transformers",
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
-        f" {transformers.__version__}. The command saves a model of each type with a few layers and random"
+        f" {transformers.__version__}. `make model-types` saves a model of each type with a few layers and random"
         f" weights, and runs `weighin bench FOLDER` with {len(strategies)} strategies. Decoders and mixtures of experts are saved in"
-        " bfloat16, and the others in float32. Every load is verified against `from_pretrained`. `load_pretrained` is equal"
+        " bfloat16, and the other types in float32. Every load is compared with `from_pretrained`. `load_pretrained` is equal"
         " if its parameters, buffers, dtypes, ties and outputs are those of `from_pretrained`, bit by bit.",
         "",
         f"{len(tried)} types, {len(cells)} loads: "

@@ -43,13 +43,13 @@ repeats. Each strategy reads a Hugging Face folder's own format if it can, else 
 * **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": this strategy is not
   predicted. `weighin floor` measures the floor.
 * **private memory left**: the anonymous memory of the ready model, without that after `import torch`. Without swap, the kernel cannot reclaim
-  it. A mapped file leaves none: the kernel can drop its pages and read them again.
+  private memory. The pages of a mapped file are not private: the kernel can drop and read them again.
 * **ready**: the time until every byte of the model was read once, with a cold and with a warm page cache. A strategy that maps the file
   returns the model before it reads the weights.
 
-How to choose: if everything fits into RAM, a strategy that maps the file needs the least private memory. If the kernel may have to drop the
-file's pages, take the strategy that is ready first among those that hold one copy. A strategy with two copies of the weights fails where RAM
-is short. The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
+How to choose: if the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the
+kernel drops pages of the file, take the strategy that is ready first among those that hold one copy of the weights. A strategy with two copies
+fails where RAM is short. The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
 """
 
 

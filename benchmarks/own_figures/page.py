@@ -19,8 +19,8 @@ from weighin.units import GIB, MIB, format_bytes
 _PAGE: Final = """\
 # What the instrument costs, and how true its figures are
 
-`make self-bench` measured weighin itself, and wrote this page: the time that weighin adds to a load, the samplers, and the figures of weighin and other tools for
-programs whose memory is known.
+`make self-bench` measured weighin itself, and wrote this page: the time that weighin adds to a load, the cost of its samplers, and the errors of weighin and of
+other tools for programs whose memory is known.
 
 {machine}
 
@@ -36,8 +36,8 @@ which weighin imports its modules, is not counted.
 
 * **before**: from the beginning of the cell until the worker imports torch. The parent evicts the checkpoint from the page cache, and starts the container, the
   cgroup or the process, with a fresh Python. An empty Python program takes {python} s here.
-* **checks**: the worker reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits at the boundaries of phases. This
-  time grows with the model.
+* **checks**: the worker reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits at the boundaries of phases. The
+  time of the checks grows with the model's size.
 * **after**: from the end of the worker's last phase until its isolation is removed, and the record and the samples are written.
 * **added**: the sum of "before", "checks" and "after".
 * **the load itself**: the import of torch, the load, and the forward pass.
@@ -53,9 +53,9 @@ every 20 ms. The parent samples a container on its own machine as it samples a c
 * **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
   (PSS), for which the kernel walks through all pages of a process.
 * **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
-* The first figure is that of an idle machine, the second that of a machine on which one program for each processor computed without end.
+* Of two figures in a cell of the table, the first was measured on an idle machine, the second beside one busy program for each processor.
 
-A peak that is shorter than a gap can fall between two samples. weighin's peaks therefore come from the kernel's high-water marks, which have no gaps.
+A peak that is shorter than a gap can fall between two samples. weighin therefore reads peaks from the kernel's high-water marks, which have no gaps.
 
 ## Programs whose memory is known
 
@@ -64,7 +64,7 @@ C programs take a [known amount](../tests/known_commands.py) of anonymous and sh
 {amounts}
 
 * `spend 256 MS` has 64 MiB from its start to its end, and holds 256 MiB more for MS milliseconds, and for the time in which the kernel clears these pages.
-* `forks 128 3 2000` has 128 MiB, and forks three processes. Each of them overwrites half of the memory, for 2 s.
+* `forks 128 3 2000` has 128 MiB, and forks three processes, each of which overwrites half of the memory, for 2 s.
 * `maps FILE` maps a file of 128 MiB twice, reads both maps, and overwrites half of the private one: 64 MiB of its own.
 * `shares 48 2000` are two processes that share 96 MiB, for 2 s.
 * `child 256 2000` has 8 MiB, and starts another program with 256 MiB, for 2 s.
@@ -97,9 +97,9 @@ the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the ke
     amounts.NOTEBOOK: """\
 the largest RSS of the command's first process, read with psutil every 100 ms, as in
   [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. The notebook's thread waits for the GIL of the measured process. Here, the thread
-  runs in another process, which favours it. Each program starts at a random moment between two readings.""",
+  runs in another process, which reduces its gaps. Each program starts at a random moment between two readings.""",
     amounts.OPTIMUM: """\
-the `MemoryTracker` of {optimum}, as it is, in a process of its own. The tracker follows the command's first process.""",
+the `MemoryTracker` of {optimum}, unchanged, in a process of its own. The tracker follows only the command's first process.""",
 }
 
 

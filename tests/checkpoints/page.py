@@ -28,7 +28,7 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
         " and `baseline` are strategies.",
         "",
         "* **right**: the tensors equal those of `torch.load` or `from_pretrained`, bit by bit.",
-        "* **refused**: an error says what the file is, and how to repair it.",
+        "* **refused**: an error says what the file is, and what to do instead.",
         "",
         f"{len(tried)} layouts, {len(states)} answers: {states.count('right')} right,"
         f" {states.count('refused')} refused, {states.count('WRONG')} wrong.",

@@ -40,7 +40,7 @@ def page(tried: Sequence[Tried], versions: str) -> str:
     parts = [
         "# The zoo: models of torch's tests and of torchvision\n",
         f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and a test\n"
-        "compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy loads the checkpoint, too. The checks of a\n"
+        "compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy also loads the checkpoint. The checks of a\n"
         "worker must accept each right result, and must detect each planted fault: a wrong byte, a lost buffer, a broken tie.\n",
         "## The loader\n", _loader_counts(tried),
         "## The strategies and their verification\n", _strategy_counts(tried),
