@@ -20,7 +20,6 @@ from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
 from weighin.run.task import PlannedCommand, Progress, Run
-from weighin.run.unlimited import reference_for
 from weighin.units import GIB, MIB
 
 
@@ -150,12 +149,12 @@ def test_a_command_that_starves_in_a_search_is_ended(
 def test_a_cell_is_compared_with_the_same_one_without_a_limit() -> None:
     reference = Reference(3 * SECOND_NS, (757 + 200) * MIB)
     survives = searching(Aim.SURVIVES)
-    assert reference_for(survives, LIMITED) == reference
-    assert reference_for(survives, replace(LIMITED, repeat=2)) == reference
-    assert reference_for(survives, UNLIMITED.cell) is None
-    assert reference_for(survives, make_command("new.py", ram_limit_bytes=GIB)) is None
+    assert survives.reference_for(LIMITED) == reference
+    assert survives.reference_for(replace(LIMITED, repeat=2)) == reference
+    assert survives.reference_for(UNLIMITED.cell) is None
+    assert survives.reference_for(make_command("new.py", ram_limit_bytes=GIB)) is None
 
 
 def test_a_cell_outside_of_a_search_for_survival_is_never_ended() -> None:
-    assert reference_for(searching(Aim.ENDS), LIMITED) is None
-    assert reference_for(searching(Aim.SURVIVES, within=None), LIMITED) is None
+    assert searching(Aim.ENDS).reference_for(LIMITED) is None
+    assert searching(Aim.SURVIVES, within=None).reference_for(LIMITED) is None

@@ -14,8 +14,7 @@ from typing import Final
 
 from weighin import child_process, install
 from weighin.disk.pace import Pace
-from weighin.disk.passthrough import may_allow_others
-from weighin.disk.unmount import unmount
+from weighin.disk.passthrough import may_allow_others, unmount
 from weighin.errors import IsolationUnavailable
 from weighin.pipes import last_line
 from weighin.probes import mounts
@@ -36,7 +35,6 @@ class WaitingRead:
 
     path: Path
     offset: int
-    length: int
     waited_ns: int
 
 
@@ -102,8 +100,8 @@ class Mount:
         event = decode_event(line) if line else None
         now_ns = monotonic_ns()
         return [
-            WaitingRead(self._source / path.lstrip("/"), offset, length, now_ns - arrival_ns)
-            for path, offset, length, arrival_ns in (event or {}).get("reads", ())
+            WaitingRead(self._source / path.lstrip("/"), offset, now_ns - arrival_ns)
+            for path, offset, arrival_ns in (event or {}).get("reads", ())
         ]
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ import ctypes
 import errno
 import itertools
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.disk.pace import Pace, Schedule
-from weighin.disk.unmount import unmount
 from weighin.parent_process import Parent
 from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
 
@@ -40,6 +41,10 @@ _PR_SET_TIMERSLACK: Final = 29
 _FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
 _TIMES: Final = ("mtime", "ctime", "atime")
 _CACHED_S: Final = 3600  # the files do not change while a cell runs
+_CONNECTIONS: Final = Path("/sys/fs/fuse/connections")
+_MNT_FORCE: Final = 1  # linux/fs.h; FUSE then fails every request that waits
+_MNT_DETACH: Final = 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PassThrough:
@@ -53,14 +58,14 @@ class PassThrough:
         self._stall_from = pace.stall_from_bytes
         self._on_mounted = on_mounted
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[str, int, int, int]] = {}
+        self._waiting: dict[int, tuple[str, int, int]] = {}
         self._direct: dict[int, bool] = {}
         self._areas: list[mmap] = []  # a callback has no thread of its own to keep its buffer in
 
     @property
-    def waiting(self) -> list[tuple[str, int, int, int]]:
-        """The reads without an answer: path, offset, length, time of arrival in ns; oldest first."""
-        return sorted(self._waiting.values(), key=lambda read: read[3])
+    def waiting(self) -> list[tuple[str, int, int]]:
+        """The reads without an answer: path, offset, time of arrival in ns; the oldest first."""
+        return sorted(self._waiting.values(), key=lambda read: read[2])
 
     def init(self, _path: str) -> None:
         self._on_mounted()
@@ -100,7 +105,7 @@ class PassThrough:
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         number = next(self._numbers)
-        self._waiting[number] = (path, offset, size, time.monotonic_ns())
+        self._waiting[number] = (path, offset, time.monotonic_ns())
         try:
             if self._stall_from is not None and offset + size > self._stall_from:
                 threading.Event().wait()
@@ -149,7 +154,7 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
         ).start()
     with contextlib.suppress(PermissionError):  # only root may; a disk waits for no processor
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # inherited by threads
+    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # inherited by threads
     mfusepy.FUSE(
         files,
         mountpoint,
@@ -174,6 +179,22 @@ def may_allow_others() -> bool:
     except OSError:
         return False
     return "user_allow_other" in (line.strip() for line in lines)
+
+
+def unmount(mountpoint: Path, device: int | None = None) -> None:
+    """Unmount ``mountpoint``, and fail the reads that wait for an answer, so that their processes can end.
+
+    Mounts of the same file system in other mount namespaces stay, and all their reads fail. ``device``
+    is the minor number of the mounted file system, for a user who is not root.
+    """
+    if device is not None:
+        with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
+            (_CONNECTIONS / str(device) / "abort").write_text("1")
+    path = os.fsencode(mountpoint)
+    if _libc.umount2(path, _MNT_FORCE | _MNT_DETACH) == 0:
+        return
+    if command := shutil.which("fusermount") or shutil.which("fusermount3"):
+        subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
 
 
 def _listen(parent: Parent, files: PassThrough, mountpoint: Path) -> None:

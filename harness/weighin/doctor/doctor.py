@@ -98,14 +98,14 @@ def _isolation(
     yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
-        yield from _disks(isolation, say)
-        return
-    say(f"running a probe into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
-    try:
-        yield _prove(isolation, say)
-    except HarnessError as error:
-        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
-        return
+    else:
+        limit_size = format_bytes(_PROBE_LIMIT_BYTES)
+        say(f"running a probe into a limit of {limit_size} with {isolation.name}")
+        try:
+            yield _prove(isolation, say)
+        except HarnessError as error:
+            yield Capability(subject, "bad", f"{error.message}. {error.repair}")
+            return
     yield from _disks(isolation, say)
 
 

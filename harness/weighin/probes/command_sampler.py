@@ -38,7 +38,6 @@ class CommandSampler:
         largest_anon_and_shmem_bytes: the largest sum of both in one sample.
         largest_file_bytes: the most page cache in one sample; of a tree, the most mapped page cache.
         largest_kernel_bytes: the most kernel memory in one sample; None if the kernel does not tell.
-        number_of_processes: that were seen; ``processes`` may return fewer.
     """
 
     def __init__(
@@ -85,10 +84,6 @@ class CommandSampler:
     def processes(self) -> tuple[Process, ...]:
         """Return the processes, with their shares when the command used most memory."""
         return self._table.processes()
-
-    @property
-    def number_of_processes(self) -> int:
-        return self._table.number
 
     def _run(self) -> None:
         _hasten()

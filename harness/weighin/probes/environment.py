@@ -47,8 +47,7 @@ def machine() -> dict[str, Any]:
         "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
-        **_page_size(),
-    }
+    } | ({} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE})
 
 
 def code() -> dict[str, Any]:
@@ -58,20 +57,19 @@ def code() -> dict[str, Any]:
     whether tracked files differ from that commit. ``git_dirty`` is None if the work tree's own
     configuration names a filter, which git would run.
     """
-    commit, is_changed = _commit()
-    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
-
-
-def _commit() -> tuple[str | None, bool | None]:
-    """Return the commit of the current folder, and whether tracked files differ from it."""
+    commit: str | None
+    is_changed: bool | None = None
     status = None if _has_own_filters() else _git(*_STATUS)
     if status is None:  # perhaps it took too long
-        return _git("rev-parse", "--verify", "HEAD"), None
-    lines = status.splitlines()
-    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
-    if commit is None or commit == "(initial)":
-        return None, None
-    return commit, any(not line.startswith("#") for line in lines)
+        commit = _git("rev-parse", "--verify", "HEAD")
+    else:
+        lines = status.splitlines()
+        commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+        if commit == "(initial)":  # a repository without a commit
+            commit = None
+        elif commit:
+            is_changed = any(not line.startswith("#") for line in lines)
+    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 
 
 def free_ram_bytes() -> int:
@@ -110,11 +108,6 @@ def device_of(path: Path) -> tuple[Path, str]:
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     number = nearest.stat().st_dev
     return nearest, f"{os.major(number)}:{os.minor(number)}"
-
-
-def _page_size() -> dict[str, int]:
-    """Return an entry with the page size, unless it is the size that records imply by default."""
-    return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
 
 
 def _has_own_filters() -> bool:

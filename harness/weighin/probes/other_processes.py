@@ -99,7 +99,12 @@ def _limit(pid: int) -> int | None:
 
 def mark_of(pid: int) -> str | None:
     """Return the mark of a process; None for a process without one, of another user, or that has ended."""
-    prefix = f"{WORKER_VARIABLE}="
+    return variable_of(pid, WORKER_VARIABLE)
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """Return an environment variable with which a process started; None if it cannot be read."""
+    prefix = f"{name}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
     except OSError:

@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
@@ -60,7 +60,7 @@ def drop(files: Iterable[Path]) -> int | None:
 
 def cached(files: Iterable[Path]) -> int | None:
     """Return how many bytes of ``files`` are in the page cache; None if they cannot be counted."""
-    return _sum(map(_cached, files))
+    return _sum([_cached(file) for file in files])
 
 
 def cached_bytes(descriptor: int) -> int | None:
@@ -86,31 +86,20 @@ def cached_share(descriptor: int, offset: int, length: int) -> float:
 
 
 def _drop(file: Path) -> int | None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return cached_bytes(descriptor)
-    finally:
-        os.close(descriptor)
+    with file.open("rb", buffering=0) as opened:
+        os.fsync(opened)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return cached_bytes(opened.fileno())
 
 
 def _cached(file: Path) -> int | None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        return cached_bytes(descriptor)
-    finally:
-        os.close(descriptor)
+    with file.open("rb", buffering=0) as opened:
+        return cached_bytes(opened.fileno())
 
 
-def _sum(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of all sizes, or None if any size is None; consume the whole iterable."""
-    all_known = True
-    total = 0
-    for size in sizes:
-        all_known = all_known and size is not None
-        total += size or 0
-    return total if all_known else None
+def _sum(sizes: Collection[int | None]) -> int | None:
+    """Return the sum of all sizes; None if any size is None."""
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:

@@ -78,14 +78,9 @@ class _Seen:
 
 
 class ProcessTable:
-    """The processes of one command.
-
-    Attributes:
-        number: of all processes that were seen; the table may have fewer.
-    """
+    """The processes of one command."""
 
     def __init__(self) -> None:
-        self.number = 0
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
         self._reread = Pause(_REREAD_S)
@@ -98,7 +93,6 @@ class ProcessTable:
         for pid in pids:
             if pid not in self._running:
                 self._running[pid] = _Seen(pid, t_ns, t_ns)
-                self.number += 1
             self._running[pid].end_ns = t_ns
         rereads = self._reread.begin()
         for seen in self._running.values():

@@ -1,9 +1,7 @@
 """Sample each rank of a cell: find the processes that a worker started, and their numbers."""
 
-import os
-from pathlib import Path
-
-from weighin.probes.cgroup import all_pids, parent_of, read_kernel
+from weighin.probes.cgroup import all_pids, parent_of
+from weighin.probes.other_processes import variable_of
 from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 
@@ -40,9 +38,5 @@ class RankSamplers:
 
 def _rank(pid: int) -> int | None:
     """Return the variable RANK of a process; None if it has none or is not visible."""
-    try:
-        variables = os.fsencode(read_kernel(Path(f"/proc/{pid}/environ"))).split(b"\0")
-    except OSError:
-        return None
-    values = (line[5:] for line in variables if line.startswith(b"RANK="))
-    return next((int(value) for value in values if value.isdigit()), None)
+    value = variable_of(pid, "RANK") or ""
+    return int(value) if value.isdecimal() else None

@@ -10,6 +10,7 @@ import csv
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -136,7 +137,7 @@ class Sampler:
         return os.fsdecode(os.pread(self._files[name], 16384, 0))  # names may be any bytes
 
 
-def write_samples(path: Path, samples: list[Sample]) -> None:
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write samples as CSV, one line per sample; figures that were not measured stay empty."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from weighin.probes import mounts
 from weighin.probes.environment import device_of, text_of
@@ -32,30 +32,21 @@ class Storage:
     Attributes:
         file_system: the kernel's name of its type, as "ext4" or "fuse.sshfs".
         kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
-        device: the name of the whole disk below /dev, as "vda"; empty for a file system without one.
+        device: the name of the whole disk below /dev, as "vda"; None for a file system without one.
         rotational: whether the kernel takes the disk for one with rotating plates; None without a disk.
     """
 
     file_system: str
     kind: str
-    device: str = ""
+    device: str | None = None
     rotational: bool | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry for a record's environment."""
-        return {
-            "file_system": self.file_system,
-            "kind": self.kind,
-            "device": self.device or None,
-            "rotational": self.rotational,
-        }
 
 
 def describe(path: Path) -> Storage:
     """Return the storage of ``path``, or of its nearest existing parent folder."""
     nearest, number = device_of(path)
     name = file_system_of(mounts.read(), nearest.resolve())
-    device = disk_of(number)
+    device = disk_of(number) or None
     kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
     rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
     return Storage(name, kind, device, rotational == "1" if rotational else None)

@@ -12,10 +12,7 @@ import weighin
 from weighin.suite.registry import data_folder
 
 
-def compile_code(*more: Path) -> None:
-    """Compile weighin, its strategies and the folders in ``more``, if these folders are writable.
-
-    Files whose bytecode is up to date are skipped.
-    """
-    for folder in (Path(weighin.__file__).parent, data_folder("strategies"), *more):
+def compile_code() -> None:
+    """Compile weighin and its strategies, if their folders are writable; skip current bytecode."""
+    for folder in (Path(weighin.__file__).parent, data_folder("strategies")):
         compileall.compile_dir(folder, quiet=2)

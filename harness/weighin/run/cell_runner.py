@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,7 @@ def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:
     if not files:
         return {}
     return {
-        "storage": storages.describe(files[0]).as_json(),
+        "storage": asdict(storages.describe(files[0])),
         "read_ahead_bytes": environment.read_ahead_bytes(Path(read_at)),
     }
 

@@ -10,7 +10,6 @@ from weighin.run import command_runner
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import PlannedCommand, Progress, Run
-from weighin.run.unlimited import reference_for, unlimited_result
 
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
@@ -39,7 +38,7 @@ class CommandBench:
             planned.cell,
             self.task.settings.timeout_s or self._patience_s(planned.cell),
             self.environment,
-            reference_for(self.task, planned.cell),
+            self.task.reference_for(planned.cell),
         )
         return measured
 
@@ -47,7 +46,7 @@ class CommandBench:
         """Return the time-out of a cell that has none: in a search, one that starves would never end."""
         if not self.how.in_search:
             return 0.0
-        first = unlimited_result(self.task, cell)
+        first = self.task.unlimited_result(cell)
         return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
 
 

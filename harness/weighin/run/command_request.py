@@ -56,22 +56,14 @@ class CommandRequest:
     folder: Path | None = None
 
 
-def start(request: CommandRequest, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note on the isolation.
+def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
+    """Plan a new run of commands, write its plan, and return the run with a note on the isolation.
+
+    The requests may differ only in ``command``, ``label``, ``environment``, ``how.cold`` and
+    ``how.marks``.
 
     Raises:
         ConfigError, IsolationUnavailable, RecordError: the run cannot start.
-    """
-    return start_all([request], machines)
-
-
-def start_all(
-    requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE
-) -> tuple[Run, str]:
-    """Plan one run of several commands, as ``start`` does for one.
-
-    The requests differ only in the command, its label, its environment, and in the ``cold`` and
-    ``marks`` of ``how``.
     """
     request = requests[0]
     for each in requests:

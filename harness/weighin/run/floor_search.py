@@ -93,7 +93,7 @@ def start(request: Request | CommandRequest) -> tuple[Search, str]:
             "write a share of the floor, such as --within 1%",
         )
     if isinstance(request, CommandRequest):
-        run, note = command_request.start(request)
+        run, note = command_request.start([request])
     else:
         run, note = bench.start(request)
     return Search(run, within), note

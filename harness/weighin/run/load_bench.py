@@ -25,7 +25,6 @@ from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import Progress, Run, skipped
-from weighin.run.unlimited import reference_for
 from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
@@ -51,35 +50,40 @@ class LoadBench:
 
     def measure(self, planned: Planned) -> CellMeasurement:
         key = _checkpoint_key(self.task, planned)
-        if why := self.refused.get(key):
+        if why := self.refused.get(key) or self._unmet_keys(planned, key):
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        checkpoint = self.prepared[key]
         job = _job(self.task, planned, self.prepared)
         files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
-        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+        model_bytes = self.prepared[key].manifest().model_bytes(planned.cell.dtype)
+        setting, reference = self.setting, self.task.reference_for(planned.cell)
         if (
-            checkpoint.in_place
-            and (keys := checkpoint.manifest().keys)
-            and not planned.strategy.maps_keys
-        ):
-            why = (
-                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
-                " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
-                " --keys model"
-            )
-            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        setting = _with_packages(self.setting, planned)
-        reference = reference_for(self.task, planned.cell)
+            needed := planned.strategy.packages
+        ):  # their versions are the same in a container as here
+            found = {"packages": packages.versions(needed)}
+            setting = replace(setting, environment=setting.environment | found)
         if planned.cell.operation == "save" or planned.cell.use == SAVE:
             with save_target.target(model_bytes) as folder:
                 job = replace(job, target=str(folder))
                 measured = take(setting, job, files, model_bytes, reference)
                 result = save_target.with_warnings(measured.result, folder)
-            measured = replace(measured, result=result)
         else:
             measured = take(setting, job, files, model_bytes, reference)
-            measured = replace(measured, result=self._blaming(measured.result, job))
+            result = self._blaming(measured.result, job)
+        measured = replace(measured, result=result)
         return self._restored(measured, planned, key) if measured.changed else measured
+
+    def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
+        """Return why a strategy cannot load a user's checkpoint by its keys; empty if it can."""
+        checkpoint = self.prepared[key]
+        if not checkpoint.in_place or planned.strategy.maps_keys:
+            return ""
+        if not (keys := checkpoint.manifest().keys):
+            return ""
+        return (
+            f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
+            " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
+            " --keys model"
+        )
 
     def _restored(
         self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
@@ -120,13 +124,16 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.prepare(progress)
-    for line in _added_code(task, needed, prepared):
+    needed = [each for each in needed if not each.skip]
+    jobs = [_job(task, each, prepared) for each in needed]
+    by_builder = {job.cell.model.builder: job for job in jobs}.values()
+    for line in dict.fromkeys(
+        line for job in by_builder for line in task.isolation.added_code(job)
+    ):
         progress.preparing(line, None)
-    first = next(planned for planned in needed if not planned.skip)
     if not task.is_probed:
         progress.preparing("importing torch once, to measure the memory that an import needs", None)
-        baseline = _probe(task, _job(task, first, prepared))
-        _check_limits(needed, baseline)
+        _check_limits(needed, _probe(task, jobs[0]))
     setting = Setting(
         isolation=task.isolation,
         run=task.folder,
@@ -134,10 +141,10 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
         steady=task.settings.steady,
         on_phase=progress.phase,
     )
-    slow = [each for each in needed if each.cell.disk and not each.skip]
+    slow = [job for job in jobs if job.cell.disk]
     if slow and not task.is_probed:
         progress.preparing("reading directly, to test the slow disks", None)
-        disk_proof.check(task.isolation, [_job(task, each, prepared) for each in slow])
+        disk_proof.check(task.isolation, slow)
     return LoadBench(task, setting, prepared, refused)
 
 
@@ -210,17 +217,6 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
     )
 
 
-def _added_code(
-    task: Run, needed: Sequence[Planned], prepared: dict[tuple[str, str], cache.Prepared]
-) -> dict[str, None]:
-    jobs = {
-        planned.cell.model.builder: _job(task, planned, prepared)
-        for planned in needed
-        if not planned.skip
-    }
-    return dict.fromkeys(line for job in jobs.values() for line in task.isolation.added_code(job))
-
-
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
     """Return the import path for a user's builder, which is empty for a builder of weighin.
 
@@ -278,14 +274,6 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
                 f" ({format_bytes(need)})",
                 f"give at least {format_bytes(2 * need)} plus the size of the weights",
             )
-
-
-def _with_packages(setting: Setting, planned: Planned) -> Setting:
-    """Add the versions of a strategy's packages, which are the same in a container as here."""
-    if not planned.strategy.packages:
-        return setting
-    found = {"packages": packages.versions(planned.strategy.packages)}
-    return replace(setting, environment=setting.environment | found)
 
 
 def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:

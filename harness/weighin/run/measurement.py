@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from weighin.errors import HarnessError
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
 from weighin.result import Result, Sample
+
+_Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,11 @@ class CellMeasurement:
         Raises:
             RecordError: a file cannot be written; its partial content is removed.
         """
-        if self.result.samples_path:
-            path = run / self.result.samples_path
-            _write_beside(path, partial(write_samples, path, list(self.samples)))
+        _write(run, self.result.samples_path, write_samples, self.samples)
         for number, rank in enumerate(self.result.ranks):
-            if name := rank.samples_path:
-                samples = list(self.rank_samples[number])
-                _write_beside(run / name, partial(write_samples, run / name, samples))
-        if self.result.trace_path and self.trace:
-            path = run / self.result.trace_path
-            _write_beside(path, partial(write_trace, path, self.trace))
+            _write(run, rank.samples_path, write_samples, self.rank_samples.get(number, ()))
+        if self.trace:
+            _write(run, self.result.trace_path, write_trace, self.trace)
         if self.trouble:
             raise self.trouble
 
@@ -58,10 +55,15 @@ def trouble_of(close: Callable[[], None]) -> HarnessError | None:
     return None
 
 
-def _write_beside(path: Path, write: Callable[[], None]) -> None:
+def _write(
+    run: Path, name: str | None, write: Callable[[Path, _Table], None], table: _Table
+) -> None:
+    if name is None:
+        return
+    path = run / name
     with run_folder.writing(path, "; the record of its cell is kept"):
         try:
-            write()
+            write(path, table)
         except OSError:
             path.unlink(missing_ok=True)
             raise

@@ -95,7 +95,10 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
-    mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
+    mounts = (*map(Path, settings.mounts), *folders, *adapters)
+    for path in mounts:
+        if not path.exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
     settings = replace(
         settings,
         checkpoint=checkpoint,
@@ -107,7 +110,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
         strategy_paths={info.name: str(info.path) for info, _ in strategies},
         use_paths={name: path for name, path in use_paths.items() if path},
         python_path=tuple(chosen.python_path),
-        mounts=mounts,
+        mounts=tuple(str(path.absolute()) for path in mounts),
         storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
     labels = [replace(model, kwargs={}).title for model in models]
@@ -234,13 +237,6 @@ def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planne
     return planned
 
 
-def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:
-    for path in mounts:
-        if not path.exists():
-            raise ConfigError(f"--mount {path}: there is no such file or folder")
-    return tuple(str(path.absolute()) for path in mounts)
-
-
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
     places: dict[str, str] = {}
     for name, place in named_places:
@@ -267,13 +263,11 @@ def _check_gpu(suite: Suite, machines: Machines) -> None:
     if suite.device != "cpu":
         machines.check_gpu(suite.device, suite.vram)
         return
-    is_limited = any(limit is not None for limit in suite.vram)
-    needs_gpu = [
-        *(["--vram limits GPU memory"] if is_limited else []),
-        *(["--trace records the events of the CUDA allocator"] if suite.trace else []),
-    ]
-    if needs_gpu:
+    option = "--trace records the events of the CUDA allocator" if suite.trace else ""
+    if any(limit is not None for limit in suite.vram):
+        option = "--vram limits GPU memory"
+    if option:
         raise ConfigError(
-            f"{needs_gpu[0]}, but the device is cpu",
+            f"{option}, but the device is cpu",
             "add --device cuda, or leave out the option or strategy that needs a GPU",
         )

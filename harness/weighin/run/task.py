@@ -15,6 +15,8 @@ from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
+from weighin.records.floor import Aim, results_of, searched, unlimited_of
+from weighin.records.thrashing import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
@@ -78,6 +80,21 @@ class Run:
         """Return the machine, the versions and the isolation, for each record."""
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
+
+    def unlimited_result(self, cell: Cell) -> Result | None:
+        """Return the recorded result of the same cell without a limit; None for an unlimited cell."""
+        if cell.ram_limit_bytes is None:
+            return None
+        return unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
+
+    def reference_for(self, cell: Cell) -> Reference | None:
+        """Return the figures of the same cell without a limit, which prove that ``cell`` thrashes.
+
+        The result is None for a cell that may thrash until its time-out.
+        """
+        if self.settings.within is None or self.settings.aim is Aim.ENDS:
+            return None
+        return reference_of(self.unlimited_result(cell))
 
 
 class Bench(Protocol):
