@@ -17,7 +17,10 @@ _LEAST_S: Final = 30.0
 
 @dataclass(slots=True)
 class CommandBench:
-    """What all commands of a run share. ``stopped`` tells whether a signal asked for the end."""
+    """The settings that all commands of a run share.
+
+    ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
+    """
 
     task: Run
     how: CommandSettings
@@ -28,7 +31,7 @@ class CommandBench:
         """Run one command and return its measurement.
 
         Raises:
-            Interrupted: a signal that an earlier command got asked for the end of the run.
+            Interrupted: a signal during an earlier command ended the run.
         """
         if self.stopped:
             raise Interrupted("stopped; nothing is left running")
@@ -43,7 +46,11 @@ class CommandBench:
         return measured
 
     def _patience_s(self, cell: Cell) -> float:
-        """Return the time-out of a cell that has none: in a search, one that starves would never end."""
+        """Return the time-out of a cell without --timeout, in seconds; 0 for none.
+
+        In a search, a command whose limit is too small may run for hours. Its time-out is 10 times
+        the time of the same command without a limit, and 30 s more.
+        """
         if not self.how.in_search:
             return 0.0
         first = self.task.unlimited_result(cell)
@@ -51,7 +58,7 @@ class CommandBench:
 
 
 def set_up(task: Run, progress: Progress) -> CommandBench:
-    """Prepare the isolation and the folder of samples; raise ConfigError if a limit cannot hold."""
+    """Prepare the isolation; raise ConfigError if a cgroup around weighin has a smaller limit."""
     assert task.settings.command
     select.check_limits_around(task.isolation, [each.cell for each in task.planned])
     task.prepare(progress)

@@ -36,12 +36,13 @@ def take(
     environment: dict[str, Any],
     reference: Reference | None = None,
 ) -> tuple[CellMeasurement, bool]:
-    """Run one command to its end; return its measurement, and whether a signal asked for the end.
+    """Run one command to its end; return its measurement, and whether weighin received a signal.
 
     Args:
-        timeout_s: the time after which the command is killed, in seconds; 0 for none.
+        timeout_s: the time after which the command is killed, in seconds; 0 for no time-out.
         environment: the machine and the versions, for the record.
-        reference: the same command without a limit; a command that thrashes beside it is ended.
+        reference: the figures of the same command without a limit; a command that thrashes in
+            comparison is killed.
     """
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
@@ -96,7 +97,7 @@ def take(
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the folders of killed runs; return one line for each."""
+    """Remove the temporary folders of killed runs; return one line for each folder."""
     return [f"folder {folder}" for folder in staging.remove_orphans(_temporary(), _PREFIX)]
 
 
@@ -105,7 +106,7 @@ def _temporary() -> Path:
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files at ``paths``, with all files in those that are folders.
+    """Return the files among ``paths``, and all files in the folders among ``paths``.
 
     Raises:
         ConfigError: a path does not exist.
@@ -127,19 +128,19 @@ class _Signals:
 
     def take(self, number: int, _frame: object) -> None:
         self.asked_to_end = True
-        # The terminal may send Ctrl-C to the command as well, which may go on after it.
+        # After Ctrl-C, the terminal itself sends SIGINT to a command in its foreground.
         if self.receiver and (number != signal.SIGINT or self.passes_interrupts):
             self.receiver(number)
 
 
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
-    """Pass SIGTERM and SIGHUP on to the command, and leave Ctrl-C to it."""
+    """Pass SIGTERM and SIGHUP on to the command, and SIGINT if its terminal does not send it."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as under nohup
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signals.take)
     try:
         yield signals

@@ -1,4 +1,4 @@
-"""Prove that this machine holds the pace of a disk: read directly, under the isolation of the cells."""
+"""Test a slow disk: read a file with O_DIRECT in the cells' isolation, and compare the speed."""
 
 import json
 import math
@@ -29,7 +29,7 @@ LATENCY_TOLERANCE: Final = 0.1
 PROBE: Final = Path(__file__).parents[1] / "disk" / "probe.py"
 _MOST_BYTES: Final = 256 * MIB
 _LONGEST_S: Final = 2.0
-_BURST_S: Final = 0.3  # the kernel's throttle lets a part of a second pass at once, before it holds
+_BURST_S: Final = 0.3  # of reads before the timing, because the kernel's throttle starts late
 _REQUESTS: Final = 30
 _THREADS: Final = 4
 _MOST_THREADS: Final = 128
@@ -39,7 +39,10 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a direct read of a disk gave, for a pace that was asked for; None: not asked for."""
+    """The measured speed of a direct read, for the rate and the latency that ``pace`` asks for.
+
+    ``bytes_per_s`` and ``latency_ns`` are None if ``pace`` does not ask for them.
+    """
 
     pace: Pace
     bytes_per_s: float | None
@@ -48,7 +51,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the rate is within 5 % of the one that was asked for, and the latency within 10 %."""
+        """Whether the rate is within 5 % and the latency within 10 % of ``pace``."""
         return _is_near(self.bytes_per_s, self.pace.bytes_per_s, RATE_TOLERANCE) and _is_near(
             self.latency_ns, self.pace.latency_ns, LATENCY_TOLERANCE
         )
@@ -61,13 +64,13 @@ class Proof:
 
 
 def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
-    """Measure the pace of each slow disk of these jobs once.
+    """Test each slow disk of these jobs once.
 
     Raises:
-        IsolationUnavailable: this machine does not hold one of them.
+        IsolationUnavailable: a disk has not the rate or the latency that its cell asks for.
     """
     for job in {slow_disk.pace_of(job.cell): job for job in jobs}.values():
-        for _ in range(_ATTEMPTS):  # other work disturbs a read, and makes no disk faster
+        for _ in range(_ATTEMPTS):  # other programs can only make a direct read slower
             proof = prove(isolation, job)
             if proof.holds:
                 break
@@ -79,7 +82,7 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
 
 
 def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
-    """Return the job of a cell that reads the ``.pt`` checkpoint of a model from a disk of this pace."""
+    """Return a job that reads a model's pt checkpoint from a disk of this rate and latency."""
     checkpoint = cache.ensure(model, "pt")
     cell = Cell(
         model,
@@ -92,10 +95,10 @@ def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
 
 
 def prove(isolation: Isolation, job: Job) -> Proof:
-    """Read the checkpoint of a job directly, as the job's cell would, and return the pace.
+    """Read the checkpoint of a job with O_DIRECT on the job's slow disk, and return the speed.
 
     Raises:
-        IsolationUnavailable: this machine cannot slow the disk down, or read it directly.
+        IsolationUnavailable: this machine cannot slow the disk down, or cannot read with O_DIRECT.
     """
     pace = slow_disk.pace_of(job.cell)
     page_cache.drop(formats.files(Path(job.checkpoint)))
@@ -111,7 +114,7 @@ def prove(isolation: Isolation, job: Job) -> Proof:
 
 
 def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]:
-    """Run the probe to its end, and return what it printed."""
+    """Run ``weighin/disk/probe.py`` as a command in the isolation, and return its JSON output."""
     files = formats.files(Path(disk.job.checkpoint))
     largest = max(files, key=lambda file: file.stat().st_size)
     python = "python3" if isolation.name == "docker" else sys.executable
@@ -159,7 +162,7 @@ def _options(pace: Pace) -> dict[str, int]:
 
 
 def _latency_ns(pace: Pace, request_ns: float) -> int:
-    """Return the time of one small read without the time of its bytes."""
+    """Return the time of a one-page read, less the time of one page at the disk's rate."""
     return round(request_ns - (PAGESIZE / pace.bytes_per_s * 1e9 if pace.bytes_per_s else 0))
 
 

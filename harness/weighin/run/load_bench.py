@@ -36,7 +36,11 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class LoadBench:
-    """The checkpoints and the setting that all loads and saves of a run share."""
+    """The checkpoints and the setting that all loads and saves of a run share.
+
+    ``prepared`` and ``refused`` have the checkpoints, and the reasons why one cannot be written, by
+    ``_checkpoint_key``. ``model_faults`` caches the results of ``model_fault.failure``.
+    """
 
     task: Run
     setting: Setting
@@ -88,7 +92,7 @@ class LoadBench:
     def _restored(
         self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
     ) -> CellMeasurement:
-        """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
+        """Generate a cached checkpoint again if a cell changed it; stop the run if it is the user's."""
         checkpoint = self.prepared[key]
         if checkpoint.in_place:
             cell = measured.result.cell
@@ -103,7 +107,7 @@ class LoadBench:
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
-        """Return the result; ok if only the model's own forward pass fails, after any load."""
+        """Change a failed result to ok if the forward pass fails after a reference load, too."""
         if not model_fault.is_right_load(result):
             return result
         cell = result.cell
@@ -151,10 +155,10 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
 def _prepare_checkpoints(
     task: Run, planned: Sequence[Planned], progress: Progress
 ) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
-    """Find or generate the checkpoint of every model in every format that some cell needs.
+    """Find or generate the checkpoint of every cell that is not skipped.
 
     Returns:
-        the checkpoints, and the reasons why a model's checkpoint cannot be written in a format.
+        the checkpoints, and the reasons why others cannot be written, both by ``_checkpoint_key``.
 
     Raises:
         FormatLimit: none of the checkpoints can be written.
@@ -192,7 +196,7 @@ def _ensure(
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the model whose tensors a load gives: it has codes where from_pretrained keeps them."""
+    """Return the cell's model; for a load that keeps quantised weights, the quantised model."""
     model = planned.cell.model
     if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
         return model
@@ -203,7 +207,7 @@ def _loaded_model(planned: Planned) -> ModelSpec:
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned)]
     own = task.settings.checkpoint_of(planned.cell.model)
-    selects = planned.selection and own  # in the user's own file, not in a cached copy
+    selects = planned.selection and own  # such a strategy reads the user's file, not a cached copy
     return Job(
         cell=planned.cell,
         checkpoint=str(own if selects else checkpoint.path),
@@ -218,18 +222,18 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
 
 
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path for a user's builder, which is empty for a builder of weighin.
+    """Return the import path of a user's builder; empty for a builder of weighin.
 
-    With an empty import path, no module of a user can hide a module of weighin.
+    The path is empty so that no module of a user can hide a module of weighin.
     """
     return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit up to its baseline, and return its memory at the baseline.
+    """Run a worker without a limit until it has imported torch, and return its memory then.
 
-    The probe also reads torch's libraries into the page cache, so that the first cell is not
-    charged for them, and shows before the first record whether workers can run at all.
+    The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
+    not charged for them. A worker that cannot run stops the run before its first record.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
     unlimited = replace(job, cell=cell)
@@ -247,7 +251,7 @@ def _probe(task: Run, job: Job) -> Memory:
     raise HarnessError(
         f"a worker under {task.isolation.name} ended before it had imported torch"
         + (f": {one_line(said)}" if said else ""),
-        "weighin doctor says what works on this machine",
+        "weighin doctor tests which isolations work on this machine",
     )
 
 
@@ -263,9 +267,9 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
+    """Raise ConfigError if a limit is below ``baseline``: the memory after ``import torch``."""
     for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
-        # File-backed pages can be evicted.
+        # File-backed memory does not count, because the kernel can evict it.
         need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
         if limit is not None and limit < need:
             of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
@@ -277,12 +281,10 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
 
 
 def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
-    """Return the title and format of the checkpoint that a cell reads.
+    """Return the title and the format of the checkpoint that a cell reads.
 
-    The title tells, too, whether the load gives another model than the cell's.
-
-    A save builds its model from the user's checkpoint in that checkpoint's own format, or without one from
-    a generated pt checkpoint.
+    The title of a load that keeps quantised weights ends in "with its codes". A save reads the
+    user's checkpoint in its own format, or else a generated pt checkpoint.
     """
     cell = planned.cell
     if cell.operation == "load":

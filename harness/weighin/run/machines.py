@@ -1,4 +1,4 @@
-"""Tell what the machine or machines of a run can do, before the run is planned.
+"""Check before a run is planned that its machines have the RAM, the GPU and the isolation.
 
 An engine that measures on other machines passes its own ``Machines`` to ``request.start``.
 """
@@ -33,10 +33,13 @@ class Machines(Protocol):
         containers: bool = True,
         image: str = "",
     ) -> tuple[Isolation, str]:
-        """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
+        """Return an isolation that works on the machines, and a note for the user.
+
+        The parameters and the errors are those of ``weighin.isolation.select.choose``.
+        """
 
     def check_soft_limit(self, isolation: Isolation) -> None:
-        """Raise IsolationUnavailable if a soft limit cannot be set."""
+        """Raise IsolationUnavailable if ``isolation`` cannot set memory.high (``--ram-high``)."""
 
 
 class ThisMachine:

@@ -1,4 +1,4 @@
-"""Hold what was measured in a cell, until its record and its samples are written."""
+"""Hold the result and the samples of a cell until they are written to the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ _Table = TypeVar("_Table")
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``rank_samples`` are the samples of each rank by its number. ``changed`` are the files of the
-    checkpoint that changed while the cell ran. ``trouble`` is an error after the
-    measurement, such as a worker that cannot be removed. The run records the result and then stops
-    with ``trouble``.
+    Attributes:
+        rank_samples: the samples of each rank, by the rank's number.
+        changed: the checkpoint's files that changed while the cell ran.
+        trouble: an error after the measurement, such as a worker that cannot be removed; ``finish``
+            raises ``trouble`` after the result was recorded.
     """
 
     result: Result
@@ -47,7 +48,7 @@ class CellMeasurement:
 
 
 def trouble_of(close: Callable[[], None]) -> HarnessError | None:
-    """Remove what ran in a cell; return an error instead of raising it, so that the result is recorded."""
+    """Call ``close``, and return its error instead of raising it, so that the result is recorded."""
     try:
         close()
     except HarnessError as trouble:

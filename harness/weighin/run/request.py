@@ -32,8 +32,9 @@ class Request:
     """A suite, and the command-line options that are not part of a suite.
 
     Attributes:
-        settings: what the options set; ``start`` adds what the suite and the models set.
-        folder: the folder of the new run; None for one with a name of its own.
+        settings: the settings from the options; ``start`` adds those of the suite and the models.
+        kwargs: the arguments of the model's builder.
+        folder: the folder of the new run; None for ``results/TIME-MODELS-LIMITS``.
         choice: the weights and the class to load from a Hugging Face folder.
     """
 
@@ -67,7 +68,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = uses.chosen(suite.uses)
     for name in suite.format:
-        formats.known(name)  # an unknown one is named before anything is tried
+        formats.known(name)  # raises for an unknown format before the isolation is tested
     machines.check_ram(suite.ram)
     _check_gpu(suite, machines)
     limited = settings.within is not None or any(limit is not None for limit in suite.ram)
@@ -120,7 +121,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """Return a run that was planned before, to run the cells that have no record yet.
+    """Restore a run of ``weighin bench`` or ``weighin run``, to measure the cells without a record.
 
     Raises:
         RecordError: the folder is not a run, or is a search for floors.
@@ -137,7 +138,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:
-    """Return a run that was planned before; raise errors as ``resume`` does."""
+    """Restore a run or a search for floors from its plan; the errors are those of ``resume``."""
     found = run_folder.read_plan(folder)
     if not found.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")
@@ -184,7 +185,7 @@ def _installed(
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy selects other weights in the user's checkpoint than the run."""
+    """Raise ConfigError if a strategy's --key or --strip-prefix differ from the run's."""
     for each in planned:
         if each.skip or not each.selection:
             continue
@@ -204,10 +205,10 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
-    """Skip the strategies whose torch.load refuses objects in the user's training checkpoint.
+    """Skip each strategy whose torch.load(weights_only=True) refuses the user's checkpoint.
 
     Raises:
-        ConfigError: no other cell is left.
+        ConfigError: every cell is skipped.
     """
     reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
     if checkpoint is None or not any(reads):
@@ -226,7 +227,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planned]:
-    """Skip the cells that move a model to a GPU where there is none."""
+    """Skip the cells that move a model to a GPU, if no machine has a GPU."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
@@ -253,13 +254,13 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
             f"nothing can be measured, every cell is skipped: {reasons}",
-            "choose another strategy, format or device: weighin list strategies shows what each"
-            " supports",
+            "choose another strategy, format or device: weighin list strategies shows the formats"
+            " and devices of each strategy",
         )
 
 
 def _check_gpu(suite: Suite, machines: Machines) -> None:
-    """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
+    """Raise an error if the GPU is missing, or if a GPU option is combined with the device cpu."""
     if suite.device != "cpu":
         machines.check_gpu(suite.device, suite.vram)
         return
@@ -269,5 +270,5 @@ def _check_gpu(suite: Suite, machines: Machines) -> None:
     if option:
         raise ConfigError(
             f"{option}, but the device is cpu",
-            "add --device cuda, or leave out the option or strategy that needs a GPU",
+            "add --device cuda, or leave out this option",
         )

@@ -1,4 +1,4 @@
-"""Run a plan: prepare the shared resources, measure each cell, and record it at once."""
+"""Run a plan: prepare the checkpoints, measure each cell, and record each result at once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
     """Run every cell without a record in the plan's order, and return the results of all cells.
 
-    If ``following`` is given, it chooses each cell, and the plan only determines which checkpoints
-    are prepared.
+    If ``following`` is given, ``following`` chooses each cell, and the plan only determines which
+    checkpoints are prepared.
 
     Raises:
-        HarnessError: no cell can be run. A failure inside a cell becomes the cell's outcome
-            instead, and the run continues.
+        HarnessError: no cell can be run. An error inside a cell is not raised: it becomes the
+            cell's outcome, and the run continues.
     """
     with discarding(task):
         results = _run(task, progress, following)
@@ -41,10 +41,10 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in this block stops it before its first record."""
+    """Remove the folder of a new run if an error in this block stops the run without a record."""
     try:
         yield
-    except HarnessError:  # Interrupted too: without a record there is nothing to resume
+    except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume
         if task.is_new:
             run_folder.discard_unmeasured(task.folder)
         raise
@@ -95,7 +95,7 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
 
 
 def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
-    """Prepare what the cells of a run need; a run has loads and saves, or commands."""
+    """Prepare the checkpoints of loads and saves, or the isolation of commands."""
     if task.settings.command:
         from weighin.run import command_bench
 
