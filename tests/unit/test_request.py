@@ -309,8 +309,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave out the option or strategy"
-        " that needs a GPU"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave out this option"
     )
 
 

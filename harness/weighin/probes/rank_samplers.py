@@ -1,4 +1,4 @@
-"""Sample each rank of a cell: find the processes that a worker started, and their numbers."""
+"""Sample each rank of a cell: the child processes of a worker that have the variable RANK."""
 
 from weighin.probes.cgroup import all_pids, parent_of
 from weighin.probes.other_processes import variable_of
@@ -7,10 +7,10 @@ from weighin.result import Sample
 
 
 class RankSamplers:
-    """Samples the ranks that a worker started, each in a thread of its own.
+    """Samples each rank that a worker started in a thread.
 
-    The interval grows with the number of ranks, so that all threads together take no more time of
-    the processor than the thread of one worker.
+    The interval grows with the number of ranks, so that all threads together take no more processor
+    time than the thread of one worker.
     """
 
     def __init__(self, worker: int, interval_s: float) -> None:
@@ -26,7 +26,7 @@ class RankSamplers:
             sampler.start()
 
     def stop(self) -> dict[int, list[Sample]]:
-        """End the sampling, and return the samples of each rank by its number."""
+        """End the sampling, and return each rank's samples by the rank's number."""
         return {rank: sampler.stop() for rank, sampler in sorted(self._samplers.items())}
 
     @property
@@ -37,6 +37,6 @@ class RankSamplers:
 
 
 def _rank(pid: int) -> int | None:
-    """Return the variable RANK of a process; None if it has none or is not visible."""
+    """Return the variable RANK of a process; None if it cannot be read."""
     value = variable_of(pid, "RANK") or ""
     return int(value) if value.isdecimal() else None

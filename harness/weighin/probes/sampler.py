@@ -1,8 +1,8 @@
-"""Sample a running worker's memory every few milliseconds, in a thread of the parent.
+"""Sample a running worker's memory every 5 ms, in a thread of the measuring process.
 
-Samples draw the timeline. Samples miss short spikes, so peaks come from the kernel's high-water
-marks instead. The thread runs outside the measured process and its cgroup, and keeps the kernel's
-files open, so that one sample takes about 50 us.
+A report draws the samples as a timeline. Samples miss short spikes, so that peaks come from the
+kernel's high-water marks. The thread keeps the files in /proc open, so that one sample takes about
+50 us.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Sampler:
         interval_s: float = DEFAULT_INTERVAL_S,
         others: OtherProcesses | None = None,
     ) -> None:
-        """``others`` are sampled too, at their own longer intervals."""
+        """``others`` are the worker's child processes, sampled at longer intervals."""
         self._others = others
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
@@ -52,7 +52,7 @@ class Sampler:
             }
         self._files: dict[str, int] = {}
         for name, path in paths.items():
-            with contextlib.suppress(FileNotFoundError):  # the process may have ended by now
+            with contextlib.suppress(FileNotFoundError):  # the process may have ended
                 self._files[name] = os.open(path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -60,7 +60,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """End the thread and return all samples, oldest first."""
+        """End the thread and return all samples, the oldest first."""
         self._stop.set()
         self._thread.join()
         for file in self._files.values():
@@ -69,9 +69,9 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return and remove all samples since the last call, oldest first."""
+        """Return and remove all samples since the last call, the oldest first."""
         taken = self.samples[:]
-        del self.samples[: len(taken)]  # the thread may have added a sample in the meantime
+        del self.samples[: len(taken)]  # the thread may have added a sample since the copy
         return taken
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class Sampler:
         while not self._stop.is_set():
             try:
                 self.samples.append(self._sample())
-            except (ProcessLookupError, KeyError):  # the process ended: a zombie has no memory
+            except (ProcessLookupError, KeyError):  # it has ended, or is a zombie without memory
                 self._read_oom_kills()
                 return
             if self._others:
@@ -109,7 +109,7 @@ class Sampler:
         )
 
     def _read_oom_kills(self) -> None:
-        """Update the number of OOM kills, before an engine removes the group of an ended worker."""
+        """Read the OOM kills with each sample, because Docker removes the cgroup of an ended worker."""
         if "oom" in self._files:
             with contextlib.suppress(OSError):
                 self.oom_kills = parse_field(self._read("oom"), "oom_kill")
@@ -119,7 +119,7 @@ class Sampler:
             return None
         try:
             return int(self._read(name))
-        except OSError:  # the group can be removed before the process's files
+        except OSError:  # the cgroup was removed before the process's files
             return None
 
     def _read_file_cache(self) -> tuple[int | None, int | None]:
@@ -134,11 +134,13 @@ class Sampler:
         return parse_field(text, name), parse_field(text, "shmem")
 
     def _read(self, name: str) -> str:
-        return os.fsdecode(os.pread(self._files[name], 16384, 0))  # names may be any bytes
+        return os.fsdecode(
+            os.pread(self._files[name], 16384, 0)
+        )  # a process's name may be no UTF-8
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as CSV, one line per sample; figures that were not measured stay empty."""
+    """Write samples as CSV, one line per sample; the field of a missing figure is empty."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

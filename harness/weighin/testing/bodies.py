@@ -1,7 +1,7 @@
-"""Measure a test's body or a function in a fresh worker, with the same phases and limits as a load.
+"""Measure a test function or any function in a new process, with the phases and limits of a load.
 
-The worker is a plain process, or a process in a cgroup. A worker cannot run in a container, which
-lacks the modules that a test imports.
+The process runs with the isolation cgroup or process. It cannot run in a container, because the
+container lacks the modules that a test imports.
 """
 
 import json
@@ -32,7 +32,7 @@ _KINDS: Final = ("cgroup", "process")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The arguments of ``limit_peak``: the largest growth of memory during a test's body."""
+    """The arguments of the marker ``limit_peak``; a test may grow its memory by ``size``."""
 
     size: str
     metric: str = "rss"
@@ -42,7 +42,7 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return a result's peak minus its baseline, in bytes; None if the peak was not measured.
+    """Return a result's peak minus its baseline, in bytes; None if one of them was not measured.
 
     ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
     allocator, and ``anon`` is a sampled maximum.
@@ -64,10 +64,10 @@ def above_baseline(result: Result, metric: str) -> int | None:
 
 
 def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
-    """Call a function in a fresh worker and return the result of the measurement.
+    """Call a function in a new process and return the result of the measurement.
 
     Raises:
-        ConfigError: the function or an argument cannot be sent to another process.
+        ConfigError: the function or an argument cannot be pickled.
         IsolationUnavailable: the isolation does not work here, or cannot run a function.
     """
     function = getattr(call[0], "__qualname__", str(call[0]))
@@ -85,7 +85,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a fresh worker; the test's call fails if the peak is above the limit."""
+    """Run a test in a new process, and return its reports; a test that grows too much fails."""
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
@@ -124,7 +124,7 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
 
 
 def _isolation(name: str, *, limited: bool) -> Isolation:
-    """Return the isolation for a body; ``auto`` is a cgroup if that works, else a plain process."""
+    """Return the isolation for a function; ``auto`` is a cgroup if that works, else a process."""
     if name == "docker":
         raise IsolationUnavailable(
             "a test's body cannot run in Docker: the image lacks the modules that it imports",
@@ -134,10 +134,10 @@ def _isolation(name: str, *, limited: bool) -> Isolation:
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of pytest in the worker, without the ini file's addopts.
+    """Return the arguments of the pytest that runs a test in the measured process.
 
-    The addopts could start coverage or xdist in the measured process, or overwrite reports of the
-    parent.
+    They replace ``addopts`` of the ini file, because it could start coverage or xdist in the measured
+    process, or overwrite the report files of this pytest.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
@@ -154,7 +154,7 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
     serialized = json.loads(path.read_text(encoding="utf-8"))
     reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in serialized]
     for report in reports:
-        if isinstance(report.longrepr, list):  # a skip has a tuple, which JSON turns into a list
+        if isinstance(report.longrepr, list):  # JSON made a list of a skip's tuple
             report.longrepr = tuple(report.longrepr)
     return reports
 
@@ -162,7 +162,7 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
 def _judged(
     item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
 ) -> pytest.TestReport:
-    """Return the report, changed to a failure with a table of phases if the peak is too large."""
+    """Return the report, or a failure with a table of the phases if the peak is above the limit."""
     if report.when == "call" and report.passed:
         growth, held = above_baseline(result, limit.metric), _held_by_children(result, limit.metric)
         if result.outcome is Outcome.CHILD_KILLED:
@@ -177,7 +177,7 @@ def _judged(
 
 
 def _held_by_children(result: Result, metric: str) -> int:
-    """Return the sampled memory of the processes that a test started, which this metric lacks."""
+    """Return the sampled memory of a test's child processes, which rss and anon do not include."""
     return (result.peaks.others_private_sampled_bytes or 0) if metric in ("rss", "anon") else 0
 
 
@@ -188,8 +188,8 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
         lines = [f"{text}, more than its limit of {format_bytes(allowed)}"]
     else:
         lines = [
-            f"{text}, and the processes that it started held {format_bytes(held)} of private memory"
-            f" (sampled): together more than the limit of {format_bytes(allowed)}"
+            f"{text}, and its child processes had {format_bytes(held)} of private memory (sampled):"
+            f" together more than the limit of {format_bytes(allowed)}"
         ]
     before = result.baseline.rss_bytes if result.baseline else 0
     highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
