@@ -14,8 +14,8 @@ from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
-from weighin.run import command_bench, command_runner, run_lock, runner
-from weighin.run.command_bench import CommandBench
+from weighin.run import command_runner, run_lock, runner
+from weighin.run.command_runner import CommandBench
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
@@ -97,7 +97,7 @@ def test_the_settings_of_a_run_reach_its_commands() -> None:
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     run = asked("exit 0")
-    bench = command_bench.set_up(run, Progress())
+    bench = command_runner.set_up(run, Progress())
     bench.measure(run.planned[0])  # type: ignore[arg-type]
     bench.stopped = True
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):

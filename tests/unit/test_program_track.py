@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weighin.probes.cgroup import MemoryCgroup
-from weighin.run.program_track import GroupMark, ProcessTrack
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.run.program_track import ProcessTrack
 
 
 class Group:
@@ -50,13 +50,14 @@ LATE_NS = 2**62
 
 
 def test_the_mark_of_a_group_keeps_the_highest_of_all_time(group: Group) -> None:
-    mark = GroupMark(MemoryCgroup(group.path))
+    mark = PeakMark(MemoryCgroup(group.path))
     assert mark.read() == 9
     group.has(usage=3, peak=4, refaults=2)
     assert mark.read() == 4
     assert mark.highest_bytes == 9
     assert mark.reset()
     group.has(usage=3, peak=70, refaults=2)
+    assert mark.read() == 70
     mark.close()
     assert mark.highest_bytes == 70
 
@@ -64,7 +65,7 @@ def test_the_mark_of_a_group_keeps_the_highest_of_all_time(group: Group) -> None
 def test_a_phase_of_the_main_process_has_the_figures_of_the_group(
     group: Group, child: subprocess.Popen[bytes]
 ) -> None:
-    track = ProcessTrack(child.pid, GroupMark(MemoryCgroup(group.path)))
+    track = ProcessTrack(child.pid, PeakMark(MemoryCgroup(group.path)))
     track.take(begin("read"))
     assert track.is_in_phase
     group.has(usage=7, peak=30, refaults=4)
@@ -166,7 +167,7 @@ def test_a_mark_of_the_group_that_cannot_be_reset_gives_no_peak(
     tmp_path: Path, child: subprocess.Popen[bytes]
 ) -> None:
     (tmp_path / "memory.current").write_text("5")  # v2 before Linux 5.19 has no memory.peak
-    track = ProcessTrack(child.pid, GroupMark(MemoryCgroup(tmp_path)))
+    track = ProcessTrack(child.pid, PeakMark(MemoryCgroup(tmp_path)))
     for _ in range(2):
         track.take(begin("read"))
         track.take(end(LATE_NS))

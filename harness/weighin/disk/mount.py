@@ -55,7 +55,7 @@ class Mount:
         self._source = source.absolute()
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
-        # Mode 0700, because the folders above ``source`` that keep other users out are not above it.
+        # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
         pairs = (

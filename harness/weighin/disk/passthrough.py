@@ -59,7 +59,7 @@ class PassThrough:
         self._on_mounted = on_mounted
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, int, int]] = {}
-        self._direct: dict[int, bool] = {}
+        self._buffered: set[int] = set()  # the descriptors without O_DIRECT
         self._areas: list[
             mmap
         ] = []  # buffers to use again; FUSE's threads change, so that none can keep a buffer
@@ -86,22 +86,17 @@ class PassThrough:
         if flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with self._answered(0):
-            return self._open(self._source + path)
-
-    def _open(self, path: str) -> int:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
-                raise
-            descriptor = os.open(path, os.O_RDONLY)
-            self._direct[descriptor] = False
-        else:
-            self._direct[descriptor] = True
-        return descriptor
+            try:
+                return os.open(self._source + path, os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
+                    raise
+            descriptor = os.open(self._source + path, os.O_RDONLY)
+            self._buffered.add(descriptor)
+            return descriptor
 
     def release(self, _path: str, fh: int) -> int:
-        del self._direct[fh]
+        self._buffered.discard(fh)
         os.close(fh)
         return 0
 
@@ -127,7 +122,7 @@ class PassThrough:
             data = bytes(view[before : min(before + size, count)])
         if len(area) == LARGEST_READ_BYTES:
             self._areas.append(area)
-        if not self._direct[fh]:
+        if fh in self._buffered:
             os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
         return data
 

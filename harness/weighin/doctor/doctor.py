@@ -55,7 +55,6 @@ class Examination:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the output of ``weighin doctor --json``."""
         return {
             "holds_a_limit": self.holds_a_limit,
             "capabilities": [
@@ -78,7 +77,6 @@ def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
 
 
 def table(examination: Examination) -> Table:
-    """Return the table of ``weighin doctor`` for a terminal."""
     shown = Table("subject", "works", "detail", box=SIMPLE_HEAD, pad_edge=False)
     for one in examination.capabilities:
         works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"

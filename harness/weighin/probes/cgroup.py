@@ -249,7 +249,8 @@ class MemoryCgroup:
 
     def read_usage(self) -> int | None:
         """Return the current charge, in bytes."""
-        return _read_int(self.usage_path)
+        text = _read(self.usage_path)
+        return int(text) if text else None
 
     def read_in_use(self) -> int:
         """Return the current charge, in bytes, without inactive file pages, which are reclaimed first."""
@@ -337,12 +338,15 @@ class PeakMark:
 
     ``resets`` tells whether the kernel can reset the mark. On v1, a write of 0 resets the mark for
     all readers. On v2 since Linux 6.12, a write resets the mark for the open file that is written.
-    On other kernels, the mark is the peak since the group's creation.
+    On other kernels, the mark is the peak since the group's creation. ``highest_bytes`` is the
+    largest result of all calls of ``read``.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
-        self._v1 = cgroup.version == 1
+        self.cgroup = cgroup
         self.resets = True
+        self.highest_bytes: int | None = None
+        self._v1 = cgroup.version == 1
         try:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
         except FileNotFoundError:
@@ -355,9 +359,11 @@ class PeakMark:
         if self._file < 0:
             return None
         try:
-            return int(os.pread(self._file, 32, 0))
+            peak = int(os.pread(self._file, 32, 0))
         except OSError:  # the group was removed
             return None
+        self.highest_bytes = max(peak, self.highest_bytes or 0)
+        return peak
 
     def reset(self) -> bool:
         """Reset the mark to the current charge; return whether the kernel can do that."""
@@ -404,11 +410,5 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _read_int(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text else None
-
-
 def _read_field(path: Path, name: str) -> int | None:
-    text = _read(path)
-    return parse_field(text, name) if text else None
+    return parse_field(_read(path) or "", name)

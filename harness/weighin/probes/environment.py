@@ -28,7 +28,6 @@ SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELO
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that affect a worker's allocations or execution."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 

@@ -32,7 +32,6 @@ class Freezer:
 
     @property
     def works(self) -> bool:
-        """Whether one of the groups has a freezer."""
         return self._control is not None
 
     @contextlib.contextmanager

@@ -76,7 +76,7 @@ def kills_since(
 
 
 def _inside(group: Path | None) -> str | None:
-    """Return a group's path below the mount point: the log's paths end in it."""
+    """Return a group's path below the mount point, because the kernel's log names groups by it."""
     hierarchy = memory_hierarchy()
     if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
         return None

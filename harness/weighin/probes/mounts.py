@@ -29,7 +29,6 @@ def read() -> list[Mounted]:
 
 
 def parse(text: str) -> list[Mounted]:
-    """Return the mounts in a text of mountinfo."""
     # Split only at "\n" and " ", because paths may contain Unicode's other line ends and blanks.
     return [_mounted(line) for line in text.split("\n") if line]
 

@@ -34,10 +34,11 @@ class Observation:
     escape: str = ""
 
 
-def observe(cgroup: MemoryCgroup | None, mark: PeakMark | None) -> Observation:
-    """Read the figures of a cgroup, and the peak of ``mark``."""
-    if cgroup is None or mark is None:
+def observe(mark: PeakMark | None) -> Observation:
+    """Read the figures of the cgroup of ``mark``; empty figures without a cgroup."""
+    if mark is None:
         return Observation()
+    cgroup = mark.cgroup
     some_ns, full_ns = cgroup.read_pressure_ns()
     return Observation(
         usage_bytes=cgroup.read_usage(),
@@ -121,7 +122,7 @@ class LocalObserver:
         return self._others.number, self._others.private_bytes
 
     def look(self) -> Observation:
-        return replace(observe(self._cgroup, self._mark), escape=self._escape(self._cgroup))
+        return replace(observe(self._mark), escape=self._escape(self._cgroup))
 
     def _escape(self, cgroup: MemoryCgroup | None) -> str:
         if cgroup is None:

@@ -65,9 +65,9 @@ class OtherProcesses:
 
 
 def limit_of(mark: str) -> int:
-    """Return the resource limit that marks a worker's processes, which may clear their environment.
+    """Return the resource limit that marks a worker's processes.
 
-    The limit is of realtime CPU time, in microseconds between 2**61 and 2**62. Its bits are the pid
+    A child process may clear its environment, but it inherits the limit. The limit is of realtime CPU time, in microseconds between 2**61 and 2**62. Its bits are the pid
     (22 bits) and the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7
     bits of the number in ``mark``.
     """

@@ -41,7 +41,7 @@ class Pause:
         return time.monotonic() >= self._due_s
 
     def end(self) -> None:
-        took_s = time.thread_time() - self._start_s  # processor time, which a busy machine keeps
+        took_s = time.thread_time() - self._start_s  # without the time for which it waited
         self._due_s = time.monotonic() + max(self._least_s, took_s / SHARE)
 
 
@@ -63,7 +63,7 @@ class _Seen:
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
             # A process that ends loses its command line, and a process whose parent ends gets another.
-            self.command = command_of(self.pid) or self.command or _name_of(self.pid)
+            self.command = command_of(self.pid) or self.command or command_of(self.pid, "comm")
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
         except OSError:
             return
@@ -127,7 +127,6 @@ class ProcessTable:
 
 
 def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
-    """Return the 8 processes with the most memory, whose files are listed."""
     return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
 
 
@@ -155,18 +154,15 @@ def _with_closed(
     return (*there, *closed)[:_MOST_FILES]
 
 
-def command_of(pid: int) -> str:
+def command_of(pid: int, source: str = "cmdline") -> str:
     """Return the command line of a process as one printable line; empty for a zombie.
+
+    The ``source`` "comm" gives the name of the program instead, which a zombie keeps.
 
     Raises:
         OSError: the process has ended, and its parent has reaped it.
     """
-    arguments = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
-    return one_line(arguments)
-
-
-def _name_of(pid: int) -> str:
-    return one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+    return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))
 
 
 def _process(seen: _Seen) -> Process:

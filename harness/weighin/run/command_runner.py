@@ -1,4 +1,4 @@
-"""Run one command in a cell: start it, watch it from outside, and build its Result."""
+"""Measure the commands of a run: start each command, watch it from outside, and build its result."""
 
 import signal
 import tempfile
@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, Interrupted
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import page_cache
 from weighin.records import run_folder
@@ -22,10 +23,63 @@ from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement, trouble_of
+from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
 _PREFIX: Final = "weighin-run-"
+_TIMES: Final = 10
+_LEAST_S: Final = 30.0
+
+
+@dataclass(slots=True)
+class CommandBench:
+    """The settings that all commands of a run share.
+
+    ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
+    """
+
+    task: Run
+    how: CommandSettings
+    environment: dict[str, Any]
+    stopped: bool = False
+
+    def measure(self, planned: PlannedCommand) -> CellMeasurement:
+        """Run one command and return its measurement.
+
+        Raises:
+            Interrupted: a signal during an earlier command ended the run.
+        """
+        if self.stopped:
+            raise Interrupted("stopped; nothing is left running")
+        measured, self.stopped = take(
+            self.task.isolation,
+            self.how.of(planned.cell.strategy),
+            planned.cell,
+            self.task.settings.timeout_s or self._patience_s(planned.cell),
+            self.environment,
+            self.task.reference_for(planned.cell),
+        )
+        return measured
+
+    def _patience_s(self, cell: Cell) -> float:
+        """Return the time-out of a cell without --timeout, in seconds; 0 for none.
+
+        In a search, a command whose limit is too small may run for hours. Its time-out is 10 times
+        the time of the same command without a limit, and 30 s more.
+        """
+        if not self.how.in_search:
+            return 0.0
+        first = self.task.unlimited_result(cell)
+        return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
+
+
+def set_up(task: Run, progress: Progress) -> CommandBench:
+    """Prepare the isolation; raise ConfigError for a limit above that of a cgroup around weighin."""
+    assert task.settings.command
+    select.check_limits_around(task.isolation, [each.cell for each in task.planned])
+    task.prepare(progress)
+    return CommandBench(task, task.settings.command, task.environment())
 
 
 def take(

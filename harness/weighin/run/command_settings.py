@@ -40,13 +40,9 @@ class CommandSettings:
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, label: str) -> Self:
-        own = self.own.get(label, {})
-        return replace(
-            self,
-            own={},
-            cold=own.get("cold", self.cold),
-            marks=own.get("marks", self.marks),
-        )
+        """Return the settings of the command with this label."""
+        own: Mapping[str, Any] = self.own.get(label, {})
+        return replace(self, own={}, **own)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -108,13 +108,13 @@ class CommandWatch:
 
     def _thrashes(self) -> bool:
         assert self._guard
-        look = partial(observe, self._cgroup, self._mark)
+        look = partial(observe, self._mark)
         self._stopped = self._guard.proof(look, Observation())
         return self._stopped is not None
 
     def _read_figures(self) -> None:
         """Read the figures of the cgroup, when the command is ready or has ended."""
-        self._last = observe(self._cgroup, self._mark)
+        self._last = observe(self._mark)
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
 
     def end(self, *, in_time: bool) -> None:

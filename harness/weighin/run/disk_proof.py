@@ -104,13 +104,14 @@ def prove(isolation: Isolation, job: Job) -> Proof:
     page_cache.drop(formats.files(Path(job.checkpoint)))
     with slow_disk.under(job, isolation.name) as disk:
         figures = _figures(isolation, disk, pace)
-    sent_ns = figures["spent_ns"] - (pace.latency_ns or 0)
-    return Proof(
-        pace,
-        figures["bytes"] * 1e9 / sent_ns if pace.bytes_per_s else None,
-        _latency_ns(pace, figures["latency_ns"]) if pace.latency_ns else None,
-        "FUSE" if disk.mount else "the kernel's throttle",
-    )
+    bytes_per_s, latency_ns = None, None
+    if pace.bytes_per_s:
+        bytes_per_s = figures["bytes"] * 1e9 / (figures["spent_ns"] - (pace.latency_ns or 0))
+    if pace.latency_ns:  # a read of one page also takes the time of the page at the disk's rate
+        page_ns = PAGESIZE / pace.bytes_per_s * 1e9 if pace.bytes_per_s else 0
+        latency_ns = round(figures["latency_ns"] - page_ns)
+    through = "FUSE" if disk.mount else "the kernel's throttle"
+    return Proof(pace, bytes_per_s, latency_ns, through)
 
 
 def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]:
@@ -122,23 +123,22 @@ def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]
     cell = Cell.of_command(
         "probe", command, isolation.name, disk_bytes_per_s=disk.job.cell.disk_bytes_per_s
     )
-    with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as err:
+    with (
+        TemporaryDirectory() as folder,
+        Path(os.devnull).open("rb") as nothing,
+        TemporaryFile() as out,
+        TemporaryFile() as err,
+    ):
         Path(folder).chmod(0o755)
-        nothing = os.open(os.devnull, os.O_RDONLY)
+        streams = Streams(nothing.fileno(), out.fileno(), err.fileno())
+        mounts = (str(PROBE), str(largest))
+        running = isolation.start_command(cell, folder, streams, mounts, disk.job.throttled_device)
         try:
-            streams = Streams(nothing, out.fileno(), err.fileno())
-            mounts = (str(PROBE), str(largest))
-            running = isolation.start_command(
-                cell, folder, streams, mounts, disk.job.throttled_device
-            )
-            try:
-                has_ended = running.wait(_PATIENCE_S)
-                code = running.reap().code if has_ended else None
-            finally:
-                disk.close()
-                running.close()
+            has_ended = running.wait(_PATIENCE_S)
+            code = running.reap().code if has_ended else None
         finally:
-            os.close(nothing)
+            disk.close()
+            running.close()
         out.seek(0)
         err.seek(0)
         if code == 0:
@@ -159,11 +159,6 @@ def _options(pace: Pace) -> dict[str, int]:
         "threads": min(_MOST_THREADS, max(_THREADS, in_flight)),
         "requests": _REQUESTS if latency_ns else 0,
     }
-
-
-def _latency_ns(pace: Pace, request_ns: float) -> int:
-    """Return the time of a one-page read, less the time of one page at the disk's rate."""
-    return round(request_ns - (PAGESIZE / pace.bytes_per_s * 1e9 if pace.bytes_per_s else 0))
 
 
 def _is_near(value: float | None, wanted: float | None, tolerance: float) -> bool:

@@ -82,7 +82,6 @@ class EventLog:
         self.current = None  # the phases before the baseline are weighin's own
 
     def take_phase(self, phase: Phase) -> None:
-        """Add a phase that has ended."""
         self.phases.append(phase)
         self._in_phase = False
 

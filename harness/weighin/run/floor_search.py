@@ -40,7 +40,6 @@ class Search:
     within: float
 
     def perform(self, progress: Progress) -> list[Result]:
-        """Find the floors one after another, and return the results of all cells."""
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:

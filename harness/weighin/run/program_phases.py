@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.phase_reporter import address
-from weighin.probes.cgroup import MemoryCgroup, start_time
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, start_time
 from weighin.program_phases import VARIABLE
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.result import Phase, Track
-from weighin.run.program_track import GroupMark, ProcessTrack
+from weighin.run.program_track import ProcessTrack
 
 _SOCKET: Final = "phases"
 _LONGEST_MESSAGE: Final = 8192
@@ -47,7 +47,7 @@ class PhaseListener:
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._group: GroupMark | None = None
+        self._group: PeakMark | None = None
         self._tracks: dict[tuple[int, int], ProcessTrack] = {}
         self._by_connection: dict[socket.socket, ProcessTrack] = {}
 
@@ -74,7 +74,7 @@ class PhaseListener:
     def watch(self, cgroup: MemoryCgroup | None) -> None:
         """Start the thread that answers the command's processes; ``cgroup`` is the command's own."""
         if cgroup:
-            self._group = GroupMark(cgroup)
+            self._group = PeakMark(cgroup)
         self._thread = threading.Thread(target=self._listen, name="weighin phases", daemon=True)
         self._thread.start()
 
@@ -100,6 +100,7 @@ class PhaseListener:
         for track in self._tracks.values():
             track.close()
         if self._group:
+            self._group.read()
             self._group.close()
         self.warnings = tuple(text for track in self._tracks.values() for text in track.warnings)
 

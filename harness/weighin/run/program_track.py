@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.cgroup import PeakMark
 from weighin.probes.observer import grown
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.result import Memory, Phase
@@ -15,29 +15,6 @@ from weighin.worker.phases import named_by_strategy
 
 _MOST_PHASES: Final = 1000  # of one process, because a training loop may have millions
 _LONGEST_NAME: Final = 64
-
-
-class GroupMark:
-    """The peak of a command's cgroup since its last reset; ``highest_bytes`` is that of all time."""
-
-    def __init__(self, cgroup: MemoryCgroup) -> None:
-        self.cgroup = cgroup
-        self._mark = PeakMark(cgroup)
-        self.highest_bytes: int | None = None
-
-    def read(self) -> int | None:
-        """Return the peak since the last reset; None if it cannot be read."""
-        peak = self._mark.read()
-        if peak is not None:
-            self.highest_bytes = max(peak, self.highest_bytes or 0)
-        return peak
-
-    def reset(self) -> bool:
-        return self._mark.reset()
-
-    def close(self) -> None:
-        self.read()
-        self._mark.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +44,7 @@ class ProcessTrack:
     Only the main process has a ``group``, so that only its phases have peaks of the cgroup.
     """
 
-    def __init__(self, pid: int, group: GroupMark | None) -> None:
+    def __init__(self, pid: int, group: PeakMark | None) -> None:
         self.highest_rss_bytes = 0
         self.died_in: str | None = None
         self._pid = pid
@@ -133,7 +110,6 @@ class ProcessTrack:
             self._end_all()
 
     def close(self) -> None:
-        """End the phases that have not ended."""
         if self._open:
             self._look()
             self._end_all()

@@ -109,7 +109,6 @@ def judge(
 
 
 def lost(oom_kills: int) -> str:
-    """Return in words how many processes of the cell the kernel killed."""
     killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
     return f"the kernel killed {killed} of this cell for lack of memory"
 

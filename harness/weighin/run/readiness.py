@@ -61,7 +61,6 @@ class Readiness:
             )
 
     def now(self) -> None:
-        """Note that the command is ready."""
         with self._lock:
             if self.ready_ns is None:
                 self.ready_ns = time.monotonic_ns()

@@ -97,9 +97,9 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
 def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
     """Prepare the checkpoints of loads and saves, or the isolation of commands."""
     if task.settings.command:
-        from weighin.run import command_bench
+        from weighin.run import command_runner
 
-        return command_bench.set_up(task, progress)
+        return command_runner.set_up(task, progress)
     from weighin.run import load_bench  # imports formats and pydantic, which take 0.2 s
 
     return load_bench.set_up(task, cast("Sequence[Planned]", needed), progress)

@@ -89,7 +89,6 @@ def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iter
 
 
 def pace_of(cell: Cell) -> Pace:
-    """Return the rate and the latency that a cell sets for its checkpoint's disk."""
     return Pace(cell.disk_bytes_per_s, cell.disk_latency_ns)
 
 

@@ -18,8 +18,7 @@ from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer, grown
-from weighin.probes.rank_samplers import RankSamplers
-from weighin.probes.sampler import DEFAULT_INTERVAL_S
+from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
 from weighin.records.repeats import largest
@@ -136,7 +135,6 @@ class Watch:
                 self._take(event.pop("event"), event)
 
     def _proof(self) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None without a proof."""
         if self._guard is None:
             return None
         return self._guard.proof(
@@ -175,7 +173,6 @@ class Watch:
                 self._oom_kills = self._observer.oom_kills
 
     def result(self, job: Job, ended: Exit) -> Result:
-        """Build the result of the worker after its end."""
         event_log, totals = self.event_log, self._at_ready or self._at_end
         if self._stopped and self._stopped.timeout_s is not None:
             outcome = Outcome.TIMEOUT
@@ -198,12 +195,13 @@ class Watch:
             message += self._met_elsewhere(job.cell.ram_limit_bytes)
         if outcome is Outcome.CHILD_KILLED or LOST_CHILD in message:
             message += self._killed_children()
+        culprit = self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
         return Result(
             schema=SCHEMA,
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if all(log.done for log in self._logs) else self._culprit.current,
+            last_phase=None if all(log.done for log in self._logs) else culprit.current,
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
@@ -236,7 +234,9 @@ class Watch:
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
         """Return the limit for which the kernel killed; empty if it was the cell's own limit."""
-        peak = largest((self._peak_bytes, self._at_end.peak_bytes))  # each phase resets at_end's
+        peak = largest(
+            (self._peak_bytes, self._at_end.peak_bytes)
+        )  # each phase resets the kernel's mark
         if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
             return ""
         charge = f", at a charge of {format_bytes(peak)}"
@@ -267,10 +267,6 @@ class Watch:
     @property
     def _is_ready(self) -> bool:
         return all(log.is_ready for log in self._logs)
-
-    @property
-    def _culprit(self) -> EventLog:
-        return self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         is_rank, rank = "rank" in fields, fields.pop("rank", 0)

@@ -11,14 +11,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from weighin.cell import Body, Cell, Job, ModelSpec
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
 from weighin.isolation import select
-from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.result import Memory, Outcome, Result
 from weighin.run.cell_runner import Setting, measure
@@ -26,8 +25,6 @@ from weighin.testing.phases import phase_table
 from weighin.units import format_bytes, parse_bytes
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
-
-_KINDS: Final = ("cgroup", "process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +94,19 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
     except HarnessError as error:
         return [_failed(item, str(error))]
     if not reports:
-        return [_failed(item, _died(result), result)]
+        ended = f"{result.outcome}: {result.message}"
+        why = f"the test's process ended before pytest could report: {ended}"
+        return [_failed(item, why, result)]
     return [_judged(item, report, result, limit, allowed) for report in reports]
 
 
 def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
-    chosen = _isolation(isolation, limited=limit.ram is not None)
+    if isolation == "docker":
+        raise IsolationUnavailable(
+            "a test's body cannot run in Docker: the image lacks the modules that it imports",
+            "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
+        )
+    chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
     job = Job(
         cell=_cell(name, chosen.name, limit),
         checkpoint="",
@@ -121,16 +125,6 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
     ram = parse_bytes(limit.ram) if limit.ram else None
     spec = ModelSpec("none", "none:none")
     return Cell(spec, name, isolation, ram_limit_bytes=ram, device=limit.device)
-
-
-def _isolation(name: str, *, limited: bool) -> Isolation:
-    """Return the isolation for a function; ``auto`` is a cgroup if that works, else a process."""
-    if name == "docker":
-        raise IsolationUnavailable(
-            "a test's body cannot run in Docker: the image lacks the modules that it imports",
-            "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
-        )
-    return select.choose(name, limited=limited, containers=False)[0]
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
@@ -204,12 +198,6 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
 def _not_measured(result: Result, limit: Limit) -> str:
     why = {"cgroup": "needs the cgroup isolation", "cuda": 'needs device="cuda"'}.get(limit.metric)
     return f"{limit.metric} was not measured under the isolation {result.cell.isolation}: {why}"
-
-
-def _died(result: Result) -> str:
-    return (
-        f"the test's process ended before pytest could report: {result.outcome}: {result.message}"
-    )
 
 
 def _section(result: Result) -> tuple[str, str]:

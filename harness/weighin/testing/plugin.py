@@ -139,7 +139,6 @@ def weighin(request: pytest.FixtureRequest) -> Weighin:
 
 
 def isolation_of(config: pytest.Config) -> str:
-    """Return the isolation from the command line, or else from the ini file."""
     return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
 
 
