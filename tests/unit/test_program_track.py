@@ -173,7 +173,7 @@ def test_a_mark_of_the_group_that_cannot_be_reset_gives_no_peak(
         track.take(end(LATE_NS))
     assert {phase.peak_cgroup_bytes for phase in track.phases} == {None}
     assert track.warnings == [
-        "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases have none"
+        "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2 needs Linux 6.12)"
     ]
 
 
@@ -187,6 +187,6 @@ def test_of_more_phases_than_a_thousand_each_name_keeps_its_highest(
     assert len(track.phases) == 1000
     assert {phase.name for phase in track.phases} == {"a"}
     assert track.warnings == [
-        f"process {child.pid} had more than 1000 phases: 3 are not recorded; of each name, the one"
-        " with the highest peak RSS is"
+        f"process {child.pid} had more than 1000 phases: 3 are not recorded, but the phase"
+        " with the highest peak RSS of each name is"
     ]

@@ -24,7 +24,7 @@ def test_a_server_that_can_be_waited_for(how: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("url", ["https://localhost/", "http:///health", "localhost:8000", "x"])
 def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not an address of HTTP"):
+    with pytest.raises(ConfigError, match="is not an HTTP address"):
         check(CommandSettings("/", ready_url=url))
 
 

@@ -76,7 +76,7 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
                 break
         else:
             raise IsolationUnavailable(
-                f"this machine does not hold a disk of {proof.pace}: a direct read got {proof}",
+                f"this machine cannot provide a disk of {proof.pace}: a direct read measured {proof}",
                 "stop other work on this machine, or ask for a slower disk",
             )
 

@@ -71,7 +71,7 @@ class Search:
         if self.run.settings.aim is Aim.SURVIVES:
             return ""
         number = sum(not planned.skip for planned in self.run.planned)
-        what = "a cell that reads its file again and again is not ended"
+        what = "weighin does not kill a cell that reads its file again and again"
         if not (timeout_s := self.run.settings.timeout_s):
             return f"{what}: each of about {number * TYPICAL_CELLS} cells may take 10 times its time without a limit, and 30 s more"
         longest = format_duration(number * TYPICAL_CELLS * timeout_s)

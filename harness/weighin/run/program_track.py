@@ -77,8 +77,8 @@ class ProcessTrack:
             )
         if self._group and not self._resets_group:
             found.append(
-                "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases"
-                " have none"
+                "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2"
+                " needs Linux 6.12)"
             )
         if self.died_in is not None:
             found.append(
@@ -88,7 +88,7 @@ class ProcessTrack:
         if self._number_lost:
             found.append(
                 f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are not"
-                " recorded; of each name, the one with the highest peak RSS is"
+                " recorded, but the phase with the highest peak RSS of each name is"
             )
         return found
 

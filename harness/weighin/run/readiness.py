@@ -32,7 +32,7 @@ def check(how: CommandSettings) -> None:
         parts = urlsplit(how.ready_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"--ready-url {how.ready_url!r} is not an address of HTTP",
+                f"--ready-url {how.ready_url!r} is not an HTTP address",
                 "write the address as in --ready-url http://127.0.0.1:8000/health",
             )
 
