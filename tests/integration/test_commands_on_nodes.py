@@ -24,15 +24,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_measures_commands_on_its_nodes(tmp_path: Path) -> None:
     task, _ = start(
-        CommandRequest(
-            ("sh", "-c", LINE),
-            CommandSettings(str(tmp_path), marks=("second",), stacks=False),
-            RunSettings(timeout_s=60),
-            label="both",
-            repeats=2,
-            isolation="process",
-            folder=tmp_path / "run",
-        )
+        [
+            CommandRequest(
+                ("sh", "-c", LINE),
+                CommandSettings(str(tmp_path), marks=("second",), stacks=False),
+                RunSettings(timeout_s=60),
+                label="both",
+                repeats=2,
+                isolation="process",
+                folder=tmp_path / "run",
+            )
+        ]
     )
     jobs = LocalJobs(1, "process")
     Driver(jobs, jobs.nodes, task, Progress(), lambda result, _: result).run()

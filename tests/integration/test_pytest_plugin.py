@@ -258,8 +258,8 @@ def test_fits(): assert child(20) == 0
     text = result.stdout.str()
     for metric in ("rss (exact)", "anon (sampled)"):
         held = re.search(
-            rf"^{re.escape(metric)} grew by \d.* during the test's body, and the processes that it"
-            r" started held (\d+\.\d+) MiB of private memory \(sampled\): together more than the limit"
+            rf"^{re.escape(metric)} grew by \d.* during the test's body, and its child processes"
+            r" had (\d+\.\d+) MiB of private memory \(sampled\): together more than the limit"
             r" of 100\.000 MiB$",
             text,
             re.MULTILINE,

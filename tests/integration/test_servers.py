@@ -159,7 +159,7 @@ def test_another_server_at_the_address_is_an_error(weighin: CommandLine, port: i
             ["--ready", "a", "--ready-url", "http://x/"],
             "--ready and --ready-url cannot be combined",
         ),
-        (["--ready-url", "https://x/"], "--ready-url 'https://x/' is not an address of HTTP"),
+        (["--ready-url", "https://x/"], "--ready-url 'https://x/' is not an HTTP address"),
     ],
 )
 def test_a_wrong_request_is_refused_before_the_command_starts(

@@ -174,7 +174,7 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     assert second.err == (
         f"{NOT_LIMITED}"
         f"error: another run is measuring on this machine (it holds {os.environ['WEIGHIN_LOCK']})\n"
-        "two runs at once would distort each other's figures: weighin bench --wait starts after its end\n"
+        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures\n"
     )
     assert not (command.folder / "second").exists()
     waiting = command.start(

@@ -130,7 +130,7 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
             None,
             (
                 "unknown whether the checkpoint was dropped from the page cache: Linux reports"
-                " that only to a user who owns its files or may write them",
+                " cached pages only to a user who owns the files or may write them",
             ),
         ),
     ],

@@ -14,13 +14,12 @@ from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
-from weighin.run import command_bench, command_runner, run_lock, runner
-from weighin.run.command_bench import CommandBench
+from weighin.run import command_runner, run_lock, runner
+from weighin.run.command_runner import CommandBench
 from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
 from weighin.run.task import PlannedCommand, Progress, Run
-from weighin.run.unlimited import reference_for
 from weighin.units import GIB, MIB
 
 
@@ -98,7 +97,7 @@ def test_the_settings_of_a_run_reach_its_commands() -> None:
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     run = asked("exit 0")
-    bench = command_bench.set_up(run, Progress())
+    bench = command_runner.set_up(run, Progress())
     bench.measure(run.planned[0])  # type: ignore[arg-type]
     bench.stopped = True
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
@@ -150,12 +149,12 @@ def test_a_command_that_starves_in_a_search_is_ended(
 def test_a_cell_is_compared_with_the_same_one_without_a_limit() -> None:
     reference = Reference(3 * SECOND_NS, (757 + 200) * MIB)
     survives = searching(Aim.SURVIVES)
-    assert reference_for(survives, LIMITED) == reference
-    assert reference_for(survives, replace(LIMITED, repeat=2)) == reference
-    assert reference_for(survives, UNLIMITED.cell) is None
-    assert reference_for(survives, make_command("new.py", ram_limit_bytes=GIB)) is None
+    assert survives.reference_for(LIMITED) == reference
+    assert survives.reference_for(replace(LIMITED, repeat=2)) == reference
+    assert survives.reference_for(UNLIMITED.cell) is None
+    assert survives.reference_for(make_command("new.py", ram_limit_bytes=GIB)) is None
 
 
 def test_a_cell_outside_of_a_search_for_survival_is_never_ended() -> None:
-    assert reference_for(searching(Aim.ENDS), LIMITED) is None
-    assert reference_for(searching(Aim.SURVIVES, within=None), LIMITED) is None
+    assert searching(Aim.ENDS).reference_for(LIMITED) is None
+    assert searching(Aim.SURVIVES, within=None).reference_for(LIMITED) is None

@@ -19,7 +19,6 @@ from weighin.run.command_request import (
     label_of,
     restore,
     start,
-    start_all,
 )
 from weighin.run.command_settings import CommandSettings
 from weighin.run.settings import RunSettings
@@ -75,14 +74,14 @@ def asked(*command: str, how: dict[str, Any] | None = None, **changes: Any) -> C
 
 def complaint(request: CommandRequest) -> str:
     with pytest.raises(HarnessError) as caught:
-        start(request)
+        start([request])
     assert not Path("run").exists()
     return str(caught.value)
 
 
 def test_a_request_becomes_a_plan_of_one_cell_for_each_repeat_and_limit() -> None:
     request = asked("sh", "x", repeats=2, environment={"A": "1"})
-    run, note = start(request)
+    run, note = start([request])
     assert note == ""
     cells = [planned.cell for planned in run.planned]
     assert [(cell.repeat, cell.ram_limit_bytes) for cell in cells] == [(0, None), (1, None)]
@@ -98,14 +97,14 @@ def test_a_request_becomes_a_plan_of_one_cell_for_each_repeat_and_limit() -> Non
 
 def test_a_label_and_what_was_dropped_are_of_the_cell(here: Path) -> None:
     (here / "data").touch()
-    run, _ = start(asked(label="mine", how={"cold": ("data",)}))
+    run, _ = start([asked(label="mine", how={"cold": ("data",)})])
     (planned,) = run.planned
     assert (planned.cell.strategy, planned.cell.cache) == ("mine", "cold")
 
 
 def test_a_folder_without_a_name_is_named_after_the_labels() -> None:
     first, second = asked(label="a" * 50, folder=None), asked(label="b" * 50)
-    run, _ = start_all([first, second])
+    run, _ = start([first, second])
     assert run.folder.parent == Path("results")
     assert run.folder.name.partition("-")[2] == f"{'a' * 50}-{'b' * 9}"
     assert [planned.cell.strategy for planned in run.planned] == ["a" * 50, "b" * 50]
@@ -115,7 +114,7 @@ def test_commands_of_a_suite_keep_their_own_marks_and_files(here: Path) -> None:
     (here / "data").touch()
     first = asked(label="one", how={"cold": ("data",)}, repeats=2)
     second = asked(label="two", how={"marks": ("^step",)}, repeats=2)
-    run, _ = start_all([first, second])
+    run, _ = start([first, second])
     assert [(p.cell.strategy, p.cell.repeat) for p in run.planned] == [
         ("one", 0), ("two", 0), ("one", 1), ("two", 1),
     ]  # fmt: skip

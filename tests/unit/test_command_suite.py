@@ -10,7 +10,7 @@ from weighin.errors import ConfigError
 from weighin.records import run_folder
 from weighin.records.shard import parse
 from weighin.run import command_request
-from weighin.run.command_request import CommandRequest, of_suite, start_all
+from weighin.run.command_request import CommandRequest, of_suite, start
 from weighin.run.command_settings import CommandSettings
 from weighin.run.request import resume
 from weighin.run.settings import RunSettings
@@ -46,7 +46,7 @@ def planned(folder: Path, text: str, **settings: Any) -> Any:
     request = CommandRequest(
         (), CommandSettings(str(folder)), RunSettings(**settings), folder=folder / "run"
     )
-    return start_all(of_suite(suite(folder, text), request))[0]
+    return start(of_suite(suite(folder, text), request))[0]
 
 
 def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: Path) -> None:
@@ -163,5 +163,5 @@ def test_the_settings_of_one_command_survive_json() -> None:
 def test_a_limit_without_its_unit_is_asked_about(here: Path) -> None:
     request = CommandRequest(("true",), CommandSettings(str(here)), limits=(8,))
     with pytest.raises(ConfigError) as caught:
-        command_request.start(request)
+        command_request.start([request])
     assert str(caught.value) == "--ram 8B is less than any program needs\ndid you mean 8g?"

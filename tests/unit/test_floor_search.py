@@ -103,7 +103,7 @@ def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> No
 
 def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
     assert searching().warning == ""
-    what = "a cell that reads its file again and again is not ended"
+    what = "weighin does not kill a cell that reads its file again and again"
     number = 2 * TYPICAL_CELLS
     longest = format_duration(number * 600)
     assert searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0).warning == (

@@ -64,7 +64,7 @@ def test_a_node_can_write_no_file_that_no_record_names(
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     settings = CommandSettings(str(tmp_path), stacks=False)
     request = CommandRequest(("true",), settings, isolation="process", folder=tmp_path / "run")
-    task, _ = start(request)
+    task, _ = start([request])
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
     with pytest.raises(RecordError, match="which no record names"):
         Driver(Fleet(path), [FACTS], task, Progress(), lambda result, _: result).run()

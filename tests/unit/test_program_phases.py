@@ -87,7 +87,7 @@ def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path
     (phase,), _ = phases_of(listener, 'import weighin\nwith weighin.phase("one"):\n    pass\n')
     assert phase.peak_cgroup_bytes is None
     assert listener.warnings == (
-        "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases have none",
+        "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2 needs Linux 6.12)",
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weighin.probes.cgroup import MemoryCgroup
-from weighin.run.program_track import GroupMark, ProcessTrack
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.run.program_track import ProcessTrack
 
 
 class Group:
@@ -50,13 +50,14 @@ LATE_NS = 2**62
 
 
 def test_the_mark_of_a_group_keeps_the_highest_of_all_time(group: Group) -> None:
-    mark = GroupMark(MemoryCgroup(group.path))
+    mark = PeakMark(MemoryCgroup(group.path))
     assert mark.read() == 9
     group.has(usage=3, peak=4, refaults=2)
     assert mark.read() == 4
     assert mark.highest_bytes == 9
     assert mark.reset()
     group.has(usage=3, peak=70, refaults=2)
+    assert mark.read() == 70
     mark.close()
     assert mark.highest_bytes == 70
 
@@ -64,7 +65,7 @@ def test_the_mark_of_a_group_keeps_the_highest_of_all_time(group: Group) -> None
 def test_a_phase_of_the_main_process_has_the_figures_of_the_group(
     group: Group, child: subprocess.Popen[bytes]
 ) -> None:
-    track = ProcessTrack(child.pid, GroupMark(MemoryCgroup(group.path)))
+    track = ProcessTrack(child.pid, PeakMark(MemoryCgroup(group.path)))
     track.take(begin("read"))
     assert track.is_in_phase
     group.has(usage=7, peak=30, refaults=4)
@@ -166,13 +167,13 @@ def test_a_mark_of_the_group_that_cannot_be_reset_gives_no_peak(
     tmp_path: Path, child: subprocess.Popen[bytes]
 ) -> None:
     (tmp_path / "memory.current").write_text("5")  # v2 before Linux 5.19 has no memory.peak
-    track = ProcessTrack(child.pid, GroupMark(MemoryCgroup(tmp_path)))
+    track = ProcessTrack(child.pid, PeakMark(MemoryCgroup(tmp_path)))
     for _ in range(2):
         track.take(begin("read"))
         track.take(end(LATE_NS))
     assert {phase.peak_cgroup_bytes for phase in track.phases} == {None}
     assert track.warnings == [
-        "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases have none"
+        "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2 needs Linux 6.12)"
     ]
 
 
@@ -186,6 +187,6 @@ def test_of_more_phases_than_a_thousand_each_name_keeps_its_highest(
     assert len(track.phases) == 1000
     assert {phase.name for phase in track.phases} == {"a"}
     assert track.warnings == [
-        f"process {child.pid} had more than 1000 phases: 3 are not recorded; of each name, the one"
-        " with the highest peak RSS is"
+        f"process {child.pid} had more than 1000 phases: 3 are not recorded, but the phase"
+        " with the highest peak RSS of each name is"
     ]

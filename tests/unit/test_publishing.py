@@ -219,7 +219,7 @@ def test_each_command_plans_the_cells_that_were_published(
 
     monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
-    monkeypatch.setattr("weighin.run.machines.ThisMachine.check_ram", lambda *_: None)
+    monkeypatch.setattr("weighin.run.machines.Machines.check_ram", lambda *_: None)
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
         if not run.results or needs_folders(run.command):

@@ -24,12 +24,12 @@ def test_a_server_that_can_be_waited_for(how: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("url", ["https://localhost/", "http:///health", "localhost:8000", "x"])
 def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not an address of HTTP"):
+    with pytest.raises(ConfigError, match="is not an HTTP address"):
         check(CommandSettings("/", ready_url=url))
 
 
 def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="each of them tells when the server is ready"):
+    with pytest.raises(ConfigError, match="each option tells when the server is ready"):
         check(CommandSettings("/", ready="started", ready_url="http://localhost/"))
 
 

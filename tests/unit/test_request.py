@@ -95,7 +95,8 @@ def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) 
     assert said == (
         "nothing can be measured, every cell is skipped: mine does not read pt_legacy, only pt;"
         " per_module does not read pt_legacy, only per_module\n"
-        "choose another strategy, format or device: weighin list strategies shows what each supports"
+        "choose another strategy, format or device: weighin list strategies shows the formats"
+        " and devices of each strategy"
     )
     assert not Path("run").exists()
     run, _ = start(asked(strategies=["./mine.py", "load_assign"], format=["pt_legacy"]))
@@ -308,8 +309,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave out the option or strategy"
-        " that needs a GPU"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave out this option"
     )
 
 

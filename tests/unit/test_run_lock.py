@@ -40,7 +40,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == 4
     assert str(caught.value) == (
         f"another run is measuring on this machine (it holds {path})\n"
-        "two runs at once would distort each other's figures: weighin bench --wait starts after its end"
+        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures"
     )
     first.communicate("\n")
     with run_lock.only_run():

@@ -131,7 +131,7 @@ class FakeMount:
 
 def stalled(latency_ns: int | None, *waited_ns: int) -> str:
     job = replace(JOB, cell=replace(JOB.cell, disk_latency_ns=latency_ns))
-    reads = [WaitingRead(Path("/m/a"), 4096, 10, ns) for ns in waited_ns]
+    reads = [WaitingRead(Path("/m/a"), 4096, ns) for ns in waited_ns]
     disk: Any = FakeMount(*reads)
     return SlowDisk(job, {}, disk).stalled([])
 

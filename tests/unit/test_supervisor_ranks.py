@@ -98,8 +98,8 @@ def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
     # For each rank: its baseline, its phase, and what it waits for besides.
     assert len(running.channel.sent) >= 4
     assert result.warnings == (
-        "without a cgroup, memory that the ranks share cannot be counted once: the file-backed"
-        " memory is that of the rank with the most",
+        "without a cgroup, the memory that ranks share cannot be counted once: the file-backed"
+        " memory of the cell is that of the rank with the most",
     )
 
 

@@ -113,8 +113,8 @@ def _start(
         from weighin.suite.registry import suite_file
 
         suite = read_command_suite(suite_file(typed["suite"]))
-        return command_request.start_all(command_request.of_suite(suite, request), machines)
-    return command_request.start(request, machines)
+        return command_request.start(command_request.of_suite(suite, request), machines)
+    return command_request.start([request], machines)
 
 
 def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":

@@ -1,1 +1,1 @@
-"""Make a disk slower than it is: a rate and a latency for the reads of a cell's checkpoint."""
+"""Limit the rate, and add a latency, for reads of a cell's checkpoint, as on a slower disk."""

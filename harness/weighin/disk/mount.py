@@ -1,4 +1,4 @@
-"""Mount the pass-through for a cell, and take the mounts of killed runs away."""
+"""Mount a folder a second time through FUSE for a cell, and unmount what killed runs left."""
 
 import contextlib
 import os
@@ -14,8 +14,7 @@ from typing import Final
 
 from weighin import child_process, install
 from weighin.disk.pace import Pace
-from weighin.disk.passthrough import may_allow_others
-from weighin.disk.unmount import unmount
+from weighin.disk.passthrough import may_allow_others, unmount
 from weighin.errors import IsolationUnavailable
 from weighin.pipes import last_line
 from weighin.probes import mounts
@@ -36,28 +35,27 @@ class WaitingRead:
 
     path: Path
     offset: int
-    length: int
     waited_ns: int
 
 
 class Mount:
-    """A second view of a folder, which answers reads with the rate and latency of a slower disk.
+    """A FUSE mount of a folder, which answers reads with the rate and latency of a slower disk.
 
     Attributes:
-        folder: the place; a file in it has the name that it has in the source.
-        pid: of the process that answers.
+        folder: the mount point, in which all files have the names that they have in the folder.
+        pid: the pid of the process that serves the mount.
     """
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
         """Mount ``source`` below ``root``; return when its files can be read.
 
         Raises:
-            IsolationUnavailable: FUSE refused.
+            IsolationUnavailable: the FUSE process ended, or did not mount the folder within 20 s.
         """
         self._source = source.absolute()
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
-        # Closed to other users, because the folders above the source do not protect it here.
+        # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
         pairs = (
@@ -87,13 +85,14 @@ class Mount:
         if line is None:
             printed = last_line(self._child.stderr_tail)
             raise IsolationUnavailable(
-                f"FUSE could not show {self._source} again" + (f": {printed}" if printed else ""),
-                "weighin doctor says what works on this machine",
+                f"FUSE could not mount {self._source} a second time"
+                + (f": {printed}" if printed else ""),
+                "weighin doctor tests whether FUSE works on this machine",
             )
         self._device = _minor(self.folder)
 
     def waiting(self) -> list[WaitingRead]:
-        """Return the reads that have no answer yet, the oldest first; empty if nothing tells."""
+        """Return the reads without an answer, the oldest first; empty if the FUSE process is silent."""
         self._child.send(b"waiting\n")
         try:
             line = self._child.receive(_ANSWER_S)
@@ -102,8 +101,8 @@ class Mount:
         event = decode_event(line) if line else None
         now_ns = monotonic_ns()
         return [
-            WaitingRead(self._source / path.lstrip("/"), offset, length, now_ns - arrival_ns)
-            for path, offset, length, arrival_ns in (event or {}).get("reads", ())
+            WaitingRead(self._source / path.lstrip("/"), offset, now_ns - arrival_ns)
+            for path, offset, arrival_ns in (event or {}).get("reads", ())
         ]
 
     def close(self) -> None:
@@ -111,15 +110,15 @@ class Mount:
         if not self.folder.parent.exists():
             return
         unmount(self.folder, self._device)
-        with contextlib.suppress(TimeoutError):  # it waits for the disk below, and serves nobody
+        with contextlib.suppress(TimeoutError):  # the process still waits for the real disk
             self._child.close()
         _remove(self.folder.parent)
 
 
 def obstacle(*, in_container: bool) -> tuple[str, str] | None:
-    """Return why FUSE cannot show a checkpoint here, and the repair; None if nothing is known.
+    """Return why FUSE does not work here, and the repair; None if no obstacle was found.
 
-    ``in_container`` tells whether a Docker container is to read the files.
+    ``in_container`` tells whether a Docker container will read the mounted files.
     """
     if find_spec("mfusepy") is None:
         return "mfusepy is not installed", install.command("disk")
@@ -144,7 +143,7 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
 
 
 def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
-    """Unmount what killed runs left mounted; return one line for each mount."""
+    """Remove the mounts that killed runs left behind; return one line for each mount."""
     removed = []
     for name, folder in _mounted():
         if is_left_behind(name, any_lock=any_lock):
@@ -158,7 +157,7 @@ def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
 
 
 def _mounted() -> list[tuple[str, Path]]:
-    """Return the name and the folder of each pass-through that is mounted here."""
+    """Return the name and the mount point of each FUSE mount of weighin."""
     return [
         (one.source, one.place)
         for one in mounts.read()
@@ -167,13 +166,13 @@ def _mounted() -> list[tuple[str, Path]]:
 
 
 def _minor(folder: Path) -> int | None:
-    """Return the minor number of the device that is mounted at a folder, without touching it."""
+    """Return the minor device number of a mount from mountinfo, because a stat could wait forever."""
     devices = (one.device for one in mounts.read() if one.place == folder)
     return next((int(device.partition(":")[2]) for device in devices), None)
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder of a mountpoint, if nothing is mounted there."""
+    """Remove a mount point and the folder above it, if nothing is mounted there."""
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
             each.rmdir()

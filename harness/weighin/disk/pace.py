@@ -1,4 +1,4 @@
-"""A disk's speed, and the time at which each of its answers is due."""
+"""Compute the time at which a disk of a given rate and latency answers each request."""
 
 import threading
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ _SECOND_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a disk answers: all requests share the rate, and each one waits for the latency.
+    """The speed of a disk: all requests share the rate, and each request waits for the latency.
 
-    None means as fast as the disk is. With ``stall_from_bytes``, a read that ends behind this offset
-    in its file is never answered.
+    None leaves the rate or the latency of the real disk. A read that ends behind the offset
+    ``stall_from_bytes`` is never answered.
     """
 
     bytes_per_s: int | None = None
@@ -25,7 +25,7 @@ class Pace:
         return self != Pace()
 
     def __str__(self) -> str:
-        """Return the pace as the command line has it: "200MB/s, 5ms"."""
+        """Return the rate and the latency as texts for the command line: "200MB/s, 5ms"."""
         parts = [
             format_rate(self.bytes_per_s) if self.bytes_per_s else "",
             format_latency(self.latency_ns) if self.latency_ns else "",
@@ -34,21 +34,21 @@ class Pace:
 
 
 class Schedule:
-    """Tells when the answer to each request is due; several threads may ask.
+    """Computes when the answer to each request is due; it is safe for threads.
 
-    ``lead_ns`` is the time that a request and its answer take on their way, which the reader sees as a
-    part of the latency: each answer is due earlier by this time.
+    FUSE itself delays each request and answer by ``lead_ns``, so that each answer is due earlier by
+    this time.
     """
 
     def __init__(self, pace: Pace, lead_ns: int = 0) -> None:
         self._ns_per_byte = _SECOND_NS / pace.bytes_per_s if pace.bytes_per_s else 0.0
         self._latency_ns = pace.latency_ns or 0
         self._lead_ns = lead_ns
-        self._free_ns = 0  # the time from which the disk has no byte of an earlier request to send
+        self._free_ns = 0  # when the disk has sent the last byte of all earlier requests
         self._lock = threading.Lock()
 
     def due_ns(self, arrival_ns: int, length: int) -> int:
-        """Return the time at which a request for ``length`` bytes is to be answered."""
+        """Return the time (monotonic ns) at which the answer to a request for ``length`` bytes is due."""
         with self._lock:
             start_ns = max(arrival_ns - self._lead_ns, self._free_ns)
             self._free_ns = start_ns + round(length * self._ns_per_byte)

@@ -1,15 +1,15 @@
-"""Show a folder read-only through FUSE, as if it lay on a disk of another speed.
+"""Mount a folder read-only through FUSE, with the rate and the latency of a slower disk.
 
     python -m weighin.disk.passthrough FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
 
-Each request gets a deadline: its arrival, plus the time that its bytes take at the rate, which all
-requests share, plus the latency, which requests spend side by side. A read asks for 128 KiB at most,
-as FUSE does. The process reads the files without their page cache, so that no cache of this machine
-answers. The page cache of the mounted files works as for any disk: buffered and mapped reads fill it,
-and direct reads do not. The process ends, and unmounts, at SIGINT or SIGTERM.
+The answer to a request is due after the time of its bytes at the rate, plus the latency. All requests
+share the rate, but they wait for their latencies at the same time. FUSE divides a read into requests of
+at most 128 KiB. The process reads the real files without the page cache. The mounted files have a page
+cache as on any disk: buffered and mapped reads fill it, and direct reads do not. SIGINT and SIGTERM
+unmount the folder and end the process.
 
-With ``--name``, a parent of weighin started it: it says when it is mounted, answers each line with the
-reads that it has not answered, and unmounts when the parent ends.
+weighin starts this process with ``--name``. The process then reports when the folder is mounted, answers
+each line of its parent with the reads that still wait, and unmounts when its parent ends.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import ctypes
 import errno
 import itertools
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,24 +28,27 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.disk.pace import Pace, Schedule
-from weighin.disk.unmount import unmount
 from weighin.parent_process import Parent
 from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
 
-LARGEST_READ_BYTES: Final = 128 * KIB  # of libfuse 2, for each request
-_LEAD_NS: Final = 90_000  # measured: what a read of 4 KiB takes without rate and latency
-# Reads ahead under way for all files; the kernel's default of 12 would limit the rate.
+LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
+_LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without rate and latency
+# The most concurrent read-ahead requests; the kernel's default of 12 would limit the rate.
 _BACKGROUND: Final = 64
-_NO_SLACK_NS: Final = 1  # a thread may else be woken 50 us late
+_NO_SLACK_NS: Final = 1  # by default, Linux may wake a sleeping thread 50 us late
 _PRIORITY: Final = -15
 _PR_SET_TIMERSLACK: Final = 29
 _FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
 _TIMES: Final = ("mtime", "ctime", "atime")
 _CACHED_S: Final = 3600  # the files do not change while a cell runs
+_CONNECTIONS: Final = Path("/sys/fs/fuse/connections")
+_MNT_FORCE: Final = 1  # linux/fs.h; FUSE then fails every request that waits
+_MNT_DETACH: Final = 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PassThrough:
-    """The files of a folder, and the requests that wait for their answers."""
+    """The operations of the FUSE file system, which ``mfusepy`` calls in several threads."""
 
     use_ns = True
 
@@ -53,14 +58,16 @@ class PassThrough:
         self._stall_from = pace.stall_from_bytes
         self._on_mounted = on_mounted
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[str, int, int, int]] = {}
-        self._direct: dict[int, bool] = {}
-        self._areas: list[mmap] = []  # a callback has no thread of its own to keep its buffer in
+        self._waiting: dict[int, tuple[str, int, int]] = {}
+        self._buffered: set[int] = set()  # the descriptors without O_DIRECT
+        self._areas: list[
+            mmap
+        ] = []  # buffers to use again; FUSE's threads change, so that none can keep a buffer
 
     @property
-    def waiting(self) -> list[tuple[str, int, int, int]]:
-        """The reads without an answer: path, offset, length, time of arrival in ns; oldest first."""
-        return sorted(self._waiting.values(), key=lambda read: read[3])
+    def waiting(self) -> list[tuple[str, int, int]]:
+        """The reads without an answer: path, offset, time of arrival in ns; the oldest first."""
+        return sorted(self._waiting.values(), key=lambda read: read[2])
 
     def init(self, _path: str) -> None:
         self._on_mounted()
@@ -79,28 +86,23 @@ class PassThrough:
         if flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with self._answered(0):
-            return self._open(self._source + path)
-
-    def _open(self, path: str) -> int:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # this file system reads through the page cache only
-                raise
-            descriptor = os.open(path, os.O_RDONLY)
-            self._direct[descriptor] = False
-        else:
-            self._direct[descriptor] = True
-        return descriptor
+            try:
+                return os.open(self._source + path, os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
+                    raise
+            descriptor = os.open(self._source + path, os.O_RDONLY)
+            self._buffered.add(descriptor)
+            return descriptor
 
     def release(self, _path: str, fh: int) -> int:
-        del self._direct[fh]
+        self._buffered.discard(fh)
         os.close(fh)
         return 0
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         number = next(self._numbers)
-        self._waiting[number] = (path, offset, size, time.monotonic_ns())
+        self._waiting[number] = (path, offset, time.monotonic_ns())
         try:
             if self._stall_from is not None and offset + size > self._stall_from:
                 threading.Event().wait()
@@ -110,7 +112,7 @@ class PassThrough:
             del self._waiting[number]
 
     def _read(self, size: int, offset: int, fh: int) -> bytes:
-        """Read through a buffer at the start of a page, from the start of a page, as O_DIRECT needs."""
+        """Read whole pages into a buffer of whole pages, because O_DIRECT requires both."""
         before = offset % PAGESIZE
         length = -(-(before + size) // PAGESIZE) * PAGESIZE
         area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
@@ -120,13 +122,13 @@ class PassThrough:
             data = bytes(view[before : min(before + size, count)])
         if len(area) == LARGEST_READ_BYTES:
             self._areas.append(area)
-        if not self._direct[fh]:
+        if fh in self._buffered:
             os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
         return data
 
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
-        """Hold the answer of a request, whose work is the block, until it is due."""
+        """Run the block, which serves a request, and then wait until the answer is due."""
         due_ns = self._schedule.due_ns(time.monotonic_ns(), length)
         yield
         if (left_ns := due_ns - time.monotonic_ns()) > 0:
@@ -136,9 +138,9 @@ class PassThrough:
 def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
     """Mount a folder, and answer requests until the file system is unmounted.
 
-    With ``name``, a parent reads what this process sends, and is answered.
+    ``name`` is given if weighin is the parent process, which gets messages (see the module).
     """
-    import mfusepy  # of the extra "disk"
+    import mfusepy  # installed by weighin[disk]
 
     parent = Parent() if name else None
     on_mounted: Callable[[], None] = (lambda: parent.send("mounted")) if parent else (lambda: None)
@@ -147,9 +149,11 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
         threading.Thread(
             target=_listen, args=(parent, files, Path(mountpoint)), daemon=True
         ).start()
-    with contextlib.suppress(PermissionError):  # only root may; a disk waits for no processor
+    with contextlib.suppress(
+        PermissionError
+    ):  # only root may; a real disk does not wait for a processor
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # inherited by threads
+    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
     mfusepy.FUSE(
         files,
         mountpoint,
@@ -166,7 +170,7 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
 
 
 def may_allow_others() -> bool:
-    """Tell whether other users, as that of a container, can be given access to the mounted files."""
+    """Return whether FUSE can let other users read, such as the user of a container."""
     if os.geteuid() == 0:
         return True
     try:
@@ -176,22 +180,40 @@ def may_allow_others() -> bool:
     return "user_allow_other" in (line.strip() for line in lines)
 
 
+def unmount(mountpoint: Path, device: int | None = None) -> None:
+    """Unmount a FUSE file system at once, and fail its waiting reads, so that their processes can end.
+
+    The same file system may stay mounted in other mount namespaces, where all reads then fail. A user
+    who is not root needs ``device``, the minor device number of the file system.
+    """
+    if device is not None:
+        with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
+            (_CONNECTIONS / str(device) / "abort").write_text("1")
+    path = os.fsencode(mountpoint)
+    if _libc.umount2(path, _MNT_FORCE | _MNT_DETACH) == 0:
+        return
+    if command := shutil.which("fusermount") or shutil.which("fusermount3"):
+        subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
+
+
 def _listen(parent: Parent, files: PassThrough, mountpoint: Path) -> None:
-    """Answer each line of the parent with the reads that wait; unmount when the parent has ended."""
+    """Answer each line of the parent with the waiting reads; unmount when the parent has ended."""
     while parent.receive() is not None:
         parent.send("waiting", reads=files.waiting)
     unmount(mountpoint)
-    os._exit(0)  # a read that is never answered would keep this process
+    os._exit(0)  # a normal exit would wait for the reads that are never answered
 
 
 def main() -> None:
-    """Run the module by hand, or as the child of a run."""
+    """Read the options, and serve the mount."""
     parser = argparse.ArgumentParser(prog="python -m weighin.disk.passthrough", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", help="the folder to show")
-    parser.add_argument("mountpoint", help="an empty folder")
-    parser.add_argument("--rate", type=parse_rate, help="of all requests together: 200MB/s")
-    parser.add_argument("--latency", type=parse_seconds, help="of each request: 5ms")
+    parser.add_argument("folder", help="the folder to mount a second time")
+    parser.add_argument("mountpoint", help="an empty folder, at which the files appear")
+    parser.add_argument(
+        "--rate", type=parse_rate, help="the rate of all requests together: 200MB/s"
+    )
+    parser.add_argument("--latency", type=parse_seconds, help="the latency of each request: 5ms")
     parser.add_argument(
         "--stall-from",
         type=parse_bytes,

@@ -1,11 +1,11 @@
-"""Read a file directly, and print how long that took: with it, weighin tests a slow disk.
+"""Read a file with O_DIRECT and print the times, so that weighin can test a slow disk.
 
     python probe.py FILE OPTIONS
 
-OPTIONS is JSON: the number of small reads that are timed one by one (``requests``), and the bytes that
-are timed (``bytes``) after others that are not (``before``), with several ``threads`` at once. The file
-is read from its start again at its end. The program uses the standard library alone, so that it also
-runs in a container.
+OPTIONS is a JSON object. ``requests`` is the number of one-page reads, which are timed one by one. Then
+``threads`` threads read ``before`` bytes without timing, and ``bytes`` bytes with timing. At the end of
+the file, the reads continue at its start. The program imports only the standard library, so that it runs
+in any container with Python.
 """
 
 import json
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _read(descriptor: int, blocks: int, wanted_bytes: int, threads: int) -> int:
-    """Read at least as many bytes as wanted, with several threads; return how many were read."""
+    """Read at least ``wanted_bytes`` with several threads; return the number of bytes that were read."""
     numbers = iter(range(-(-wanted_bytes // _BLOCK_BYTES)))
     lock = threading.Lock()
     counts: list[int] = []

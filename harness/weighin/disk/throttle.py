@@ -1,7 +1,7 @@
-"""Limit the rate of a cgroup's reads from one disk, with the throttle of the kernel.
+"""Limit the rate of a cgroup's reads from one disk, with the kernel's throttle.
 
-The throttle delays requests to the disk itself. Pages that are in the page cache, whoever read them,
-are read at the speed of memory: the caller drops them first.
+The throttle delays only requests to the disk. A read of a page in the page cache is not delayed, so
+that weighin drops the files from the page cache first.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def hierarchy() -> tuple[int, Path] | None:
 
 
 def device_of(path: Path) -> tuple[str, str]:
-    """Return the disk below /dev that holds ``path``, and why there is none; one of the two is empty."""
+    """Return (name of the disk of ``path`` in /dev, ""), or ("", why ``path`` has no disk)."""
     storage = describe(path)
     if storage.device:
         return storage.device, ""
@@ -38,10 +38,12 @@ def device_of(path: Path) -> tuple[str, str]:
 
 
 def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
-    """Limit the reads from the disk ``device`` in that one of ``groups`` whose hierarchy can limit reads.
+    """Limit the reads of a cell from the disk ``device``.
+
+    ``groups`` are the cell's cgroups in all hierarchies, of which one can limit reads.
 
     Raises:
-        IsolationUnavailable: the kernel refuses.
+        IsolationUnavailable: the kernel does not accept the limit.
     """
     number = (_DISKS / device / "dev").read_text().strip()
     v1 = [group for group in groups if (group / _V1_FILE).exists()]

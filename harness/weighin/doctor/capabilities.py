@@ -1,6 +1,6 @@
-"""Tell which figures this machine measures exactly, and why it cannot measure other figures.
+"""Test which figures this machine can measure, and how exactly.
 
-The cgroup's figures are tested in a temporary cgroup, not inferred from the kernel's version.
+The figures of a cgroup are tested in a temporary cgroup, not inferred from the kernel's version.
 """
 
 import os
@@ -24,7 +24,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A line of the doctor's table; ``verdict`` is "good" (yes), "poor" (partly) or "bad" (no)."""
+    """A row of the table of ``weighin doctor``: "good" means yes, "poor" partly and "bad" no."""
 
     subject: str
     verdict: Verdict
@@ -32,7 +32,7 @@ class Capability:
 
 
 def figures() -> Iterator[Capability]:
-    """Yield a line for each figure of a record, in the order in which a report shows them."""
+    """Yield a row for each figure of a record."""
     clear = os.access("/proc/self/clear_refs", os.W_OK)
     yield Capability(
         "peak RSS of each phase",
@@ -44,7 +44,7 @@ def figures() -> Iterator[Capability]:
     yield Capability(
         "anonymous, file, shared memory",
         "good",
-        "sampled from outside, exact at the end of each phase: the kernel keeps no peak of them",
+        "sampled, and exact at the end of each phase, because the kernel keeps no peak of them",
     )
     try:
         with temporary_group() as group:
@@ -60,7 +60,7 @@ def figures() -> Iterator[Capability]:
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
-    """Yield a line for each figure of a temporary cgroup: its peak, OOM kills, refaults, limits."""
+    """Yield a row for each figure of a temporary cgroup: peak, OOM kills, refaults, soft limit."""
     subject, name = "cgroup peak", cgroup.peak_path.name
     with closing(PeakMark(cgroup)) as mark:
         if mark.read() is None:
@@ -91,7 +91,7 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
 
 
 def nested() -> Capability:
-    """Return whether a group with a limit can have groups with limits of their own inside it."""
+    """Test whether a cgroup with a limit can have child cgroups with smaller limits."""
     subject = "nested memory limits"
     try:
         with temporary_group() as group:
@@ -116,7 +116,7 @@ def nested() -> Capability:
 
 
 def pressure() -> Capability:
-    """Return whether memory pressure can be measured: PSI needs a group in a cgroup v2 tree."""
+    """Test whether memory pressure can be measured: PSI needs a cgroup v2 tree."""
     subject = "memory pressure (PSI)"
     if not Path("/proc/pressure/memory").exists():
         return Capability(subject, "poor", "missing: disabled in this kernel; boot with psi=1")
@@ -132,7 +132,7 @@ def pressure() -> Capability:
 
 
 def cold_cache() -> Capability:
-    """Return whether a file can be evicted from the page cache and the eviction be checked."""
+    """Test whether a file in weighin's cache can be evicted from the page cache."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:

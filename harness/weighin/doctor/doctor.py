@@ -1,4 +1,4 @@
-"""``weighin doctor``: test what this machine can limit and measure.
+"""``weighin doctor``: test which limits this machine enforces and which figures it measures.
 
 Each capability is tested, not inferred from version numbers.
 """
@@ -43,7 +43,7 @@ _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of all tests of ``weighin doctor``, in the order of its table."""
+    """The results of all tests of ``weighin doctor``, in the order of the table's rows."""
 
     capabilities: tuple[Capability, ...]
 
@@ -55,7 +55,6 @@ class Examination:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole examination for ``--json``."""
         return {
             "holds_a_limit": self.holds_a_limit,
             "capabilities": [
@@ -65,10 +64,10 @@ class Examination:
 
 
 def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
-    """Test this machine; ``say`` gets a line before each step that takes long.
+    """Test this machine; ``say`` is called with a line of text before each slow step.
 
-    The function removes the containers, cgroups, mounts and folders that killed runs left behind, and reports them;
-    with ``clean`` also those of runs with another lock file.
+    The function removes the containers, cgroups, mounts and folders that killed runs left behind, and
+    reports each of them. ``clean`` also removes those of runs with another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
@@ -78,7 +77,6 @@ def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
 
 
 def table(examination: Examination) -> Table:
-    """Return the examination as a table for a terminal."""
     shown = Table("subject", "works", "detail", box=SIMPLE_HEAD, pad_edge=False)
     for one in examination.capabilities:
         works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"
@@ -98,19 +96,19 @@ def _isolation(
     yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
-        yield from _disks(isolation, say)
-        return
-    say(f"running a probe into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
-    try:
-        yield _prove(isolation, say)
-    except HarnessError as error:
-        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
-        return
+    else:
+        limit_size = format_bytes(_PROBE_LIMIT_BYTES)
+        say(f"running a probe into a limit of {limit_size} with {isolation.name}")
+        try:
+            yield _prove(isolation, say)
+        except HarnessError as error:
+            yield Capability(subject, "bad", f"{error.message}. {error.repair}")
+            return
     yield from _disks(isolation, say)
 
 
 def _disks(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
-    """Yield whether the cells of an isolation can have a slow disk, proven by a direct read."""
+    """Test with a direct read whether the cells of an isolation can have a slow disk."""
     spec = model("gpt2-tiny")
     for name, pace in _DISKS:
         subject = f"isolation {isolation.name}: {name}"
@@ -130,7 +128,7 @@ def _removed(line: str) -> Capability:
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
-    """Run a worker that exceeds its limit; check that the kernel kills it while it allocates."""
+    """Run a worker that allocates more than its limit, and check that the kernel kills the worker."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
     checkpoint = cache.ensure(spec, "pt")
@@ -196,8 +194,8 @@ def _swap(swap_bytes: int) -> Capability:
 
 
 def gpu() -> Capability:
-    """Return the GPU for cells with ``--device cuda``, or the reason why no GPU is usable."""
-    import torch  # takes 2 s; the earlier probes have brought torch into the page cache
+    """Test whether torch can use a GPU."""
+    import torch  # takes 2 s, as the earlier tests have brought torch into the page cache
 
     subject = "CUDA GPU"
     if torch.cuda.is_available():

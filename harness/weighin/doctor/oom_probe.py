@@ -1,4 +1,4 @@
-"""A strategy that allocates more than its limit, with which ``weighin doctor`` tests limits."""
+"""A strategy that allocates 1 GiB, so that ``weighin doctor`` can test a limit of 384 MiB."""
 
 import torch
 
@@ -11,5 +11,7 @@ DEVICES = ("cpu",)
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("overrun"):
-        tensor = torch.ones(1024 * MIB, dtype=torch.uint8)  # written, so that it is resident
+        tensor = torch.ones(
+            1024 * MIB, dtype=torch.uint8
+        )  # ones are written, so that they are resident
     return torch.nn.Linear(1, int(tensor[0]))  # reached only if nothing enforces the limit

@@ -1,7 +1,7 @@
-"""Turn the events of the CUDA allocator into an exact timeline of requested and reserved bytes.
+"""Compute an exact timeline of requested and reserved bytes from the CUDA allocator's events.
 
-The events do not contain the sizes of blocks, so there is no exact timeline of allocated bytes.
-Phases have the peaks of allocated bytes, and samples have the values over time.
+The events do not contain the sizes of blocks, so that they give no timeline of allocated bytes. A
+record's phases have the peaks of allocated bytes, and its samples have the values over time.
 """
 
 import csv
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Final
 
 TRACE_EVENTS: Final = 1_000_000
-"""The number of events that the allocator keeps; a load causes two or three per tensor."""
+"""The number of events that the allocator keeps; a load causes two or three events per tensor."""
 
-# A request ends when the device no longer uses it, as in the allocator's requested_bytes.
+# A request ends when the GPU no longer uses its memory, as in the allocator's requested_bytes.
 _REQUESTED: Final = {"alloc": 1, "free_completed": -1}
 _RESERVED: Final = {
     "segment_alloc": 1,
     "segment_free": -1,
-    "segment_map": 1,  # an event of segments that can grow
+    "segment_map": 1,  # only expandable segments have this event
     "segment_unmap": -1,
 }
 FIELDS: Final = ("t_ns", "action", "bytes", "requested_bytes", "reserved_bytes")
@@ -37,7 +37,7 @@ class Trace:
     events: list[tuple[int, str, int]] = field(default_factory=list)
 
     def steps(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """Yield each event, with the requested and the reserved bytes after this event."""
+        """Yield each event with the requested and the reserved bytes after it, as in ``FIELDS``."""
         requested, reserved = self.requested_bytes, self.reserved_bytes
         for t_ns, action, size in self.events:
             requested += _REQUESTED.get(action, 0) * size
@@ -47,8 +47,8 @@ class Trace:
     def doubts(self, requested_peak_bytes: int | None, kept: int = TRACE_EVENTS) -> list[str]:
         """Return warnings about an incomplete or inconsistent trace.
 
-        ``requested_peak_bytes`` is the allocator's own peak. ``kept`` is the largest number of
-        events that the allocator keeps.
+        ``requested_peak_bytes`` is the allocator's own peak. ``kept`` is the number of events that
+        the allocator keeps.
         """
         warnings = []
         if len(self.events) >= kept:

@@ -1,7 +1,7 @@
 """Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-The module works on cgroup v2, on v1 and on the hybrid of both. If this kernel lacks a file, the
-figure is None, never zero. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst
+The module works on cgroup v2, on v1 and on the hybrid of both. A figure is None, never zero, if this
+kernel lacks its file. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst
 and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
@@ -16,7 +16,7 @@ from weighin.probes import mounts
 from weighin.probes.mounts import Mounted
 
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
-"""Environment variable that names another lock file for runs than the machine's default."""
+"""The environment variable that names the lock file for runs, in place of the machine's default."""
 _VMSTAT = Path("/proc/vmstat")
 _UNLIMITED: Final = 2**60
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
@@ -30,7 +30,7 @@ def read_kernel(path: Path) -> str:
 def start_time(pid: int) -> int | None:
     """Return a process's start time, in clock ticks since boot; None if the process has ended.
 
-    Pid and start time together identify a process uniquely, since pids are reused.
+    A pid alone does not identify a process, because Linux uses pids again; pid and start time do.
     """
     return _number(pid, 19)
 
@@ -43,11 +43,11 @@ def all_pids() -> list[int]:
 def pids_in(group: Path) -> list[int]:
     """Return the processes in a cgroup that are visible here; empty if the group was removed."""
     try:
-        # Opened anew each time: v1 keeps the list of an open file for a second.
+        # The file is opened at each call, because v1 caches the list of an open file for a second.
         found = map(int, (group / "cgroup.procs").read_text().split())
     except OSError:  # removed, or threaded
         return []
-    return [pid for pid in found if pid]  # 0 stands for one of another pid namespace
+    return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
 
 
 def parent_of(pid: int) -> int | None:
@@ -65,17 +65,14 @@ def _number(pid: int, index: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a unique name for this process: "pid-ticks-namespace".
-
-    The name has its pid, its start time and the inode number of its pid namespace.
-    """
+    """Return a unique name for this process: its pid, start time and pid namespace, joined by "-"."""
     return f"{os.getpid()}-{start_time(os.getpid())}-{_pid_namespace()}"
 
 
 def is_alive(name: str) -> bool:
-    """Tell whether a process may still run, by the name that ``this_process`` gave it.
+    """Return whether the process with a name of ``this_process`` may still run.
 
-    A process of another pid namespace cannot be seen from here, so it may run.
+    The result is True for a process of another pid namespace, which this process cannot see.
     """
     pid, _, rest = name.partition("-")
     ticks, _, namespace = rest.partition("-")
@@ -89,19 +86,19 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a thing that this process owns: "pid-ticks-namespace.number".
+    """Return a name for a cgroup, mount or container of this process: "pid-ticks-namespace.number".
 
-    If the environment names a lock file for runs, a digest of the file's path follows.
+    A digest of the lock file's path follows if the environment variable ``WEIGHIN_LOCK`` is set.
     """
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
 def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
-    """Tell whether this process may remove the thing to which ``owned_name`` gave this name.
+    """Return whether this process may remove the cgroup, mount or container with an ``owned_name``.
 
-    The thing's owner must be of this pid namespace, must have ended, and must have used the same
-    lock file: runs with different lock files run at the same time, and do not touch each other's
-    leftovers, unless ``any_lock`` is given.
+    The owner must be a process of this pid namespace that has ended. Unless ``any_lock`` is given,
+    the owner must have used this process's lock file, because runs with different lock files do not
+    remove each other's leftovers.
     """
     owner, _, number = name.rpartition(".")
     same_lock = "".join(number.partition("-")[1:]) == lock_suffix()
@@ -125,19 +122,19 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of the v2 tree; None if it is not mounted. Only v2 has PSI files."""
+    """Return the mount point of cgroup v2, which alone has PSI files; None if it is not mounted."""
     return hierarchies(mounts.read())[1]
 
 
 def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
-    """Return the mount points of the v1 memory hierarchy and the v2 tree."""
+    """Return the mount points of the memory controller on cgroup v1, and of cgroup v2."""
     version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
     version2 = (one.place for one in found if one.kind == "cgroup2")
     return next(version1, None), next(version2, None)
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
-    """Return the folder of a process's memory cgroup; None if it is not visible."""
+    """Return the folder of a process's memory cgroup; None if the folder is not visible here."""
     hierarchy = memory_hierarchy()
     path = _group_of(pid, hierarchy[0]) if hierarchy else None
     if hierarchy is None or path is None:
@@ -147,19 +144,19 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def has_left(pid: int, group: Path) -> bool:
-    """Tell whether a running process is neither in this memory cgroup nor in one below it."""
+    """Return whether a running process is in a memory cgroup that is neither ``group`` nor below it."""
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
-    flags = _number(pid, 6)  # cgroup v1 shows a process that is exiting in the root group
+    flags = _number(pid, 6)  # on cgroup v1, an exiting process is in the root group
     return flags is not None and not flags & _PF_EXITING
 
 
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    The result is None if PSI is off, or if the group is the root group, whose PSI covers the whole
-    machine.
+    The result is None if PSI is off. It is None for the root group, because the PSI of that group is
+    of the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -169,9 +166,9 @@ def pressure_file_of(pid: int) -> Path | None:
 
 
 def _folder(mount: Path, group: str) -> Path:
-    """Return the folder below ``mount`` of a group as named in /proc/PID/cgroup.
+    """Return the folder of a group; ``group`` is its path in /proc/PID/cgroup.
 
-    In a container, ``mount`` may show the container's own group in place of the whole hierarchy.
+    In a container, ``mount`` may be the container's own group, not the root of the hierarchy.
     """
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
@@ -179,7 +176,7 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return the memory group (version 1) or the v2 group from a /proc/PID/cgroup text."""
+    """Return a process's memory group (version 1) or v2 group from the text of /proc/PID/cgroup."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -195,13 +192,16 @@ def _group_of(pid: int, version: int) -> str | None:
 
 
 def read_machine_oom_kills() -> int | None:
-    """Return the number of processes that the kernel's OOM killer ended on the whole machine."""
+    """Return how many processes of the whole machine the OOM killer has killed since boot."""
     return _read_field(_VMSTAT, "oom_kill")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCgroup:
-    """The files of one memory cgroup; its PSI file ``pressure_path`` may be in another folder."""
+    """The files of one memory cgroup.
+
+    The PSI file ``pressure_path`` is in another folder if the memory controller is on cgroup v1.
+    """
 
     path: Path
     pressure_path: Path | None = None
@@ -233,59 +233,60 @@ class MemoryCgroup:
 
     @property
     def soft_limit_path(self) -> Path | None:
-        """The file of the limit above which the kernel throttles the group; v1 has no such file."""
+        """memory.high, above which the kernel throttles the group; None on v1."""
         path = self.path / "memory.high"
         return path if path.exists() else None
 
     @property
     def oom_path(self) -> Path:
-        """The file whose line ``oom_kill N`` counts kills in this group, not in child groups."""
+        """The file whose line ``oom_kill N`` counts the kills in this group without its child groups."""
         return self._name("memory.oom_control", "memory.events.local")
 
     def read_limit(self) -> int | None:
-        """Return the limit, in bytes; None if there is none ("max" on v2)."""
+        """Return the limit, in bytes; None without a limit on v2 ("max")."""
         text = (_read(self.limit_path) or "").strip()
         return int(text) if text.isdigit() else None
 
     def read_usage(self) -> int | None:
         """Return the current charge, in bytes."""
-        return _read_int(self.usage_path)
+        text = _read(self.usage_path)
+        return int(text) if text else None
 
     def read_in_use(self) -> int:
-        """Return the current charge without inactive file pages, which the kernel reclaims first."""
+        """Return the current charge, in bytes, without inactive file pages, which are reclaimed first."""
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
     def read_oom_kills(self) -> int | None:
-        """Return the number of processes of this group that the OOM killer ended."""
+        """Return how many processes of this group the OOM killer has killed."""
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the number of kills in this group and in all that were ever below it; None on v1."""
+        """Return the OOM kills in this group and all groups that were ever below it; None on v1."""
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local: how often this group met its limits.
 
-        ``max`` counts charges that met the limit, ``high`` counts charges above the soft limit, and
-        ``oom`` counts charges for which nothing could be reclaimed. The result is None on cgroup
-        v1, whose failcnt stays 0 if RAM and swap have the same limit (measured on Linux 6.18 by
-        reading a file of twice the limit twice).
+        ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
+        ``oom`` counts charges for which the kernel could reclaim nothing. The result is None on
+        cgroup v1: its failcnt stays 0 if RAM and swap have the same limit (Linux 6.18: a file of
+        twice the limit was read twice).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
 
     def read_refaults(self) -> int | None:
-        """Return the number of file pages that were read again after their eviction."""
+        """Return how many file pages were read again after their eviction."""
         return _read_field(self.stat_path, "workingset_refault_file")
 
     def read_pressure_ns(self) -> tuple[int | None, int | None]:
-        """Return the total stall times (some, full) in nanoseconds; None if PSI is off."""
+        """Return PSI's total stall times (some, full) in nanoseconds; None if PSI is off."""
         text = _read(self.pressure_path) if self.pressure_path else None
         return parse_pressure(text) if text else (None, None)
 
     def raise_limit(self) -> None:
-        """Lift the limit, so that a killed process that thrashes can exit at once."""
+        """Remove the limit, so that a killed process that thrashes can exit at once."""
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above the memory+swap limit
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
@@ -295,25 +296,25 @@ class MemoryCgroup:
             try:
                 if path.exists():
                     path.write_text("-1" if self.version == 1 else "max")
-            except OSError:  # not writable; the kill then takes longer
+            except OSError:  # the file is read-only; the killed process then needs longer to exit
                 return
 
 
 def limits_around(folder: Path) -> list[tuple[int, Path]]:
-    """Return (limit, group) of each limited group among ``folder`` and those above it.
+    """Return (limit in bytes, group) of each limited group among ``folder`` and its parents.
 
-    The smallest limit comes first. Limits above those visible here are not known. v1 has a huge
-    number instead of no limit.
+    The smallest limit comes first. In a container, groups above the mount point are not visible.
+    On v1, a group without a limit has a number above 2**60.
     """
     limits = [(MemoryCgroup(group).read_limit(), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most memory that a group can have under the limits around it, in bytes.
+    """Return the most memory that a group can have under its limit and those around it, in bytes.
 
-    What others have in the limited groups now, and what cannot be reclaimed of it, is not left for
-    this one. The result is None without a limit.
+    The anonymous and shared memory of other groups under the same limit reduces the result. The
+    result is None without a limit.
     """
     own = _unreclaimable(folder)
     return min(
@@ -333,16 +334,19 @@ def _unreclaimable(folder: Path) -> int:
 
 
 class PeakMark:
-    """The kernel's high-water mark of a cgroup, and whether it can be reset.
+    """The kernel's high-water mark of a cgroup's charge.
 
-    On v1, writing 0 resets the mark for all readers. On v2 since Linux 6.12, a write resets the
-    mark for the open file that is written. If neither is possible, only the peak since the group's
-    creation is known.
+    ``resets`` tells whether the kernel can reset the mark. On v1, a write of 0 resets the mark for
+    all readers. On v2 since Linux 6.12, a write resets the mark for the open file that is written.
+    On other kernels, the mark is the peak since the group's creation. ``highest_bytes`` is the
+    largest result of all calls of ``read``.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
-        self._v1 = cgroup.version == 1
+        self.cgroup = cgroup
         self.resets = True
+        self.highest_bytes: int | None = None
+        self._v1 = cgroup.version == 1
         try:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
         except FileNotFoundError:
@@ -351,16 +355,18 @@ class PeakMark:
             self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
-        """Return the highest charge since the last reset, in bytes; None if it is not available."""
+        """Return the highest charge since the last reset, in bytes; None if the kernel has no mark."""
         if self._file < 0:
             return None
         try:
-            return int(os.pread(self._file, 32, 0))
-        except OSError:  # the group was removed in the meantime
+            peak = int(os.pread(self._file, 32, 0))
+        except OSError:  # the group was removed
             return None
+        self.highest_bytes = max(peak, self.highest_bytes or 0)
+        return peak
 
     def reset(self) -> bool:
-        """Reset the mark to the current charge; return whether the kernel did so."""
+        """Reset the mark to the current charge; return whether the kernel can do that."""
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)
@@ -375,7 +381,7 @@ class PeakMark:
 
 
 def parse_pressure(text: str) -> tuple[int | None, int | None]:
-    """Return the total stall times (some, full) of a PSI text, in nanoseconds."""
+    """Return the total stall times (some, full) from the text of a PSI file, in nanoseconds."""
     totals: dict[str, int] = {}
     for line in text.splitlines():
         kind, *fields = line.split()
@@ -404,11 +410,5 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _read_int(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text else None
-
-
 def _read_field(path: Path, name: str) -> int | None:
-    text = _read(path)
-    return parse_field(text, name) if text else None
+    return parse_field(_read(path) or "", name)

@@ -1,7 +1,8 @@
-"""Read the memory of a whole command at one instant: of its cgroup, or without one, of its tree.
+"""Read the memory of a command at one instant, from its cgroup or else from all its processes.
 
-A cgroup's figures are the kernel's own, and cheap. The processes of a tree share pages, so that only
-the sum of their proportional set sizes counts each page once. A sum of PSS is expensive.
+The kernel keeps a cgroup's figures, which are cheap to read. Processes share pages, so that only the
+sum of their proportional set sizes (PSS) counts each page once. To read a PSS takes long, because the
+kernel walks the whole address space.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ _V1: Final = {
     "faults": "total_pgfault",
     "major": "total_pgmajfault",
 }
-_LINKS_OF_EMPTY: Final = 2
+_LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _V2: Final = {
     "anon": "anon",
     "file": "file",
@@ -38,15 +39,14 @@ _V2: Final = {
 class GroupMemory:
     """The memory of a cgroup and the groups below it.
 
-    In its samples, ``file_bytes`` is the mapped page cache. Since the kernel counts mapped shared
-    memory in the same figure, ``file_bytes`` is too low if a command writes shared memory and does
-    not map it.
+    A sample's ``file_bytes`` is the mapped page cache: the kernel's mapped memory less all shared
+    memory. The figure is too low for a command that writes shared memory without mapping it.
     """
 
     is_fresh = True
 
     def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
-        """``helpers`` are members that are not the command's."""
+        """``helpers`` are the pids of members that belong to the isolation, not to the command."""
         self._cgroup = cgroup
         self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
@@ -57,7 +57,7 @@ class GroupMemory:
         self.kernel_bytes: int | None = None
 
     def pids(self) -> list[int]:
-        """Return the pids of all members; those of another pid namespace are not visible."""
+        """Return the pids of the command's processes that are visible in this pid namespace."""
         return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
@@ -89,13 +89,13 @@ class GroupMemory:
         )
 
     def shares(self, pids: list[int]) -> dict[int, Shares]:
-        """Return the share of each process in the memory, as far as it can be read."""
+        """Return the share of each process in the memory; a process of another user is left out."""
         return _read_shares(pids)
 
     def oom_kills(self) -> int | None:
-        """Return the number of processes that the kernel killed in the group and those below it.
+        """Return how many processes the OOM killer killed in the group and the groups below it.
 
-        On v2, groups that were removed in the meantime count as well.
+        On v2, the number includes groups that have been removed.
         """
         for folder in _folders(self._cgroup.path):
             kills = MemoryCgroup(self._cgroup.path / folder).read_oom_kills()
@@ -106,7 +106,7 @@ class GroupMemory:
         return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
-        """Return the most memory that the group can have, in bytes; None without a limit."""
+        """Return the most memory that the group can have, in bytes; None without a limit (``room_in``)."""
         return room_in(self._cgroup.path)
 
     def close(self) -> None:
@@ -117,14 +117,14 @@ class GroupMemory:
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
-    An orphan whose parent was not seen belongs to the tree if it became a child of this process,
-    which is a subreaper. Between two sums, the sum grows with the anonymous memory of a
-    process if no other process of the tree has changed.
+    This process is a subreaper: a process whose parent ended becomes a child of this process, and
+    belongs to the tree. Between two sums, a sample adds the growth of a process's anonymous memory
+    to the last sum, if the anonymous memory of no other process has changed.
     """
 
     kernel_bytes = None
     is_fresh = False
-    """Whether the last sample is a sum, and not the one before with what has grown since."""
+    """Whether the last sample is a new sum of proportional set sizes."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -136,7 +136,7 @@ class TreeMemory:
         self._counted_twice = 0
 
     def pids(self) -> list[int]:
-        """Return the pids of the tree, as of the last search for processes."""
+        """Return the pids of the tree at the last search for processes, which takes too long for each call."""
         if self._search.begin():
             parents = {pid: parent_of(pid) for pid in all_pids()}
             self._not_ours &= parents.keys()
@@ -158,7 +158,7 @@ class TreeMemory:
         return False
 
     def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
-        """Return the sum over the processes; None if none of them has memory."""
+        """Return the sum over the processes; None if no process has memory."""
         status = _read_statuses(pids)
         self.is_fresh = self._sum.begin()
         if self.is_fresh:
@@ -180,10 +180,10 @@ class TreeMemory:
         )
 
     def _add_up(self, status: dict[int, dict[str, int]]) -> None:
-        """Read the shares, and by how much the sum of resident memory counts shared pages twice.
+        """Read the shares, and compute how many bytes the sum of anonymous memory counts twice.
 
-        The processes may grow meanwhile. The figure is then known within bounds only, and stays as
-        it was if it lies within them.
+        The anonymous memory is read before and after the shares, because the processes may grow
+        between. The two readings are bounds of the figure, which changes only if it is outside.
         """
         self._shares, self._status = _read_shares(list(status)), status
         shared = sum(anon for anon, _, _ in self._shares.values())
@@ -191,7 +191,7 @@ class TreeMemory:
         self._counted_twice = min(max(self._counted_twice, least), most)
 
     def _grown(self, status: dict[int, dict[str, int]]) -> int:
-        """Return by how much the tree grew since the last sum, if one process alone did; else 0."""
+        """Return the tree's growth since the last sum if one process alone has changed; else 0."""
         if status.keys() != self._status.keys():
             return 0
         changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
@@ -212,12 +212,12 @@ class TreeMemory:
 
 
 def members_of(group: Path) -> list[int]:
-    """Return the pids in a group and those below it; processes of other pid namespaces are left out."""
+    """Return the pids in a group and the groups below it; those of other pid namespaces are left out."""
     return [pid for folder in _folders(group) for pid in pids_in(Path(folder))]
 
 
 def _folders(group: Path) -> list[str]:
-    """Return a group and the groups below it; the kernel counts those as links."""
+    """Return the folders of a group and the groups below it; none if the group was removed."""
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]
@@ -229,7 +229,7 @@ def _folders(group: Path) -> list[str]:
 def _read_shares(pids: list[int]) -> dict[int, Shares]:
     found = {}
     for pid in pids:
-        with contextlib.suppress(OSError):  # ended, or another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if shares := read_shares(pid):
                 found[pid] = shares
     return found
@@ -240,7 +240,7 @@ def _anon(status: dict[int, dict[str, int]]) -> int:
 
 
 def _read_statuses(pids: list[int]) -> dict[int, dict[str, int]]:
-    """Return the status of each process that has memory: a zombie has none."""
+    """Return the status of each process that has memory, which a zombie has not."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):

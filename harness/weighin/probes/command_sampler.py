@@ -1,8 +1,8 @@
-"""Sample the memory of a command and of all its processes, in a thread of the parent.
+"""Sample the memory of a command and of all its processes, in a thread of weighin.
 
-Samples draw the timeline and split it into anonymous memory, page cache and shared memory. The
-expensive figures are read only when the command uses more memory than before: the share of each
-process, its open files, and what ``at_maximum`` does.
+The timeline of a report draws the samples, split into anonymous memory, page cache and shared memory.
+The share of each process and its open files are expensive to read. The sampler therefore reads them
+only when the command uses more memory than before.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02
 _FAST_INTERVAL_S: Final = 0.001
-_MUCH_MORE: Final = 1.2  # than at the last table: a table of this size is worth the time
-_PRIORITY: Final = 1  # the lowest of those that come before every other thread
-_NEAR: Final = 4  # the limit is near if it is met after so many intervals
+_MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
+_PRIORITY: Final = 1  # the lowest real-time priority
+_NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
 
 
 class CommandSampler:
     """Samples a command until ``stop`` is called.
 
-    A command uses most memory in the sample with the most anonymous and shared memory, and among
-    samples that differ in it by 1 % or 1 MiB, in the sample with the highest usage. Page cache alone
-    can be given back, so it decides last.
+    A command uses most memory in the sample with the most anonymous and shared memory. Among samples
+    whose anonymous and shared memory differs by less than 1 % or 1 MiB, the sample with the highest
+    usage counts. Page cache decides last, because the kernel can reclaim page cache.
 
     Attributes:
-        oom_kills: in the group and those below it; None without a cgroup.
+        oom_kills: the OOM kills in the cgroup and the groups below it; None without a cgroup.
         peak_ns: the time of the sample in which the command uses most memory.
-        largest_anon_and_shmem_bytes: the largest sum of both in one sample.
-        largest_file_bytes: the most page cache in one sample; of a tree, the most mapped page cache.
-        largest_kernel_bytes: the most kernel memory in one sample; None if the kernel does not tell.
-        number_of_processes: that were seen; ``processes`` may return fewer.
+        largest_anon_and_shmem_bytes: the largest sum of anonymous and shared memory in one sample.
+        largest_file_bytes: the most page cache in one sample; without a cgroup, the most mapped
+            page cache.
+        largest_kernel_bytes: the most kernel memory in one sample; None if it cannot be read.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class CommandSampler:
         at_maximum: Callable[[int, int], None] | None = None,
         helpers: Collection[int] = (),
     ) -> None:
-        """``helpers`` are processes in the group that are not the command's.
+        """Prepare the sampler; ``start`` starts its thread.
 
-        ``at_maximum`` is called in the thread with (t_ns, bytes), if a sample's memory without
-        page cache is larger than in all samples before.
+        Args:
+            at_maximum: is called in the thread with (t_ns, bytes) of each sample whose memory
+                without page cache is larger than in all samples before.
+            helpers: the pids in the cgroup that belong to the isolation, not to the command.
         """
         self.oom_kills: int | None = None
         self.peak_ns: int | None = None
@@ -76,7 +78,7 @@ class CommandSampler:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """Take a last sample, end the thread, and return all samples, oldest first."""
+        """Take a last sample, end the thread, and return all samples, the oldest first."""
         self._stop.set()
         self._thread.join()
         self._memory.close()
@@ -85,10 +87,6 @@ class CommandSampler:
     def processes(self) -> tuple[Process, ...]:
         """Return the processes, with their shares when the command used most memory."""
         return self._table.processes()
-
-    @property
-    def number_of_processes(self) -> int:
-        return self._table.number
 
     def _run(self) -> None:
         _hasten()
@@ -104,7 +102,7 @@ class CommandSampler:
             self._stop.wait(max(due_s - time.monotonic(), 0))
 
     def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
-        """Return a shorter interval if the command would meet its limit within a few samples."""
+        """Return 1 ms if the command's growth would meet its limit within 4 intervals."""
         if self._limit is None or before is None or now is None:
             return self._interval_s
         rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
@@ -147,20 +145,20 @@ class CommandSampler:
 
 
 def _hasten() -> None:
-    """Let this thread run as soon as it is due, also while the command uses every processor.
+    """Give this thread a real-time priority, so that it runs although the command uses all processors.
 
-    The processes that this thread starts, such as py-spy, keep the usual priority. For an ordinary
-    user, who may not raise a priority, the function does nothing.
+    The processes that this thread starts, such as py-spy, keep the normal priority. The function has
+    no effect for an ordinary user, who may not raise a priority.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))
 
 
 def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
-    """Tell whether a command used more memory than before, as the class says it.
+    """Return whether a sample uses more memory than ``before``, by the rule of ``CommandSampler``.
 
-    ``most_bytes`` is the most anonymous and shared memory in all samples so far. Usage must have
-    grown by ``step_bytes``.
+    ``most_bytes`` is the most anonymous and shared memory of all samples so far. Of samples with
+    equal anonymous and shared memory, the usage must be higher by ``step_bytes``.
     """
     if before is None:
         return True
@@ -176,7 +174,7 @@ def _usage(sample: Sample) -> int:
 
 
 def _page_cache(sample: Sample) -> int:
-    """Return the page cache without shared memory, in bytes; of a tree, its mapped part."""
+    """Return the page cache without shared memory, in bytes; without a cgroup, its mapped part."""
     if sample.cgroup_file_bytes is None:
         return sample.file_bytes
     return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)

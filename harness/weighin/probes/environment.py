@@ -1,4 +1,4 @@
-"""Describe the machine's properties that affect figures, for records and ``weighin doctor``."""
+"""Read the properties of this machine that affect figures, for records and ``weighin doctor``."""
 
 import mmap
 import os
@@ -13,8 +13,8 @@ from weighin.probes.cgroup import memory_hierarchy
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.units import KIB
 
-_GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not delay a run
-# A submodule has a configuration of its own, so that git does not look into it.
+_GIT_TIMEOUT_S = 5.0  # git is slow on a network disk, and must not delay a run
+# git skips files in submodules, because a submodule's own configuration could start programs.
 _STATUS: Final = (
     "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
 )  # fmt: skip
@@ -28,7 +28,6 @@ SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELO
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that affect a worker's allocations or execution."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 
@@ -47,31 +46,29 @@ def machine() -> dict[str, Any]:
         "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
-        **_page_size(),
-    }
+    } | ({} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE})
 
 
 def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder.
 
-    ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
-    whether tracked files differ from that commit. ``git_dirty`` is None if the work tree's own
-    configuration names a filter, which git would run.
+    ``git_commit`` is None if the folder is in no git work tree or git fails. ``git_dirty`` tells
+    whether tracked files differ from that commit. It is None if the work tree's configuration names
+    a filter, because git would run the filter's program.
     """
-    commit, is_changed = _commit()
-    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
-
-
-def _commit() -> tuple[str | None, bool | None]:
-    """Return the commit of the current folder, and whether tracked files differ from it."""
+    commit: str | None
+    is_changed: bool | None = None
     status = None if _has_own_filters() else _git(*_STATUS)
-    if status is None:  # perhaps it took too long
-        return _git("rev-parse", "--verify", "HEAD"), None
-    lines = status.splitlines()
-    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
-    if commit is None or commit == "(initial)":
-        return None, None
-    return commit, any(not line.startswith("#") for line in lines)
+    if status is None:  # git was not run, failed or took too long
+        commit = _git("rev-parse", "--verify", "HEAD")
+    else:
+        lines = status.splitlines()
+        commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+        if commit == "(initial)":  # a repository without a commit
+            commit = None
+        elif commit:
+            is_changed = any(not line.startswith("#") for line in lines)
+    return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 
 
 def free_ram_bytes() -> int:
@@ -92,12 +89,12 @@ def _memory(name: str) -> int:
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
 
-    This is a setting of the disk or network file system that contains ``path`` or, if ``path`` does
-    not exist, its nearest existing parent folder.
+    The number is a setting of the disk or network file system of ``path``, or of its nearest parent
+    folder that exists.
     """
     _, number = device_of(path)
     folders = "class/bdi", "dev/block", "dev/block"
-    # The last path is for a partition.
+    # A partition has its disk's setting in the folder above, the last path.
     names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
     for folder, name in zip(folders, names, strict=True):
         if text := text_of(sysfs / folder / number / name):
@@ -106,29 +103,24 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
 
 
 def device_of(path: Path) -> tuple[Path, str]:
-    """Return ``path`` or its nearest existing parent folder, and the number of its device, "8:1"."""
+    """Return ``path`` or its nearest parent folder that exists, and the folder's device number, "8:1"."""
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     number = nearest.stat().st_dev
     return nearest, f"{os.major(number)}:{os.minor(number)}"
 
 
-def _page_size() -> dict[str, int]:
-    """Return an entry with the page size, unless it is the size that records imply by default."""
-    return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
-
-
 def _has_own_filters() -> bool:
-    """Tell whether the work tree's own configuration names programs that git runs to compare files."""
+    """Return whether the work tree's configuration names filters, which git runs to compare files."""
     listed = _git("config", "--show-scope", "--name-only", "--list")
     return listed is None or _OWN_FILTER.search(listed) is not None
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints, or None; git starts no program that the current folder names."""
+    """Return the output of git, which starts no program of the current folder; None if git fails."""
     try:
         ended = subprocess.run(
             ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments],
-            env=os.environ | {"GIT_ALLOW_PROTOCOL": ""},  # objects that are missing are not fetched
+            env=os.environ | {"GIT_ALLOW_PROTOCOL": ""},  # git must not fetch missing objects
             capture_output=True,
             text=True,
             errors="replace",
@@ -148,10 +140,10 @@ def _cpu_model() -> str | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a kernel's file, without blanks around it; None if it is not there."""
+    """Return the stripped text of a kernel's file; None if this kernel lacks the file."""
     try:
         return path.read_text().strip()
-    except OSError:  # this kernel or virtual machine lacks the file
+    except OSError:
         return None
 
 

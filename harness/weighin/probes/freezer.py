@@ -1,7 +1,7 @@
-"""Stop all processes of a cgroup for an instant, and let them go on.
+"""Freeze all processes of a cgroup for an instant.
 
-The processes do not notice it: no signal is sent, and a shell sees no stopped job. SIGKILL ends a
-frozen process on cgroup v2; on v1 it waits until the group is thawed. Source: cgroup-v2.rst
+The processes get no signal, and a shell sees no stopped job. On cgroup v2, SIGKILL ends a frozen
+process. On v1, SIGKILL has no effect until the group is thawed. Source: cgroup-v2.rst
 ("cgroup.freeze") and cgroup-v1/freezer-subsystem.rst of the kernel.
 """
 
@@ -14,12 +14,12 @@ from typing import Final
 from weighin.probes import mounts
 from weighin.probes.cgroup import read_kernel
 
-_PATIENCE_S: Final = 0.01  # a process in a long system call freezes at its end
+_PATIENCE_S: Final = 0.01  # a process in a long system call freezes only at the call's end
 _LOOK_S: Final = 0.0002
 
 
 class Freezer:
-    """Freezes a cell by the first of its groups that has a freezer; v2 comes before v1."""
+    """Freezes the first of a cell's cgroups that has a freezer, v2 before v1."""
 
     def __init__(self, groups: Iterable[Path]) -> None:
         self._control: Path | None = None
@@ -32,15 +32,11 @@ class Freezer:
 
     @property
     def works(self) -> bool:
-        """Tell whether one of the groups has a freezer."""
         return self._control is not None
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Stop all processes until the block ends; the value tells whether they have stopped.
-
-        The processes go on at the end of the block in any case.
-        """
+        """Freeze all processes until the block ends, and yield whether all were frozen in time."""
         if self._control is None:
             yield False
             return
@@ -67,13 +63,13 @@ _STATES: Final = {
     "cgroup.freeze": ("1", "0", "cgroup.events", "frozen 1"),
     "freezer.state": ("FROZEN", "THAWED", "freezer.state", "FROZEN"),
 }
-"""By the name of the file: what freezes, what thaws, the file to read, and its text when frozen."""
+"""For each control file: the text that freezes, the text that thaws, the state file, and its text."""
 
 
 def groups_of(pid: int, group: Path) -> list[Path]:
-    """Return the memory group of a process and its groups of the same name in other hierarchies.
+    """Return the memory group of a process, and its groups of the same name in other hierarchies.
 
-    A container has a group in each hierarchy of cgroup v1, and one in the v2 tree.
+    A container has one group in each hierarchy of cgroup v1, and one in cgroup v2.
     """
     found = [group]
     try:

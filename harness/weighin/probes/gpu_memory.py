@@ -1,7 +1,7 @@
-"""Sample one process's GPU memory as the driver counts it, with NVML from another process.
+"""Sample the GPU memory of another process with NVML, NVIDIA's library of the driver's figures.
 
-The driver's figure includes memory that no allocator of the process counts: the CUDA context, code
-and the libraries' own buffers.
+The driver's figure includes the CUDA context, code and the libraries' buffers, which PyTorch's
+allocator does not count.
 """
 
 import threading
@@ -12,7 +12,7 @@ _INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot report the memory; the message is the reason."""
+    """NVML cannot report the memory of a process; the message is the reason."""
 
 
 class DriverMemory:
@@ -71,7 +71,7 @@ class DriverMemory:
 
 
 def _start() -> Any:
-    """Import NVIDIA's Python module of NVML and return it; only machines with a GPU need it."""
+    """Import and start NVIDIA's Python module of NVML, which only machines with a GPU need."""
     try:
         import pynvml
     except ModuleNotFoundError:

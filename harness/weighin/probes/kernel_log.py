@@ -1,9 +1,9 @@
-"""Read from the kernel's log which processes the OOM killer ended, and for whose limit.
+"""Read from the kernel's log which processes the OOM killer killed, and for which cgroup's limit.
 
-The kernel writes two lines for each kill: "oom-kill:constraint=...", which names the cgroups, and
-"... Killed process ...", with the victim's memory. It leaves out the first line after ten kills
-within five seconds, and for the other victims of memory.oom.group. Source: mm/oom_kill.c and
-mm/memcontrol.c of the kernel, Documentation/ABI/testing/dev-kmsg.
+The kernel writes two lines for each kill. "oom-kill:constraint=..." names the cgroups, and "...
+Killed process ..." has the victim's memory. After ten kills within five seconds, the kernel leaves out
+the first line. With memory.oom.group, only the first victim has the first line. Source:
+mm/oom_kill.c and mm/memcontrol.c of the kernel, Documentation/ABI/testing/dev-kmsg.
 """
 
 import os
@@ -20,14 +20,14 @@ from weighin.text import one_line
 from weighin.units import KIB
 
 MACHINE: Final = "machine"
-"""Stands in ``Kill.limit_of`` for the memory of the whole machine."""
+"""The value of ``Kill.limit_of`` for a machine without free memory."""
 UNKNOWN: Final = "unknown"
-"""Stands in ``Kill.limit_of`` for a limit that the log does not name."""
+"""The value of ``Kill.limit_of`` for a cgroup that the log does not name."""
 
 _LOG: Final = Path("/dev/kmsg")
 _MESSAGE_BYTES: Final = 8192
-_FACILITY_SHIFT: Final = 3  # the lower bits of the first number are the priority
-_LATE_S: Final = 0.05  # a victim may end before the line with its memory is written
+_FACILITY_SHIFT: Final = 3  # the lower bits of a message's first number are its priority
+_LATE_S: Final = 0.05  # a victim may end before the kernel writes the line with its memory
 _CAUSE: Final = re.compile(
     r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
     r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
@@ -41,7 +41,7 @@ _VICTIM: Final = re.compile(
 
 
 def position() -> int | None:
-    """Return the number of the next message of the log; None where this user may not read it."""
+    """Return the number of the log's next message; None if this user may not read the log."""
     last = b""
     try:
         for message in _read():
@@ -54,11 +54,11 @@ def position() -> int | None:
 def kills_since(
     start: int | None, group: Path | None, main_pid: int, pids: Collection[int] = ()
 ) -> tuple[Kill, ...] | None:
-    """Return the kills in a cgroup and those below it, and of the processes ``pids``, since ``start``.
+    """Return the kills in a cgroup and the groups below it, and of the processes ``pids``.
 
-    ``start`` is what ``position`` returned. The result is None where this user may not read the
-    log. The log has the pids of the machine: in a container with pids of its own, no victim is found
-    to be the main process.
+    ``start`` is a result of ``position``: older messages are not read. The result is None if this
+    user may not read the log. The log has the machine's pids, so that in a container with its own pid
+    namespace, no victim is recognised as the main process.
     """
     if start is None:
         return None
@@ -76,7 +76,7 @@ def kills_since(
 
 
 def _inside(group: Path | None) -> str | None:
-    """Return a group's path below the mount point, which is the end of its path in the log."""
+    """Return a group's path below the mount point, because the kernel's log names groups by it."""
     hierarchy = memory_hierarchy()
     if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
         return None
@@ -92,7 +92,7 @@ def _read() -> Iterator[bytes]:
                 yield os.read(log, _MESSAGE_BYTES)
             except BlockingIOError:  # the end
                 return
-            except BrokenPipeError:  # the oldest messages were overwritten in the meantime
+            except BrokenPipeError:  # the kernel has overwritten the oldest messages
                 continue
     finally:
         os.close(log)
@@ -103,7 +103,7 @@ def _number(message: bytes) -> int:
 
 
 def _text(message: bytes) -> str:
-    """Return the first line of a message; empty for a message that a program has written."""
+    """Return the first line of a message of the kernel; empty for a program's message."""
     numbers, _, text = message.decode(errors="replace").partition(";")
     is_of_kernel = int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0
     return text.split("\n", 1)[0] if is_of_kernel else ""
@@ -111,7 +111,7 @@ def _text(message: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """The first line of a kill: the victim, its cgroup, and the cgroup whose limit was met."""
+    """The first line of a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
 
     pid: int
     group: str
@@ -121,9 +121,9 @@ class _Cause:
 def parse_kills(
     lines: list[str], group: str | None, main_pid: int, pids: Collection[int] = ()
 ) -> tuple[Kill, ...]:
-    """Return the kills that the log's lines tell of a group, and of the main process and ``pids``.
+    """Return the kills in the log's lines whose victim is in ``group``, ``main_pid`` or in ``pids``.
 
-    ``group`` is the end of the group's path.
+    ``group`` is the end of the cgroup's path.
     """
     kills: dict[int, Kill] = {}
     cause: _Cause | None = None
@@ -131,7 +131,7 @@ def parse_kills(
     for line in lines:
         sizes: dict[str, int] = {}
         if match := _CAUSE.search(line):
-            # The constraint says less: before Linux 5.3, it is CONSTRAINT_NONE for a cgroup, too.
+            # The constraint is not used: before Linux 5.3, it is CONSTRAINT_NONE also for a cgroup.
             limited, is_whole_group = match["limited"] or MACHINE, False
             cause = _Cause(int(match["pid"]), match["group"] or "", limited)
         elif match := _VICTIM.search(line):
@@ -150,7 +150,7 @@ def parse_kills(
 
 
 def _up_to(path: str, group: str | None) -> str | None:
-    """Return the part of a path up to the group in it; None if the group is not in it."""
+    """Return a path up to the end of ``group``; None if ``group`` is not part of the path."""
     if group is None:
         return None
     before, found, _ = f"{path}/".partition(f"{group}/")

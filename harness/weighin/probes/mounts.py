@@ -1,4 +1,4 @@
-"""Read the kernel's table of what is mounted where, in the mount namespace of this process."""
+"""Read the kernel's table of mounts, /proc/self/mountinfo, of this process's mount namespace."""
 
 import os
 import re
@@ -9,9 +9,10 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class Mounted(NamedTuple):
-    """One mount: the folder ``root`` of a file system of this ``kind`` is shown at ``place``.
+    """One mount: the folder ``root`` of a file system of type ``kind`` is mounted at ``place``.
 
-    ``device`` is the number of its device, "8:1". The options are those of the file system.
+    ``device`` is the device number of the file system, "8:1". ``options`` are the options of the
+    file system, not of the mount.
     """
 
     device: str
@@ -28,8 +29,7 @@ def read() -> list[Mounted]:
 
 
 def parse(text: str) -> list[Mounted]:
-    """Return the mounts in a text of this table."""
-    # Split at "\n" and " " only: Unicode's other line ends and blanks may occur in mount names.
+    # Split only at "\n" and " ", because paths may contain Unicode's other line ends and blanks.
     return [_mounted(line) for line in text.split("\n") if line]
 
 
@@ -37,5 +37,5 @@ def _mounted(line: str) -> Mounted:
     before, _, after = line.partition(" - ")
     _, _, device, root, place, *_ = before.split(" ")
     kind, source, options = after.split(" ", 2)
-    place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # blanks
+    place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # a blank is \040
     return Mounted(device, root, Path(place), kind, source, options.split(","))

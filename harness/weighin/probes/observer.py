@@ -1,9 +1,8 @@
 """Observe a running worker from outside: sample its memory and read its cgroup's figures.
 
-``LocalObserver`` reads the files of this machine. If the worker runs on another machine, a watcher
-process in the worker's container reads the files there
-(``weighin.isolation.docker.container_observer``). The parent communicates with the watcher through
-``weighin.isolation.docker.remote_observer``.
+``LocalObserver`` reads the files of this machine. For a Docker engine on another machine, a watcher
+process in the worker's container reads the files (``weighin.isolation.docker.container_observer``),
+and ``weighin.isolation.docker.remote_observer`` communicates with the watcher.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +17,11 @@ from weighin.result import Memory, Sample
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The figures of the worker's cgroup at one instant; all None if the worker has no cgroup.
+    """The figures of a cgroup at one instant; all are None without a cgroup.
 
     ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
-    ``escape`` tells how the worker got out of its limit, such as "left its cgroup".
+    ``some_ns`` and ``full_ns`` are PSI's stall times. ``escape`` tells how a worker got out of its
+    limit, such as "left its cgroup"; else it is empty.
     """
 
     usage_bytes: int | None = None
@@ -34,10 +34,11 @@ class Observation:
     escape: str = ""
 
 
-def observe(cgroup: MemoryCgroup | None, mark: PeakMark | None) -> Observation:
-    """Read the figures of a cgroup, and its peak since the reset of ``mark``."""
-    if cgroup is None or mark is None:
+def observe(mark: PeakMark | None) -> Observation:
+    """Read the figures of the cgroup of ``mark``; empty figures without a cgroup."""
+    if mark is None:
         return Observation()
+    cgroup = mark.cgroup
     some_ns, full_ns = cgroup.read_pressure_ns()
     return Observation(
         usage_bytes=cgroup.read_usage(),
@@ -51,7 +52,7 @@ def observe(cgroup: MemoryCgroup | None, mark: PeakMark | None) -> Observation:
 
 
 def grown(before: int | None, after: int | None) -> int | None:
-    """Return by how much a counter grew; None if it was not read at both instants."""
+    """Return the growth of a counter; None if one of the two readings is missing."""
     return None if before is None or after is None else after - before
 
 
@@ -60,45 +61,45 @@ class Observer(Protocol):
 
     @property
     def oom_kills(self) -> int | None:
-        """The last known number of OOM kills; the cgroup may be removed before the end."""
+        """The last number of OOM kills, because the cgroup may be removed before the end."""
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
-        """The last sampled ``VmHWM`` of the worker."""
+        """The last sampled ``VmHWM`` of the worker, in bytes."""
 
     @property
     def others(self) -> tuple[int, int]:
-        """The most other processes of the cell at once, and their most private memory, in bytes."""
+        """The largest number of child processes at once, and the most private memory of all, in bytes."""
 
     @property
     def watcher(self) -> Memory | None:
-        """The observer's own memory if it is charged to the worker's cgroup, else None."""
+        """The observer's own memory if the kernel charges it to the worker's cgroup; else None."""
 
     def look(self) -> Observation:
         """Read the current figures of the cgroup."""
 
     def reset_peak(self) -> bool:
-        """Reset the cgroup's high-water mark to its current charge; return whether that worked."""
+        """Reset the cgroup's high-water mark to its charge; return whether the kernel can do that."""
 
     def raise_limit(self) -> None:
-        """Lift the limit, so that a killed worker that thrashes can exit at once."""
+        """Remove the limit, so that a killed worker that thrashes can exit at once."""
 
     def kill(self) -> bool:
-        """Kill the worker and its children; return False if the isolation must kill them."""
+        """Kill the worker and its children; False means that the caller must kill them."""
 
     def stop(self) -> list[Sample]:
-        """End the sampling and return all samples, oldest first."""
+        """End the sampling and return all samples, the oldest first."""
 
 
 class LocalObserver:
-    """Observes a process of this machine, and the process's own memory cgroup if it has one."""
+    """Observes a process of this machine, and its memory cgroup if it has one."""
 
     watcher: Memory | None = None
 
     def __init__(
         self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
     ) -> None:
-        """``is_alone`` is False for a worker whose ranks are sampled one by one."""
+        """``is_alone`` is False for a worker with ranks, whose children are not sampled here."""
         self._pid = pid
         self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
         self._limit_bytes = self._cgroup.read_limit() if self._cgroup else None
@@ -121,7 +122,7 @@ class LocalObserver:
         return self._others.number, self._others.private_bytes
 
     def look(self) -> Observation:
-        return replace(observe(self._cgroup, self._mark), escape=self._escape(self._cgroup))
+        return replace(observe(self._mark), escape=self._escape(self._cgroup))
 
     def _escape(self, cgroup: MemoryCgroup | None) -> str:
         if cgroup is None:

@@ -1,4 +1,4 @@
-"""List the data files that a process has open or mapped, and how far it has read each of them."""
+"""List the data files that a process has open or mapped, and the position of its next read."""
 
 import contextlib
 import os
@@ -15,25 +15,25 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SMALLEST_BYTES: Final = MIB
-"""Smaller files are not listed: they explain no memory."""
+"""Smaller files are not listed, because they explain no memory."""
 _MOST_FILES: Final = 16
-_MOST_DESCRIPTORS: Final = 512  # a server may have ten thousand connections
+_MOST_DESCRIPTORS: Final = 512  # the first ones, because a server may have ten thousand
 _ACCESS_MODE: Final = 0o3
 _LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
 _MAPS_FIELDS: Final = 6
 
 
 def open_files(pid: int) -> tuple[OpenFile, ...]:
-    """Return the regular files from 1 MiB that a process reads or maps, the largest first.
+    """Return the regular files of at least 1 MiB that a process reads or maps, the largest first.
 
-    Programs, libraries and locale archives are left out, and files that are open only for writing.
+    The list has no programs, libraries or locale archives, and no files open only for writing.
 
     Raises:
         OSError: the process has ended, or belongs to another user.
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in _mapped(pid).items():
-        with contextlib.suppress(OSError):  # deleted since
+        with contextlib.suppress(OSError):  # the file was deleted
             size = _regular_size(f"/proc/{pid}/root{path}")
             if size >= SMALLEST_BYTES:
                 files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
@@ -44,7 +44,9 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
 
 
 def files_read(pid: int) -> tuple[OpenFile, ...]:
-    """Return the files from 1 MiB that a process has open to read, which is cheaper than ``open_files``.
+    """Return the files of at least 1 MiB that a process has open to read.
+
+    The function is cheaper than ``open_files``, because it does not read the process's maps.
 
     Raises:
         OSError: the process has ended, or belongs to another user.
@@ -60,17 +62,17 @@ def _largest(files: dict[str, OpenFile]) -> tuple[OpenFile, ...]:
 def _read(pid: int) -> dict[str, OpenFile]:
     files: dict[str, OpenFile] = {}
     for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # the file was closed
             if (size := _regular_size(str(link))) < SMALLEST_BYTES:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
-            if _LIBRARY.fullmatch(path):  # the loader reads its header
+            if _LIBRARY.fullmatch(path):  # the dynamic linker has it open to read its header
                 continue
             position = _read_position(f"/proc/{pid}/fdinfo/{link.name}")
             if position is None:
                 continue
             before = files.get(path)
-            if before and before.position_bytes is not None:  # opened twice: the one that has read
+            if before and before.position_bytes is not None:  # the file is open twice
                 position = max(position, before.position_bytes)
             files[path] = OpenFile(one_line(path), size, position)
     return files
@@ -78,12 +80,12 @@ def _read(pid: int) -> dict[str, OpenFile]:
 
 def _regular_size(path: str) -> int:
     """Return the size of a regular file, in bytes; 0 for a folder, socket, pipe or device."""
-    found = os.stat(path)  # noqa: PTH116 (one of many, in the sampler's thread)
+    found = os.stat(path)  # noqa: PTH116 (quicker than Path.stat)
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _read_position(fdinfo: str) -> int | None:
-    """Return the place of the next read; None for a file that is open only for writing."""
+    """Return the position of the next read; None for a file that is open only for writing."""
     fields = dict(line.split(":", 1) for line in read_kernel(Path(fdinfo)).splitlines()[:2])
     if int(fields["flags"], 8) & _ACCESS_MODE == os.O_WRONLY:
         return None
@@ -91,7 +93,7 @@ def _read_position(fdinfo: str) -> int | None:
 
 
 def _mapped(pid: int) -> dict[str, int]:
-    """Return the mapped bytes of each data file from the text of /proc/PID/maps."""
+    """Return the mapped bytes of each data file, by path, from /proc/PID/maps."""
     mapped: dict[str, int] = {}
     programs: set[str] = set()
     for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):

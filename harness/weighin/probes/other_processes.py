@@ -1,4 +1,4 @@
-"""Sample the memory of the processes that a worker starts, which the worker's own figures lack."""
+"""Sample the memory of a worker's child processes, because the worker's figures do not include it."""
 
 import os
 import time
@@ -9,18 +9,18 @@ from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, pids_in, re
 from weighin.probes.process import read_private
 
 WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
-"""Environment variable that marks a worker and, by inheritance, all processes that it starts."""
+"""The environment variable that marks a worker; all processes that it starts inherit the mark."""
 _LEAST_LIMIT: Final = 2**61
 _INTERVAL_S: Final = 0.1
-_SHARE: Final = 0.05  # of the time: the kernel walks the address space of each process
+_SHARE: Final = 0.05  # of the time, because the kernel walks the address space of each process
 
 
 class OtherProcesses:
-    """The processes of a worker's cgroup, or without a cgroup, those with the worker's mark.
+    """The child processes of a worker: in its cgroup, or else with its mark (``has_mark``).
 
     Attributes:
-        number: how many there were at once at most.
-        private_bytes: the most private memory that they held together: pages of no other process.
+        number: the largest number of child processes at once.
+        private_bytes: the largest sum of their private memory, which no other process maps.
     """
 
     def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
@@ -28,11 +28,15 @@ class OtherProcesses:
         self._cgroup = cgroup
         self._known: dict[int, bool] = {}
         self._mark = None if cgroup else mark_of(pid)
-        self._not_others = {pid, os.getpid(), parent_of(pid)}  # the keeper of a container
+        self._not_others = {
+            pid,
+            os.getpid(),
+            parent_of(pid),
+        }  # in a container, the parent is weighin's keeper
         self._due_s = 0.0
 
     def sample(self) -> None:
-        """Look at the processes now, if the last look is long enough ago."""
+        """Read the processes' memory, at most every 0.1 s."""
         start_s = time.monotonic()
         if start_s < self._due_s:
             return
@@ -40,7 +44,7 @@ class OtherProcesses:
         for pid in self._pids():
             try:
                 sizes.append(read_private(pid))
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
         self.number = max(self.number, len(sizes))
         self.private_bytes = max(self.private_bytes, sum(sizes))
@@ -61,10 +65,11 @@ class OtherProcesses:
 
 
 def limit_of(mark: str) -> int:
-    """Return the limit that marks the processes of a worker: microseconds between 2**61 and 2**62.
+    """Return the resource limit that marks a worker's processes.
 
-    ``mark`` is a name that ``owned_name`` gave. The limit holds the owner's pid (22 bits) and pid
-    namespace (32 bits), and the last 7 bits of the name's number.
+    A child process may clear its environment, but it inherits the limit. The limit is of realtime CPU time, in microseconds between 2**61 and 2**62. Its bits are the pid
+    (22 bits) and the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7
+    bits of the number in ``mark``.
     """
     owner, _, number = mark.rpartition(".")
     pid, _, namespace = owner.split("-")
@@ -73,7 +78,7 @@ def limit_of(mark: str) -> int:
 
 
 def owner_by_limit(pid: int) -> tuple[int, int] | None:
-    """Return the (pid, pid namespace) of the weighin whose limit a process inherited, if it did."""
+    """Return the (pid, pid namespace) of weighin in a limit of ``limit_of``; None without such a limit."""
     limit = _limit(pid)
     if limit is None or not _LEAST_LIMIT <= limit < 2 * _LEAST_LIMIT:
         return None
@@ -82,7 +87,7 @@ def owner_by_limit(pid: int) -> tuple[int, int] | None:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Tell whether a process inherited this mark, in its environment or as a limit."""
+    """Return whether a process inherited this mark, in its environment or as a resource limit."""
     return mark_of(pid) == mark or _limit(pid) == limit_of(mark)
 
 
@@ -90,7 +95,7 @@ def _limit(pid: int) -> int | None:
     """Return the soft limit of a process's realtime CPU time; None without one."""
     try:
         text = read_kernel(Path(f"/proc/{pid}/limits"))
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
     _, _, after = text.partition("Max realtime timeout ")
     soft = after.lstrip().partition(" ")[0]
@@ -98,8 +103,13 @@ def _limit(pid: int) -> int | None:
 
 
 def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None for a process without one, of another user, or that has ended."""
-    prefix = f"{WORKER_VARIABLE}="
+    """Return the mark of a process; None if it has no mark, has ended or is another user's."""
+    return variable_of(pid, WORKER_VARIABLE)
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """Return an environment variable with which a process started; None if it cannot be read."""
+    prefix = f"{name}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
     except OSError:

@@ -1,24 +1,23 @@
-"""Drop a checkpoint's pages from the page cache, and verify that they are gone.
+"""Drop a checkpoint's pages from the page cache, and count the pages that remain.
 
-A page is charged to the cgroup that read it first, so a RAM limit does not cover a checkpoint that
-was in the page cache before. Before a cold cell, the checkpoint's pages are therefore dropped, and
-the remaining pages counted; before a warm cell, the worker itself reads the checkpoint.
+The kernel charges a page to the cgroup that read it first, so that a RAM limit does not cover a
+checkpoint that was cached before. weighin therefore drops the checkpoint's pages before each cell. The
+worker of a warm cell then reads the checkpoint itself.
 
-Only a user who owns a file or may write to it can count its cached pages. For other users,
-cachestat fails (since Linux 6.15) and mincore reports every page as resident (since Linux 5.2); the
-count is then None.
+Only a user who owns a file or may write to it can count its cached pages. For other users, cachestat
+fails (since Linux 6.15), and mincore reports every page as resident (since Linux 5.2).
 """
 
 import ctypes
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
 _RETRY_S = 0.1
-_FAR_BYTES = 1024**3  # larger than any folio of the page cache
+_FAR_BYTES = 1024**3  # larger than any folio, the page cache's unit of several pages
 _MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
@@ -43,10 +42,9 @@ class _Cachestat(ctypes.Structure):
 def drop(files: Iterable[Path]) -> int | None:
     """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
 
-    Pages in a per-CPU batch or in a mapping survive the first attempt. The function retries for all
-    of these files together, so that files on a tmpfs, which keeps its pages, cost one retry and not
-    one each. The result is None if the pages of a file cannot be counted, so that the drop is not
-    verified.
+    The function tries for up to 0.1 s, because a page that is mapped or in a per-CPU batch survives
+    the first attempt. A tmpfs keeps its pages. The result is None if the pages of a file cannot be
+    counted.
     """
     left = {file: _drop(file) for file in files}
     deadline = time.monotonic() + _RETRY_S
@@ -60,7 +58,7 @@ def drop(files: Iterable[Path]) -> int | None:
 
 def cached(files: Iterable[Path]) -> int | None:
     """Return how many bytes of ``files`` are in the page cache; None if they cannot be counted."""
-    return _sum(map(_cached, files))
+    return _sum([_cached(file) for file in files])
 
 
 def cached_bytes(descriptor: int) -> int | None:
@@ -70,15 +68,15 @@ def cached_bytes(descriptor: int) -> int | None:
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Tell whether a range of an open file is known to be completely in the page cache.
+    """Return whether all pages of a range are in the page cache; False if they cannot be counted.
 
-    The function does not probe with RWF_NOWAIT, because such a read starts the read-ahead.
+    The function does not read with RWF_NOWAIT, because such a read starts the read-ahead.
     """
     return length <= 0 or cached_share(descriptor, offset, length) == 1
 
 
 def cached_share(descriptor: int, offset: int, length: int) -> float:
-    """Return the share, from 0 to 1, of a range's pages that are known to be in the page cache."""
+    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted."""
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
     pages = _cached_pages(descriptor, start, length)
@@ -86,31 +84,20 @@ def cached_share(descriptor: int, offset: int, length: int) -> float:
 
 
 def _drop(file: Path) -> int | None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return cached_bytes(descriptor)
-    finally:
-        os.close(descriptor)
+    with file.open("rb", buffering=0) as opened:
+        os.fsync(opened)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return cached_bytes(opened.fileno())
 
 
 def _cached(file: Path) -> int | None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        return cached_bytes(descriptor)
-    finally:
-        os.close(descriptor)
+    with file.open("rb", buffering=0) as opened:
+        return cached_bytes(opened.fileno())
 
 
-def _sum(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of all sizes, or None if any size is None; consume the whole iterable."""
-    all_known = True
-    total = 0
-    for size in sizes:
-        all_known = all_known and size is not None
-        total += size or 0
-    return total if all_known else None
+def _sum(sizes: Collection[int | None]) -> int | None:
+    """Return the sum of all sizes; None if any size is None."""
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
@@ -131,11 +118,11 @@ def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Count the resident pages with mincore; return None if it fails or its answer is not real."""
+    """Count the resident pages with mincore; return None if mincore fails or reports all pages."""
     pages = _mincore(descriptor, start, length)
     if not pages:
         return pages
-    # Without permission, mincore reports every page as resident, even far behind the file's end.
+    # Without permission, mincore reports even a page far behind the file's end as resident.
     behind = (os.fstat(descriptor).st_size // _FAR_BYTES + 2) * _FAR_BYTES
     return pages if _mincore(descriptor, behind, mmap.PAGESIZE) == 0 else None
 

@@ -1,7 +1,7 @@
 """Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
 
-The worker reads its own high-water mark with this module. The module does not import pathlib, which
-would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of the kernel.
+The worker reads its own high-water mark with this module. The module does not import pathlib, because
+pathlib would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
 from weighin.result import Memory
@@ -18,7 +18,7 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
 def parse_status(text: str) -> dict[str, int]:
     """Return the memory fields that a status text contains, in bytes."""
     fields = {}
-    for line in text.split("\n"):  # the process's name may contain other ends of lines
+    for line in text.split("\n"):  # splitlines would also split at "\r" in the process's name
         name, _, value = line.partition(":")
         if name in _STATUS_FIELDS:
             fields[name] = int(value.split()[0]) * KIB
@@ -26,7 +26,7 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def read_pss(pid: int | str = "self") -> int:
-    """Return the proportional set size of a process, in bytes: each page divided by its users.
+    """Return the proportional set size of a process, in bytes: each page divided by its processes.
 
     The kernel walks the whole address space, which takes about 25 ms at 4 GiB.
     """
@@ -36,7 +36,7 @@ def read_pss(pid: int | str = "self") -> int:
 def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
     """Return the anonymous, file-backed and shared parts of a process's PSS, in bytes.
 
-    The result is None for a process without memory, which has just ended, and before Linux 5.4. The
+    The result is None before Linux 5.4, and for a process that has just ended, without memory. The
     kernel walks the whole address space, as for ``read_pss``.
     """
     rollup = _read_rollup(pid)
@@ -47,7 +47,7 @@ def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
 
 
 def read_private(pid: int) -> int:
-    """Return the memory of a process in pages that no other process maps, in bytes.
+    """Return the private memory of a process, in bytes: the pages that no other process maps.
 
     The kernel walks the whole address space, as for ``read_pss``.
     """
@@ -55,7 +55,7 @@ def read_private(pid: int) -> int:
 
 
 def read_private_dirty(pid: int | str = "self") -> int:
-    """Return the memory in pages that a process has changed and no other process maps, in bytes.
+    """Return the private memory that a process has written, in bytes.
 
     The kernel walks the whole address space, as for ``read_pss``.
     """
@@ -64,12 +64,14 @@ def read_private_dirty(pid: int | str = "self") -> int:
 
 def _read_rollup(pid: int | str) -> dict[str, int]:
     """Return the fields of /proc/PID/smaps_rollup, in bytes."""
-    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[1:]  # the first is a range
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[
+        1:
+    ]  # the first line is a range of addresses
     return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
 
 
 def memory_of(status: dict[str, int]) -> Memory:
-    """Return the fields of a status as ``Memory``, without figures of the cgroup and the GPU."""
+    """Return the result of ``read_status`` as ``Memory``, without figures of the cgroup and the GPU."""
     return Memory(
         rss_bytes=status["VmRSS"],
         anon_bytes=status["RssAnon"],
@@ -80,16 +82,13 @@ def memory_of(status: dict[str, int]) -> Memory:
 
 
 def parse_faults(text: str) -> tuple[int, int]:
-    """Return (minor, major) faults of a /proc/PID/stat text.
-
-    Fields are counted after the last bracket, because the command's name before it may contain
-    blanks and brackets.
-    """
+    """Return (minor, major) page faults of a /proc/PID/stat text."""
+    # The program's name in brackets may itself contain blanks and brackets.
     fields = text.rpartition(")")[2].split()
     return int(fields[7]), int(fields[9])
 
 
 def read_text(path: str) -> str:
-    """Return the text of a small file of the kernel, whose names may be any bytes."""
+    """Return the text of a small file in /proc; bytes that are not UTF-8 become surrogates."""
     with open(path, errors="surrogateescape") as file:  # noqa: PTH123 (see the module's docstring)
         return file.read()

@@ -1,4 +1,4 @@
-"""Keep a table of the processes of a command: when each was seen, and its share of the memory."""
+"""Record a command's processes: when each process ran, its share of the memory, and its files."""
 
 import contextlib
 import heapq
@@ -18,36 +18,36 @@ Shares = tuple[int, int, int]
 """The anonymous, file-backed and shared parts of a process's proportional set size, in bytes."""
 
 SHARE: Final = 0.05
-"""The part of the time that looks at processes may take, because they disturb the processes."""
+"""The share of the time in which processes may be examined, because that disturbs the processes."""
 MOST_PROCESSES: Final = 200
-"""A table has no more processes: those with the most memory are kept."""
-_MOST_ENDED: Final = 2000  # while the command runs
+"""The number of processes in a record, those with the most memory."""
+_MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
-_MOST_FILES: Final = 32  # of one process, with those that it has closed
-_SETTLED_NS: Final = 200_000_000  # a child that was just forked soon runs another program
+_MOST_FILES: Final = 32  # of one process, including files that it has closed
+_SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
 
 
 class Pause:
-    """Limits the time of a repeated action to the share ``SHARE`` of this thread's time."""
+    """Limits the processor time of a repeated action to the share ``SHARE`` of the time."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
         self._start_s = self._due_s = 0.0
 
     def begin(self) -> bool:
-        """Tell whether the action may be taken now; if so, call ``end`` after it."""
+        """Return whether the action may run now; the caller then calls ``end`` after the action."""
         self._start_s = time.thread_time()
         return time.monotonic() >= self._due_s
 
     def end(self) -> None:
-        took_s = time.thread_time() - self._start_s  # of the processor: a busy machine is no reason
+        took_s = time.thread_time() - self._start_s  # without the time for which it waited
         self._due_s = time.monotonic() + max(self._least_s, took_s / SHARE)
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one process; ``parent_pid`` is that of the first look."""
+    """The figures of one process; ``parent_pid`` is its first parent."""
 
     pid: int
     start_ns: int
@@ -59,18 +59,18 @@ class _Seen:
     files: tuple[OpenFile, ...] = ()
 
     def read(self) -> None:
-        """Read what a process tells of itself; a process that has ended keeps its last figures."""
+        """Read the process's peak RSS and command line; keep the last ones if it has ended."""
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
-            # A process that ends has no command line any more, and orphans have another parent.
-            self.command = command_of(self.pid) or self.command or _name_of(self.pid)
+            # A process that ends loses its command line, and a process whose parent ends gets another.
+            self.command = command_of(self.pid) or self.command or command_of(self.pid, "comm")
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
         except OSError:
             return
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Add the files that ``look`` finds; those that it does not find have been closed."""
-        with contextlib.suppress(OSError):  # ended, or another user's
+        """Add the files that ``look`` finds, and mark all others as closed."""
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             self.files = _with_closed(look(self.pid), self.files, maps=look is open_files)
 
     def weight(self) -> tuple[int, int]:
@@ -78,27 +78,21 @@ class _Seen:
 
 
 class ProcessTable:
-    """The processes of one command.
-
-    Attributes:
-        number: of all processes that were seen; the table may have fewer.
-    """
+    """The processes of one command."""
 
     def __init__(self) -> None:
-        self.number = 0
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
         self._reread = Pause(_REREAD_S)
         self._files = Pause()
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
-        """Note which processes run at the time ``t_ns``."""
+        """Record that the processes ``pids`` run at the time ``t_ns``."""
         for pid in self._running.keys() - pids:
             self._ended.append(self._running.pop(pid))
         for pid in pids:
             if pid not in self._running:
                 self._running[pid] = _Seen(pid, t_ns, t_ns)
-                self.number += 1
             self._running[pid].end_ns = t_ns
         rereads = self._reread.begin()
         for seen in self._running.values():
@@ -114,7 +108,7 @@ class ProcessTable:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Replace the processes' shares of the memory, and list the files of the largest ones."""
+        """Replace all shares of the memory by ``shares``, and list the largest processes' files."""
         for seen in (*self._ended, *self._running.values()):
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
@@ -126,24 +120,23 @@ class ProcessTable:
             seen.note_files(open_files)
 
     def processes(self) -> tuple[Process, ...]:
-        """Return the processes with the most memory, in the order in which they were seen."""
+        """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
         return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
 
 
 def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
-    """Return the processes of which files are listed."""
     return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
 
 
 def _with_closed(
     files: tuple[OpenFile, ...], before: tuple[OpenFile, ...], *, maps: bool
 ) -> tuple[OpenFile, ...]:
-    """Return the files of a process, with those that it has read before and closed.
+    """Return the files of a process, and those of ``before`` that it has closed.
 
-    What was read from them may still be in its memory. If ``maps`` were not looked at, the mapped
-    bytes are those of the look before.
+    A closed file's content may still be in the process's memory. ``maps`` tells whether ``files``
+    include mapped files; if not, the mapped bytes are those of ``before``.
     """
     known = {file.path: file for file in before}
     now_ns = time.monotonic_ns()
@@ -161,18 +154,15 @@ def _with_closed(
     return (*there, *closed)[:_MOST_FILES]
 
 
-def command_of(pid: int) -> str:
-    """Return the command line of a process as one printable line; empty for a process without one, or that has ended.
+def command_of(pid: int, source: str = "cmdline") -> str:
+    """Return the command line of a process as one printable line; empty for a zombie.
+
+    The ``source`` "comm" gives the name of the program instead, which a zombie keeps.
 
     Raises:
-        OSError: the process has ended.
+        OSError: the process has ended, and its parent has reaped it.
     """
-    arguments = read_kernel(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
-    return one_line(arguments)
-
-
-def _name_of(pid: int) -> str:
-    return one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+    return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))
 
 
 def _process(seen: _Seen) -> Process:

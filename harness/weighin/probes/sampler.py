@@ -1,8 +1,8 @@
-"""Sample a running worker's memory every few milliseconds, in a thread of the parent.
+"""Sample a running worker's memory every 5 ms, in a thread of the measuring process.
 
-Samples draw the timeline. Samples miss short spikes, so peaks come from the kernel's high-water
-marks instead. The thread runs outside the measured process and its cgroup, and keeps the kernel's
-files open, so that one sample takes about 50 us.
+A report draws the samples as a timeline. Samples miss short spikes, so that peaks come from the
+kernel's high-water marks. The thread keeps the files in /proc open, so that one sample takes about
+50 us.
 """
 
 import contextlib
@@ -10,11 +10,12 @@ import csv
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from weighin.probes.cgroup import MemoryCgroup, parse_field
-from weighin.probes.other_processes import OtherProcesses
+from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_field
+from weighin.probes.other_processes import OtherProcesses, variable_of
 from weighin.probes.process import parse_faults, parse_status
 from weighin.result import Sample
 
@@ -31,14 +32,14 @@ class Sampler:
         interval_s: float = DEFAULT_INTERVAL_S,
         others: OtherProcesses | None = None,
     ) -> None:
-        """``others`` are sampled too, at their own longer intervals."""
+        """``others`` are the worker's child processes, sampled at longer intervals."""
         self._others = others
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
         self._interval_s = interval_s
         self._stop = threading.Event()
-        self._cgroup = cgroup
+        self._cache_field = "cache" if cgroup and cgroup.version == 1 else "file"
         paths: dict[str, Path] = {
             "status": Path(f"/proc/{pid}/status"),
             "stat": Path(f"/proc/{pid}/stat"),
@@ -51,7 +52,7 @@ class Sampler:
             }
         self._files: dict[str, int] = {}
         for name, path in paths.items():
-            with contextlib.suppress(FileNotFoundError):  # the process may have ended by now
+            with contextlib.suppress(FileNotFoundError):  # the process may have ended
                 self._files[name] = os.open(path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -59,7 +60,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """End the thread and return all samples, oldest first."""
+        """End the thread and return all samples, the oldest first."""
         self._stop.set()
         self._thread.join()
         for file in self._files.values():
@@ -68,9 +69,9 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return and remove all samples since the last call, oldest first."""
+        """Return and remove all samples since the last call, the oldest first."""
         taken = self.samples[:]
-        del self.samples[: len(taken)]  # the thread may have added a sample in the meantime
+        del self.samples[: len(taken)]  # the thread may have added a sample since the copy
         return taken
 
     def _run(self) -> None:
@@ -78,7 +79,7 @@ class Sampler:
         while not self._stop.is_set():
             try:
                 self.samples.append(self._sample())
-            except (ProcessLookupError, KeyError):  # the process ended: a zombie has no memory
+            except (ProcessLookupError, KeyError):  # it has ended, or is a zombie without memory
                 self._read_oom_kills()
                 return
             if self._others:
@@ -92,7 +93,7 @@ class Sampler:
         self.last_peak_rss_bytes = status["VmHWM"]
         minor, major = parse_faults(self._read("stat"))
         self._read_oom_kills()
-        cached, shared = self._read_file_cache()
+        usage, stat = self._read_cgroup("usage"), self._read_cgroup("memory")
         return Sample(
             t_ns=now,
             rss_bytes=status["VmRSS"],
@@ -102,42 +103,66 @@ class Sampler:
             swap_bytes=status.get("VmSwap", 0),
             minor_faults=minor,
             major_faults=major,
-            cgroup_bytes=self._read_number("usage"),
-            cgroup_file_bytes=cached,
-            cgroup_shmem_bytes=shared,
+            cgroup_bytes=int(usage) if usage else None,
+            cgroup_file_bytes=parse_field(stat, self._cache_field),  # includes shared memory
+            cgroup_shmem_bytes=parse_field(stat, "shmem"),
         )
 
     def _read_oom_kills(self) -> None:
-        """Update the number of OOM kills, before an engine removes the group of an ended worker."""
-        if "oom" in self._files:
-            with contextlib.suppress(OSError):
-                self.oom_kills = parse_field(self._read("oom"), "oom_kill")
+        """Read the OOM kills with each sample, because Docker removes the cgroup of an ended worker."""
+        if text := self._read_cgroup("oom"):
+            self.oom_kills = parse_field(text, "oom_kill")
 
-    def _read_number(self, name: str) -> int | None:
-        if name not in self._files:
-            return None
-        try:
-            return int(self._read(name))
-        except OSError:  # the group can be removed before the process's files
-            return None
-
-    def _read_file_cache(self) -> tuple[int | None, int | None]:
-        """Return the cgroup's page cache, which includes shared memory, and its shared memory."""
-        if "memory" not in self._files:
-            return None, None
-        name = "cache" if self._cgroup and self._cgroup.version == 1 else "file"
-        try:
-            text = self._read("memory")
-        except OSError:
-            return None, None
-        return parse_field(text, name), parse_field(text, "shmem")
+    def _read_cgroup(self, name: str) -> str:
+        """Return the text of a file of the cgroup; empty without a cgroup, or if it was removed."""
+        with contextlib.suppress(KeyError, OSError):
+            return self._read(name)
+        return ""
 
     def _read(self, name: str) -> str:
-        return os.fsdecode(os.pread(self._files[name], 16384, 0))  # names may be any bytes
+        return os.fsdecode(
+            os.pread(self._files[name], 16384, 0)
+        )  # a process's name may be no UTF-8
 
 
-def write_samples(path: Path, samples: list[Sample]) -> None:
-    """Write samples as CSV, one line per sample; figures that were not measured stay empty."""
+class RankSamplers:
+    """Samples each rank that a worker started in a thread.
+
+    The interval grows with the number of ranks, so that all threads together take no more processor
+    time than the thread of one worker.
+    """
+
+    def __init__(self, worker: int, interval_s: float) -> None:
+        found = {
+            rank: pid
+            for pid in all_pids()
+            if parent_of(pid) == worker and (rank := _rank(pid)) is not None
+        }
+        self._samplers = {
+            rank: Sampler(pid, None, interval_s * len(found)) for rank, pid in found.items()
+        }
+        for sampler in self._samplers.values():
+            sampler.start()
+
+    def stop(self) -> dict[int, list[Sample]]:
+        """End the sampling, and return each rank's samples by the rank's number."""
+        return {rank: sampler.stop() for rank, sampler in sorted(self._samplers.items())}
+
+    @property
+    def last_peaks_rss_bytes(self) -> list[int]:
+        """The last sampled ``VmHWM`` of each rank, in bytes."""
+        peaks = [sampler.last_peak_rss_bytes for sampler in self._samplers.values()]
+        return [peak for peak in peaks if peak is not None]
+
+
+def _rank(pid: int) -> int | None:
+    """Return the variable RANK of a process; None if it cannot be read."""
+    value = variable_of(pid, "RANK") or ""
+    return int(value) if value.isdecimal() else None
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as CSV, one line per sample; the field of a missing figure is empty."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

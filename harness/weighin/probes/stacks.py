@@ -1,7 +1,7 @@
-"""Take the stacks of a command's Python processes near its maxima, without changing the program.
+"""Read the stacks of a command's Python processes with py-spy when the command uses most memory.
 
-py-spy reads the stacks from outside. The cell is frozen meanwhile, so that the stacks belong to the
-usage at which they were asked for: a command that is killed for lack of memory leaves its last line.
+A command that is killed for lack of memory prints no traceback, but these stacks show its last lines.
+The command's cgroup is frozen while py-spy reads, so that a stack belongs to the recorded usage.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The part of the time for which a command is frozen at most, but for its first look at its limit."""
+"""The largest share of the time for which a command is frozen, without the first reading near its limit."""
 KEPT: Final = 8
-"""The number of looks whose stacks are kept: the newest, which are those at the highest usage."""
+"""The number of readings whose stacks are kept: the newest ones, which are at the highest usage."""
 MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
@@ -36,17 +36,17 @@ _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
 _MARGIN: Final = 0.1
 _MARGIN_BYTES: Final = 32 * MIB
-_STEPS_IN_MARGIN: Final = 16  # looks while the usage rises through the margin, as time allows
-_RUNS: Final = "RD"  # the states of a thread that runs, or waits for the kernel
+_STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
+_RUNS: Final = "RD"  # the states of a thread that runs (R), or is in uninterruptible sleep (D)
 
 
 class StackTaker:
-    """Takes stacks when ``look`` is called with a usage near the limit, or much higher than before.
+    """Reads stacks when ``look`` is called with a usage near the limit, or much higher than before.
 
     Attributes:
-        frozen_ns: the time for which the command was stopped. Without a freezer, py-spy itself stops
-            each process for a part of this time.
-        why: the reason why no stack was taken; empty if one was.
+        frozen_ns: the time for which the command was frozen. Without a freezer, the time of all
+            readings, in which py-spy stops one process after the other.
+        why: the reason why no stack was read; empty if a stack was read.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StackTaker:
         pids: Callable[[], list[int]] | None = None,
         share: float = SHARE,
     ) -> None:
-        """``groups`` are those of the cell, its memory group first; without groups, ``pids`` are read."""
+        """``groups`` are the command's cgroups, the memory cgroup first; without one, ``pids`` is called."""
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
         self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
@@ -76,7 +76,7 @@ class StackTaker:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks of the last looks, the oldest look first; of a look, the running threads first."""
+        """The stacks of the last 8 readings, the oldest first; in a reading, running threads first."""
         return tuple(stack for look in self._looks for stack in look)
 
     @property
@@ -84,7 +84,7 @@ class StackTaker:
         return "" if self._looks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Take the stacks now if the usage at ``t_ns`` is near the limit, or much higher than before."""
+        """Read the stacks if the usage at ``t_ns`` is near the limit, or much higher than before."""
         if not self._program or not self._is_worth(usage_bytes):
             return
         pids = self._find_pythons()
@@ -107,10 +107,10 @@ class StackTaker:
             self._looks.append(tuple(stacks))
 
     def _is_worth(self, usage_bytes: int) -> bool:
-        """Tell whether the usage is near the limit, or much higher than at the last look.
+        """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, a command may be killed at any moment: time that was not used before may
-        then be used, and the first look is always taken.
+        Near the limit, the kernel may kill the command at any moment. The first reading there is
+        always made, and others are limited by ``SHARE`` of the whole time, not by a pause.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes
@@ -124,24 +124,24 @@ class StackTaker:
         return is_higher and now_s >= self._due_s
 
     def _find_pythons(self) -> list[int]:
-        """Return the processes that may run Python, those with the most memory first."""
+        """Return the 4 largest processes that may run Python, the largest first."""
         sizes = {}
         for pid in self._pids():
-            with contextlib.suppress(OSError):  # ended, or another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 if _program_of(pid) not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
 
     def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
-        """Return the threads of each process, as py-spy prints them."""
-        # A process that does not freeze in time is in a long system call, at whose end it freezes:
-        # its stack does not change meanwhile, and py-spy would wait for it until a time-out.
+        """Return the threads of each process from py-spy's JSON output."""
+        # With --nonblocking, py-spy does not stop the processes, because a frozen one cannot stop. A
+        # process in a long system call is not frozen yet, but its stack does not change.
         options = ["--nonblocking"] if self._freezer.works else []
         dumps: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for pid in pids:
                 dumps[pid] = _start([program, "dump", "--json", *options, "--pid", str(pid)])
-        except OSError as error:  # such as too many processes
+        except OSError as error:  # for example, this user has too many processes
             self._error = f"py-spy does not start: {error.strerror}"
         found: dict[int, list[Any]] = {}
         for pid, dump in dumps.items():
@@ -158,7 +158,7 @@ class StackTaker:
         return found
 
     def _note_failure(self, pid: int, error: str) -> None:
-        """Remember a program that is not Python, so that py-spy is not run on it again."""
+        """Store why py-spy failed, and exclude a program that is not Python from later readings."""
         with contextlib.suppress(OSError):
             name = _program_of(pid)
             if "ermission" in error:
@@ -166,7 +166,7 @@ class StackTaker:
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif _is_python(pid, name):  # it may just have started, and is asked again
+            elif _is_python(pid, name):  # it may have just started, so that it is not excluded
                 self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
             else:
                 self._others.add(name)
@@ -178,12 +178,12 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the command's
+        start_new_session=True,  # Ctrl-C must not end py-spy
     )
 
 
 def _find_program() -> str | None:
-    """Return the path of py-spy in this environment, else on PATH."""
+    """Return the path of py-spy beside this Python, or else in PATH."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
@@ -196,7 +196,7 @@ def _is_python(pid: int, program: str) -> bool:
 
 
 def _running_threads(pid: int) -> set[int]:
-    """Return the ids of the threads that do not wait for anything but the kernel."""
+    """Return the ids of the threads that run, or are in an uninterruptible sleep."""
     found = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -209,7 +209,7 @@ def _running_threads(pid: int) -> set[int]:
 def _stacks_of(
     pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
 ) -> list[Stack]:
-    """Return the stacks of a process: threads that run first, then the one with the GIL, the main one."""
+    """Return a process's stacks: running threads first, then the thread with the GIL, the main thread."""
     folder = ""
     with contextlib.suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
@@ -232,7 +232,7 @@ def _stacks_of(
 
 
 def _frames(frames: list[Any], folder: str) -> tuple[str, ...]:
-    """Return the frames as text; those in the middle of a deep stack are left out."""
+    """Return the first 20 and the last 20 frames as text."""
     half = MOST_FRAMES // 2
     shown = frames if len(frames) <= MOST_FRAMES else [*frames[:half], *frames[-half:]]
     return tuple(

@@ -1,6 +1,6 @@
-"""Find the reads of files in which a process waits, and the offset of each one.
+"""Find the system calls in which a process waits for a file, with the file's path and offset.
 
-A thread that waits for a page of a mapped file is in no system call: the kernel does not tell its file.
+A thread that waits for a page of a mapped file is in no system call, so that it is not found.
 """
 
 import platform
@@ -17,11 +17,11 @@ _OF_ARGUMENT: Final = {
 _PAUSE_S: Final = 0.3
 
 Read = tuple[int, str, int]
-"""A thread, the path of the file that it reads, and the offset."""
+"""A thread's id, the path of the file that it reads, and the offset of the read."""
 
 
 def waiting(pids: Iterable[int]) -> list[tuple[str, int]]:
-    """Return the path and offset of each read that did not go on for 0.3 s."""
+    """Return the path and the offset of each read that has lasted for at least 0.3 s."""
     pids = list(pids)
     before = {read for pid in pids for read in _reads(pid)}
     if not before:
@@ -32,7 +32,7 @@ def waiting(pids: Iterable[int]) -> list[tuple[str, int]]:
 
 
 def _reads(pid: int) -> Iterable[Read]:
-    """Yield the reads in which the threads of a process are now; none where this user may not look."""
+    """Yield the current reads of a process's threads; none if this user may not see them."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -42,19 +42,22 @@ def _reads(pid: int) -> Iterable[Read]:
             words = (thread / "syscall").read_text().split()
             if read := _read_of(pid, words):
                 yield int(thread.name), *read
-        except (OSError, ValueError):  # it has ended, or is running
+        except (OSError, ValueError):  # the thread has ended, or is in no system call
             continue
 
 
 def _read_of(pid: int, words: list[str]) -> tuple[str, int] | None:
-    """Return the file and offset of a system call's number and arguments; None if it reads no file."""
+    """Return the file and the offset of a system call; None if the call reads no file.
+
+    ``words`` are the call's number and arguments from /proc/PID/task/TID/syscall.
+    """
     number, machine = int(words[0]), platform.machine()
     by_descriptor = number in _OF_DESCRIPTOR.get(machine, ())
     if not by_descriptor and number not in _OF_ARGUMENT.get(machine, ()):
         return None
     descriptor = int(words[1], 16)
     path = str(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
-    if not path.startswith("/"):  # a pipe or a socket; looking at the file itself could wait, too
+    if not path.startswith("/"):  # a pipe or a socket; a stat of the file could wait, too
         return None
     if not by_descriptor:
         return path, int(words[4], 16)

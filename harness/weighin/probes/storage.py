@@ -1,9 +1,9 @@
-"""Describe the storage that a path lies on: its file system and device, for records and slow disks."""
+"""Find the file system and the disk of a path, for records and slow disks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from weighin.probes import mounts
 from weighin.probes.environment import device_of, text_of
@@ -27,49 +27,40 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where a path lies.
+    """The file system and the disk of a path, as a record has them.
 
     Attributes:
-        file_system: the kernel's name of its type, as "ext4" or "fuse.sshfs".
+        file_system: the kernel's name of the file system's type: "ext4" or "fuse.sshfs".
         kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
-        device: the name of the whole disk below /dev, as "vda"; empty for a file system without one.
-        rotational: whether the kernel takes the disk for one with rotating plates; None without a disk.
+        device: the name of the whole disk in /dev, "vda"; None for a file system without a disk.
+        rotational: whether the kernel treats the disk as a hard disk; None without a disk.
     """
 
     file_system: str
     kind: str
-    device: str = ""
+    device: str | None = None
     rotational: bool | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry for a record's environment."""
-        return {
-            "file_system": self.file_system,
-            "kind": self.kind,
-            "device": self.device or None,
-            "rotational": self.rotational,
-        }
 
 
 def describe(path: Path) -> Storage:
-    """Return the storage of ``path``, or of its nearest existing parent folder."""
+    """Return the storage of ``path``, or of its nearest parent folder that exists."""
     nearest, number = device_of(path)
     name = file_system_of(mounts.read(), nearest.resolve())
-    device = disk_of(number)
+    device = disk_of(number) or None
     kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
     rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
     return Storage(name, kind, device, rotational == "1" if rotational else None)
 
 
 def file_system_of(found: Iterable[Mounted], path: Path) -> str:
-    """Return the type of the file system that is mounted at a path without links."""
+    """Return the type of the file system of a path, which must have no symbolic links."""
     above = [one for one in found if path.is_relative_to(one.place)]
-    above.sort(key=lambda one: len(one.place.parts))  # of equal ones, the later mount hides others
+    above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"
 
 
 def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
-    """Return the name of the whole disk with this device number or with a partition of it; else ""."""
+    """Return the name of the disk whose device or partition has this number; else ""."""
     folder = sysfs / "dev/block" / number
     if not folder.exists():
         return ""

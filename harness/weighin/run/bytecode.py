@@ -1,8 +1,7 @@
 """Compile the code that workers import to bytecode, as pip does on installation.
 
-A strategy's imports are part of its measured time. Without bytecode, for instance in a container
-that cannot write any, every cell would compile the imported modules again, which takes 25 ms of a
-``streaming`` load.
+A strategy's imports are part of its load time. A container cannot write bytecode, so that every cell
+would compile the imported modules again. That takes 25 ms of a ``streaming`` load.
 """
 
 import compileall
@@ -12,10 +11,7 @@ import weighin
 from weighin.suite.registry import data_folder
 
 
-def compile_code(*more: Path) -> None:
-    """Compile weighin, its strategies and the folders in ``more``, if these folders are writable.
-
-    Files whose bytecode is up to date are skipped.
-    """
-    for folder in (Path(weighin.__file__).parent, data_folder("strategies"), *more):
+def compile_code() -> None:
+    """Compile the modules of weighin and its strategies that have no current bytecode."""
+    for folder in (Path(weighin.__file__).parent, data_folder("strategies")):
         compileall.compile_dir(folder, quiet=2)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,11 @@ _NAMED = 3  # the most changed files that a message names
 class Setting:
     """The settings that all cells of a run share.
 
-    A slow disk never answers a read behind ``stall_from_bytes``; None for one that answers all.
+    Attributes:
+        run: the run's folder.
+        environment: the machine and the versions, for each record.
+        steady: whether free memory is written before each load (``page_preconditioning``).
+        stall_from_bytes: a slow disk never answers a read behind this offset; None for no such offset.
     """
 
     isolation: Isolation
@@ -63,11 +67,12 @@ def take(
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
-    ``files`` are the checkpoint's files, as paths of this process. The files' pages are dropped
-    from the page cache first, even for a warm cell, whose worker then reads the files again so that
-    its own cgroup is charged. A cell that is proven to thrash, compared with ``reference``, is ended.
+    ``files`` are the checkpoint's files, as paths of this process. The function drops them from the
+    page cache before it starts the worker. The worker of a warm cell reads the files again, so that
+    the kernel charges their pages to the cell's own cgroup. ``reference`` has the figures of the
+    same cell without a limit, and a cell that thrashes in comparison is killed.
     """
-    # Hash before the measurement: the sources may be edited while the cell runs.
+    # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
     sources_hash = (
         None
         if job.body
@@ -78,11 +83,11 @@ def take(
     cached_bytes = page_cache.drop(files)
     states = {file: _state(file) for file in files}
     size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
-    # Memory that the worker needs before its baseline: a save's model, a warm load's page cache.
+    # Leave memory for the worker's needs before its baseline: a save's model, a warm load's file.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     stall = setting.stall_from_bytes
     with ExitStack() as memory, slow_disk.under(job, setting.isolation.name, stall) as disk:
-        # Two copies of the model, and its file in the page cache: no strategy here needs more.
+        # A strategy of weighin needs at most two copies of the model and its file in the page cache.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
         storage = _storage(files, disk.job.checkpoint)
@@ -103,7 +108,7 @@ def take(
                 finally:
                     watch.close()
             except BaseException:
-                disk.close()  # a process that waits for it does not end
+                disk.close()  # else a worker that waits for the disk could not be killed
                 running.close()
                 raise
             disk.close()
@@ -143,20 +148,20 @@ def take(
 
 
 def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:
-    """Return where a checkpoint lies, and how much the kernel reads ahead in its mapped files.
+    """Return a record's entries about the checkpoint's file system, disk and read-ahead.
 
-    ``read_at`` is the checkpoint's path for a worker on this machine.
+    ``read_at`` is the path at which a worker on this machine reads the checkpoint.
     """
     if not files:
         return {}
     return {
-        "storage": storages.describe(files[0]).as_json(),
+        "storage": asdict(storages.describe(files[0])),
         "read_ahead_bytes": environment.read_ahead_bytes(Path(read_at)),
     }
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:
-    """Return what changes when a file is written to or replaced; None if it is missing."""
+    """Return a file's size, times and inode, which show any change; None for a missing file."""
     try:
         state = file.stat()
     except OSError:
@@ -165,9 +170,9 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
 
 
 def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_only: bool) -> Result:
-    """Return the result of a cell whose checkpoint changed: no figure and no check of it counts.
+    """Return the result of a cell whose checkpoint changed, so that its figures are invalid.
 
-    The strategy changed the checkpoint, unless it sees the files through read-only mounts.
+    The message blames the strategy, or another program if the strategy's mount is read-only.
     """
     files = ", ".join(file.name for file in changed[:_NAMED]) + ", ..." * (len(changed) > _NAMED)
     if read_only:
@@ -178,7 +183,7 @@ def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_on
 
 
 def _void(result: Result, outcome: Outcome, why: str) -> Result:
-    """Return a result with another outcome; its message names the outcome until now as well."""
+    """Return a result with another outcome, and append the first outcome to its message."""
     end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
     return replace(result, outcome=outcome, message=f"{why}; {end}")
 
@@ -187,8 +192,8 @@ def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
     """Return a warning if the checkpoint may still have been in the page cache."""
     if cached_bytes is None:
         return (
-            "unknown whether the checkpoint was dropped from the page cache: Linux reports that only"
-            " to a user who owns its files or may write them",
+            "unknown whether the checkpoint was dropped from the page cache: Linux reports cached"
+            " pages only to a user who owns the files or may write them",
         )
     if cached_bytes:
         left = format_bytes(cached_bytes)

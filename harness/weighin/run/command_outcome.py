@@ -1,4 +1,4 @@
-"""Judge how a command ended, and end what it left running."""
+"""Derive the outcome of a command that has ended, and end the processes that it left running."""
 
 import signal
 import time
@@ -19,15 +19,19 @@ from weighin.units import format_bytes
 
 _PAUSE_S: Final = 0.01
 _COMMAND_LENGTH: Final = 120
-_FULL: Final = 0.9  # of a limit: a kill at a smaller charge met another limit
+_FULL: Final = 0.9  # of the command's limit; a kill at a smaller charge was for another limit
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the kernel tells of a command that has ended; None where it was not measured.
+    """The kernel's figures of a command that has ended; None if a figure was not measured.
 
-    ``ready`` is whether a server was ready, after which it was stopped; None for other commands.
-    ``stopped`` tells why weighin ended the command.
+    Attributes:
+        in_time: whether the command ended, or was ready, before its time-out.
+        kills: the kills in the kernel's log; None if this user may not read the log.
+        limits: the limits of the cgroups around the command, the smallest first.
+        ready: whether a server was ready before it was stopped; None for other commands.
+        stopped: the reason for which weighin killed the command.
     """
 
     cell: Cell
@@ -44,14 +48,14 @@ class Facts:
 
 
 def judge(facts: Facts) -> tuple[Outcome, str]:
-    """Return the outcome of a command, and the proof of it in one line.
+    """Return the outcome of a command, and its proof in one line.
 
-    Any kill for lack of memory makes the outcome ``oom_killed``, also if the first process lived on:
-    what a pipeline prints after the death of one of its parts is not its result.
+    Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
+    well: a pipeline that lost one of its processes prints a wrong result.
     """
     ended, kills = facts.ended, facts.kills or ()
     if facts.ready and not facts.oom_kills:
-        return Outcome.OK, ""  # it ended by weighin's signal
+        return Outcome.OK, ""  # weighin stopped a server that was ready
     if facts.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
         return Outcome.OOM_KILLED, _killed(facts)
     if facts.stopped and facts.stopped.timeout_s is None:
@@ -65,7 +69,7 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
 
 
 def _failure(facts: Facts) -> str:
-    """Return how a command failed by itself or by a signal; empty if it succeeded."""
+    """Return how a command failed, by its exit code or by a signal; empty if it succeeded."""
     ended = facts.ended
     if ended.signal == signal.SIGKILL:
         return f"killed by SIGKILL, not for lack of memory{_room(facts)}"
@@ -89,7 +93,7 @@ def _killed(facts: Facts) -> str:
 
 
 def _limit(facts: Facts) -> str:
-    """Return whose limit was met, as the kernel's log tells it, or else as the charge shows it."""
+    """Return the limit that was met, from the kernel's log or else from the command's peak."""
     own = facts.cell.ram_limit_bytes
     of = {kill.limit_of for kill in facts.kills or ()} - {kernel_log.UNKNOWN}
     if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
@@ -111,7 +115,7 @@ def _limit(facts: Facts) -> str:
 def with_limits(
     kills: Sequence[Kill], own_bytes: int | None, around: Sequence[tuple[int, Path]]
 ) -> tuple[Kill, ...]:
-    """Return kills with the sizes of their limits: the command's own, or one of those ``around``."""
+    """Add the sizes of the limits to kills: the command's own limit, or a limit ``around`` it."""
     return tuple(
         replace(kill, limit_bytes=_size(kill.limit_of, own_bytes, around)) for kill in kills
     )
@@ -133,10 +137,10 @@ def _room(facts: Facts) -> str:
 
 
 def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:
-    """End the processes that are left after the first one, and return their command lines.
+    """End the processes that outlive the first one, and return their command lines.
 
-    Helpers that end by themselves within ``settle_s`` are not among them. The others get SIGTERM,
-    and after ``grace_s`` SIGKILL.
+    A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
+    and SIGKILL after ``grace_s``.
     """
     if not _wait_for_rest(running, settle_s):
         return ()
@@ -153,7 +157,7 @@ def _rest(running: RunningCommand) -> list[int]:
 
 
 def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
-    """Return the processes beside the first one that are left after at most ``patience_s``."""
+    """Wait up to ``patience_s`` for the end of all but the first process; return those that run."""
     deadline = time.monotonic() + patience_s
     while (rest := _rest(running)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -161,7 +165,7 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process, cut to one line; its pid if it has ended."""
+    """Return the command line of a process, at most 120 characters; its pid if it has ended."""
     try:
         text = command_of(pid)
     except OSError:

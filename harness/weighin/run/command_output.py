@@ -1,7 +1,7 @@
-"""Pass a command's output on unchanged, and find lines in it while the command runs.
+"""Pass a command's output on unchanged, and search its lines while the command runs.
 
-Where this process writes to a terminal, the command gets a terminal too: programs print differently
-to a pipe. The command's bytes are passed on before they are searched.
+The command writes to a pseudo-terminal if this process writes to a terminal, because programs print
+differently to a pipe. Each byte is passed on before it is searched.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from weighin.run.output_lines import Ended, Lines, Pattern
 from weighin.text import one_line
 
 MOST_MARKS: Final = 1000
-"""Of more marks, the newest are kept."""
+"""The number of newest marks that a record keeps."""
 
-_AT_ONCE: Final = 64 * 1024  # what a pipe holds
+_AT_ONCE: Final = 64 * 1024  # the capacity of a pipe
 _TEXT_LENGTH: Final = 160
-_SILENCE_S: Final = 0.2  # after the command's end: somebody else keeps its output open
-_PROMPT_S: Final = 0.05  # a line that has not ended by then is a prompt
+_SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
+_PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
 _STANDARD: Final = (1, 2)
 _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 
@@ -41,9 +41,9 @@ _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
-    Lines that match ``marks`` or ``ready`` are marks, with the time at which their last character
-    arrived. ``at_ready`` is called once, in a thread, when a line matches ``ready``, which need not end. Without any of them,
-    the command gets the targets themselves.
+    A line that matches ``marks`` or ``ready`` becomes a mark with the time of its last character.
+    ``at_ready`` is called once, in a thread, when a line or a prompt matches ``ready``. Without a
+    pattern, the command writes to the targets directly.
     """
 
     def __init__(
@@ -71,19 +71,22 @@ class Relay:
         self._resizing = contextlib.ExitStack()
 
     def _open(self, target: int) -> int | None:
-        """Return the command's end of a new channel to ``target``, or of an open one to the same file."""
+        """Return the descriptor with which the command writes to ``target``; None if that is closed.
+
+        Standard output and error share one channel if both are the same file.
+        """
         for channel in self._channels:
             if os.path.sameopenfile(channel.target, target):
                 return channel.command_end
         try:
             os.fstat(target)
-        except OSError:  # closed, and so it is for the command
+        except OSError:  # a closed descriptor of this process is closed for the command, too
             return None
         self._channels.append(_Channel(target))
         return self._channels[-1].command_end
 
     def start(self) -> None:
-        """Begin to pass on; the command has been started, and has its ends of the channels."""
+        """Start the threads that pass output on; call it after the start of the command."""
         self._threads = [
             threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
             for channel in self._channels
@@ -95,13 +98,13 @@ class Relay:
             thread.start()
 
     def finish(self) -> None:
-        """Pass on the rest of the output; all processes of the command have ended."""
+        """Pass on the rest of the output; call it after the end of all processes of the command."""
         self._ends.set()
         for thread in self._threads:
-            thread.join()  # as long as the reader needs
+            thread.join()  # waits until the reader of a target has read the rest
 
     def close(self) -> None:
-        """Release everything; without ``finish``, output may be lost."""
+        """Close all descriptors; output that was not passed on before (``finish``) is lost."""
         self._resizing.close()
         for channel in self._channels:
             channel.close()
@@ -120,7 +123,7 @@ class Relay:
                     break
                 continue
             if not (data := channel.take()) or not pass_on(channel.target, data):
-                break  # if nobody reads it, the command learns so from its own next write
+                break  # the target has no reader, so the command's next write must fail as well
             self._note(lines.feed(data, time.monotonic_ns()))
         self._note(lines.rest())
         channel.close()
@@ -152,14 +155,14 @@ class _Channel:
         self.is_terminal = os.isatty(target)
         if self.is_terminal:
             self.source, self.command_end = os.openpty()
-            tty.setraw(self.command_end)  # the real terminal does what there is to do
+            tty.setraw(self.command_end)  # the real terminal already converts line ends
         else:
             self.source, self.command_end = os.pipe()
         self._open = {self.source, self.command_end}
         self.resize()
 
     def resize(self) -> bool:
-        """Copy the size of a real terminal; tell whether it has changed."""
+        """Copy the size of the real terminal; return whether it has changed."""
         if not self.is_terminal or self.source not in self._open:
             return False
         with contextlib.suppress(OSError):
@@ -171,10 +174,10 @@ class _Channel:
         return False
 
     def take(self) -> bytes:
-        """Return bytes that the command wrote; empty if no more will come."""
+        """Return the next bytes of the command's output; empty at its end."""
         try:
             return os.read(self.source, _AT_ONCE)
-        except OSError:  # a terminal that no process holds any more
+        except OSError:  # no process has the pseudo-terminal open any more
             return b""
 
     def close_command_end(self) -> None:
@@ -192,7 +195,7 @@ class _Channel:
 
 @contextlib.contextmanager
 def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
-    """Yield the relay for the output of a cell's command; see ``CommandSettings.in_search``."""
+    """Yield the relay for a cell's command; a search hides the output of commands with a limit."""
     with Path(os.devnull).open("r+b", buffering=0) as nothing:
         is_hidden = how.in_search and cell.ram_limit_bytes is not None
         targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
@@ -207,12 +210,12 @@ def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> 
 
 @contextlib.contextmanager
 def _resizing(channels: Sequence[_Channel]) -> Iterator[None]:
-    """Give the pseudo-terminals the size of the real one, whenever that changes."""
+    """Copy the size of the real terminal to the pseudo-terminals at each SIGWINCH."""
 
     def resize(*_: Any) -> None:
         changed = [channel for channel in channels if channel.resize()]
         if changed:
-            # The command may have read the old size when the real terminal told it first.
+            # The command got SIGWINCH, too, and may have read the size before it was copied.
             os.killpg(0, signal.SIGWINCH)
 
     if not any(channel.is_terminal for channel in channels):

@@ -1,4 +1,4 @@
-"""Plan a run of a command, or restore one that was planned."""
+"""Plan a run of commands, or restore a run of commands from its plan."""
 
 import os
 import re
@@ -27,9 +27,9 @@ from weighin.units import complaint_of_limit
 if TYPE_CHECKING:
     from weighin.suite.commands import CommandSuite
 
-_LABEL_LENGTH: Final = 60  # of all labels together, in the name of a run's folder
+_LABEL_LENGTH: Final = 60  # characters of all labels in the name of a run's folder
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
-_CODE: Final = {"perl": "eE", "ruby": "e", "node": "ep"}  # options whose value is code; else -c
+_CODE: Final = {"perl": "eE", "ruby": "e", "node": "ep"}  # code follows these options, else -c
 _VALUES: Final = {"python": "WX", "pypy": "WX", "bash": "oO", "sh": "o", "ruby": "rI", "node": "r"}
 _LONG_CODE: Final = ("--eval", "--print")
 
@@ -39,10 +39,10 @@ class CommandRequest:
     """A command, and the limits under which it is to run.
 
     Attributes:
-        label: its name in tables; empty for the name of its program or script.
+        label: the command's name in tables; empty for the name of its program or script.
         limits: RAM limits in bytes; None is no limit.
-        environment: variables that are added to this process's environment.
-        folder: the folder of the new run; None for one with a name of its own.
+        environment: the variables that are added to this process's environment.
+        folder: the folder of the new run; None for ``results/TIME-LABELS-LIMITS``.
     """
 
     command: tuple[str, ...]
@@ -56,22 +56,14 @@ class CommandRequest:
     folder: Path | None = None
 
 
-def start(request: CommandRequest, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note on the isolation.
+def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
+    """Plan a new run of commands, write its plan, and return the run with a note on the isolation.
+
+    The requests may differ only in ``command``, ``label``, ``environment``, ``how.cold`` and
+    ``how.marks``.
 
     Raises:
         ConfigError, IsolationUnavailable, RecordError: the run cannot start.
-    """
-    return start_all([request], machines)
-
-
-def start_all(
-    requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE
-) -> tuple[Run, str]:
-    """Plan one run of several commands, as ``start`` does for one.
-
-    The requests differ only in the command, its label, its environment, and in the ``cold`` and
-    ``marks`` of ``how``.
     """
     request = requests[0]
     for each in requests:
@@ -122,7 +114,7 @@ def _check_limits(limits: Sequence[int | None]) -> None:
 
 
 def _shared(requests: Sequence[CommandRequest]) -> CommandSettings:
-    """Return the settings of all commands, with those that differ by label."""
+    """Return the settings of a run, in which ``own`` has the ``cold`` and ``marks`` of each command."""
     first = requests[0].how
     if len(requests) == 1:
         return first
@@ -131,7 +123,7 @@ def _shared(requests: Sequence[CommandRequest]) -> CommandSettings:
 
 
 def of_suite(suite: "CommandSuite", request: CommandRequest) -> list[CommandRequest]:
-    """Return a request for each command of a suite, with the folder and the settings of ``request``."""
+    """Return a copy of ``request`` for each command of a suite, with the suite's settings."""
     settings = replace(request.settings, timeout_s=suite.timeout_s)
     return [
         replace(
@@ -156,10 +148,10 @@ def of_suite(suite: "CommandSuite", request: CommandRequest) -> list[CommandRequ
 
 
 def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trusted: bool) -> Run:
-    """Return a run of commands that was planned before.
+    """Restore a run of commands from its plan.
 
     Raises:
-        ConfigError: ``trusted`` is False: a plan may name any command.
+        ConfigError: ``trusted`` is False, because a plan from somebody else may name any command.
     """
     assert settings.command
     if not trusted:
@@ -178,7 +170,7 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
 
 
 def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
-    """Return a line for each command of a plan, and for each path that its container sees."""
+    """Return a line for each command of a plan, and for each path that a container mounts."""
     place = f"{how.folder}, image {how.image}" if how.image else how.folder
     lines = [f"command {join(cell.command)} in {place}" for cell in cells]
     return list(dict.fromkeys([*lines, *(f"mount {path}" for path in how.mounts)]))
@@ -195,9 +187,9 @@ def label_of(command: Sequence[str]) -> str:
     for word in words:
         if not word.startswith("-"):
             return Path(word).name
-        if word == "-" or word in _LONG_CODE:  # the code is standard input, or follows
+        if word == "-" or word in _LONG_CODE:  # the code is in standard input or in the next word
             return name
-        # Options of one letter may be joined, and the rest of the word may be the last one's value.
+        # Options of one letter may share a word, whose rest may be the value of the last option.
         for place, letter in enumerate(word[1:] if word[:2] != "--" else "", 2):
             if letter in code:
                 return name
@@ -218,17 +210,17 @@ def _check_program(request: CommandRequest, machines: Machines) -> None:
         )
     program = request.command[0]
     if request.isolation == "docker" or request.how.image or machines is not THIS_MACHINE:
-        return  # it is looked for in the image, or on the node
+        return  # the program is in the image or on another node
     path = request.environment.get("PATH", os.environ.get("PATH"))
     if shutil.which(program, path=path) is None:
         raise ConfigError(
             f"there is no program {program!r}",
-            "give a program of PATH, or the path of one; for a line of a shell: sh -c 'LINE'",
+            "give a program in PATH, or the path of a program; for a shell's command line: sh -c 'LINE'",
         )
 
 
 def _choose(request: CommandRequest, machines: Machines, *, limited: bool) -> tuple[Isolation, str]:
-    """Choose the isolation. A container lacks this machine's programs, so it must be asked for."""
+    """Choose the isolation: a container only if named, because it lacks this machine's programs."""
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
     return machines.choose(
         name,

@@ -1,4 +1,4 @@
-"""Run one command in a cell: start it, watch it from outside, and build its Result."""
+"""Measure the commands of a run: start each command, watch it from outside, and build its result."""
 
 import signal
 import tempfile
@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, Interrupted
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import page_cache
 from weighin.records import run_folder
@@ -22,10 +23,63 @@ from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement, trouble_of
+from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
 _PREFIX: Final = "weighin-run-"
+_TIMES: Final = 10
+_LEAST_S: Final = 30.0
+
+
+@dataclass(slots=True)
+class CommandBench:
+    """The settings that all commands of a run share.
+
+    ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
+    """
+
+    task: Run
+    how: CommandSettings
+    environment: dict[str, Any]
+    stopped: bool = False
+
+    def measure(self, planned: PlannedCommand) -> CellMeasurement:
+        """Run one command and return its measurement.
+
+        Raises:
+            Interrupted: a signal during an earlier command ended the run.
+        """
+        if self.stopped:
+            raise Interrupted("stopped; nothing is left running")
+        measured, self.stopped = take(
+            self.task.isolation,
+            self.how.of(planned.cell.strategy),
+            planned.cell,
+            self.task.settings.timeout_s or self._patience_s(planned.cell),
+            self.environment,
+            self.task.reference_for(planned.cell),
+        )
+        return measured
+
+    def _patience_s(self, cell: Cell) -> float:
+        """Return the time-out of a cell without --timeout, in seconds; 0 for none.
+
+        In a search, a command whose limit is too small may run for hours. Its time-out is 10 times
+        the time of the same command without a limit, and 30 s more.
+        """
+        if not self.how.in_search:
+            return 0.0
+        first = self.task.unlimited_result(cell)
+        return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
+
+
+def set_up(task: Run, progress: Progress) -> CommandBench:
+    """Prepare the isolation; raise ConfigError for a limit above that of a cgroup around weighin."""
+    assert task.settings.command
+    select.check_limits_around(task.isolation, [each.cell for each in task.planned])
+    task.prepare(progress)
+    return CommandBench(task, task.settings.command, task.environment())
 
 
 def take(
@@ -36,12 +90,13 @@ def take(
     environment: dict[str, Any],
     reference: Reference | None = None,
 ) -> tuple[CellMeasurement, bool]:
-    """Run one command to its end; return its measurement, and whether a signal asked for the end.
+    """Run one command to its end; return its measurement, and whether weighin received a signal.
 
     Args:
-        timeout_s: the time after which the command is killed, in seconds; 0 for none.
+        timeout_s: the time after which the command is killed, in seconds; 0 for no time-out.
         environment: the machine and the versions, for the record.
-        reference: the same command without a limit; a command that thrashes beside it is ended.
+        reference: the figures of the same command without a limit; a command that thrashes in
+            comparison is killed.
     """
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
@@ -96,7 +151,7 @@ def take(
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the folders of killed runs; return one line for each."""
+    """Remove the temporary folders of killed runs; return one line for each folder."""
     return [f"folder {folder}" for folder in staging.remove_orphans(_temporary(), _PREFIX)]
 
 
@@ -105,7 +160,7 @@ def _temporary() -> Path:
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files at ``paths``, with all files in those that are folders.
+    """Return the files among ``paths``, and all files in the folders among ``paths``.
 
     Raises:
         ConfigError: a path does not exist.
@@ -127,19 +182,19 @@ class _Signals:
 
     def take(self, number: int, _frame: object) -> None:
         self.asked_to_end = True
-        # The terminal may send Ctrl-C to the command as well, which may go on after it.
+        # After Ctrl-C, the terminal itself sends SIGINT to a command in its foreground.
         if self.receiver and (number != signal.SIGINT or self.passes_interrupts):
             self.receiver(number)
 
 
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
-    """Pass SIGTERM and SIGHUP on to the command, and leave Ctrl-C to it."""
+    """Pass SIGTERM and SIGHUP on to the command, and SIGINT if its terminal does not send it."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as under nohup
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signals.take)
     try:
         yield signals

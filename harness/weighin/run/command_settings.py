@@ -1,4 +1,4 @@
-"""How the commands of a run are started and watched."""
+"""Define the settings of a run of commands, as plan.json stores them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,16 +15,16 @@ class CommandSettings:
     Attributes:
         folder: the working folder.
         cold: the files and folders whose page cache is dropped before each start.
-        marks: regular expressions; a line of the output that contains one is a mark.
-        stacks: whether the stacks of Python processes are read when the command uses most memory.
-        ready: a regular expression; a line of the output that contains it tells that a server is ready.
-        ready_url: an address that answers when a server is ready.
+        marks: regular expressions; weighin records the time of each line of output that matches one.
+        stacks: whether py-spy reads the stacks of Python processes when the command uses most memory.
+        ready: a regular expression; a server is ready when a line of its output matches.
+        ready_url: a URL; a server is ready when it answers there with an HTTP status below 500.
         grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
-        in_search: whether the run searches for the smallest limit: its commands read nothing from
-            standard input, and only the output of the one without a limit is shown.
-        image: the image of a container; empty for weighin's own.
-        mounts: the paths that a container sees read-only, beside the working folder.
-        own: the ``cold`` and ``marks`` of single commands, by their labels, in place of the shared ones.
+        in_search: whether the run searches for the smallest limit. The commands of a search get an
+            empty standard input, and weighin hides the output of commands with a limit.
+        image: the Docker image of a container; empty for weighin's image.
+        mounts: the paths that a container mounts read-only, beside the working folder.
+        own: ``cold`` and ``marks`` by the label of a command, which replace the shared settings.
     """
 
     folder: str
@@ -40,13 +40,9 @@ class CommandSettings:
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, label: str) -> Self:
-        own = self.own.get(label, {})
-        return replace(
-            self,
-            own={},
-            cold=own.get("cold", self.cold),
-            marks=own.get("marks", self.marks),
-        )
+        """Return the settings of the command with this label."""
+        own: Mapping[str, Any] = self.own.get(label, {})
+        return replace(self, own={}, **own)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Watch one command from outside, from its start until its last counters are read."""
+"""Measure one command from outside, and build its result."""
 
 import signal
 import time
@@ -43,12 +43,16 @@ from weighin.run.thrash_guard import ThrashGuard
 if TYPE_CHECKING:
     from weighin.probes.stacks import StackTaker
 
-_SETTLE_S: Final = 0.3  # in which helpers of the command end by themselves
+_SETTLE_S: Final = 0.3  # in which short children of the command end by themselves
 _PATIENCE_S: Final = 10.0
 
 
 class CommandWatch:
-    """Watches one command from outside, from its start until its last counters are read."""
+    """Measures one command from its start until its end.
+
+    Call ``begin``, ``wait``, ``end`` and ``result`` in this order, or ``abandon`` if the command does
+    not start.
+    """
 
     def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
         self.samples: list[Any] = []
@@ -64,16 +68,16 @@ class CommandWatch:
         self._ended: tuple[str, ...] = ()
 
     def cell_with_phases(self) -> Cell:
-        """Return the cell with the variable by which its processes report their phases."""
+        """Return the cell with the variable that names the socket for reports of phases."""
         environment = self._cell.environment | self._listener.environment
         return replace(self._cell, environment=environment)
 
     def abandon(self) -> None:
-        """Release everything for a command that could not be started."""
+        """Close the socket for phases, because the command could not be started."""
         self._listener.close()
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
-        """Watch a started command; with a ``guard``, end it if it is proven to thrash."""
+        """Start to measure a command that has started; ``guard`` proves that it thrashes."""
         self._running, self._guard = running, guard
         self._cgroup = (
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
@@ -92,7 +96,7 @@ class CommandWatch:
         self.readiness.begin()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command ended, or was ready, within ``timeout_s``, without thrashing."""
+        """Return whether the command ended or was ready; False after the time-out or if it thrashes."""
         is_over = self._thrashes if self._guard else None
         oom_kills = lambda: self._sampler.oom_kills  # noqa: E731
         if self.readiness.wait(self._running, timeout_s, oom_kills, is_over):
@@ -104,17 +108,17 @@ class CommandWatch:
 
     def _thrashes(self) -> bool:
         assert self._guard
-        look = partial(observe, self._cgroup, self._mark)
+        look = partial(observe, self._mark)
         self._stopped = self._guard.proof(look, Observation())
         return self._stopped is not None
 
     def _read_figures(self) -> None:
-        """Read the kernel's figures of the cell, at its end."""
-        self._last = observe(self._cgroup, self._mark)
+        """Read the figures of the cgroup, when the command is ready or has ended."""
+        self._last = observe(self._mark)
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
 
     def end(self, *, in_time: bool) -> None:
-        """Read the last figures, end what is left of the command, and reap its first process."""
+        """Read the last figures, end all processes of the command, and reap the first one."""
         running = self._running
         self._in_time = in_time
         if self.readiness.ready_ns is not None:
@@ -132,7 +136,7 @@ class CommandWatch:
         if not is_ready and self._cgroup:
             self._last = replace(self._last, oom_kills=self._cgroup.read_oom_kills())
         self._exit = running.reap()
-        # Its last sample sees all page cache, which stays in the group after the process.
+        # The last sample has all page cache, which stays in the cgroup after the process's end.
         self.samples = self.samples or self._sampler.stop()
         self._phases, self._tracks = self._listener.close()
         if not is_ready:
@@ -159,7 +163,8 @@ class CommandWatch:
             stopped=self._stopped,
         )
         outcome, message = command_outcome.judge(facts)
-        spent_ns = None if outcome is Outcome.THRASHING else elapsed_ns  # no time of it counts
+        # weighin killed a command that thrashes, so its time is no result.
+        spent_ns = None if outcome is Outcome.THRASHING else elapsed_ns
         largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
         by_peak = (
             None
@@ -213,14 +218,14 @@ class CommandWatch:
         )
 
     def _kills(self, processes: Sequence[Process]) -> tuple[Kill, ...] | None:
-        """Return the kills in the kernel's log, which is long, and seldom needed."""
+        """Return the command's kills from the kernel's log; None if this user may not read it."""
         running, pids = self._running, [each.pid for each in processes]
         found = kernel_log.kills_since(self._log, running.cgroup, running.pid, pids)
         own_bytes = self._cell.ram_limit_bytes
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
-        """Return a process with its highest RSS: each of its phases resets the kernel's mark."""
+        """Return a process with its highest RSS, because each phase resets the kernel's VmHWM."""
         highest = self._listener.highest_rss_bytes.get(process.pid)
         seen = largest((highest, process.highest_rss_bytes))
         return replace(process, highest_rss_bytes=seen)

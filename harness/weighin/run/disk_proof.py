@@ -1,4 +1,4 @@
-"""Prove that this machine holds the pace of a disk: read directly, under the isolation of the cells."""
+"""Test a slow disk: read a file with O_DIRECT in the cells' isolation, and compare the speed."""
 
 import json
 import math
@@ -29,7 +29,7 @@ LATENCY_TOLERANCE: Final = 0.1
 PROBE: Final = Path(__file__).parents[1] / "disk" / "probe.py"
 _MOST_BYTES: Final = 256 * MIB
 _LONGEST_S: Final = 2.0
-_BURST_S: Final = 0.3  # the kernel's throttle lets a part of a second pass at once, before it holds
+_BURST_S: Final = 0.3  # of reads before the timing, because the kernel's throttle starts late
 _REQUESTS: Final = 30
 _THREADS: Final = 4
 _MOST_THREADS: Final = 128
@@ -39,7 +39,10 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a direct read of a disk gave, for a pace that was asked for; None: not asked for."""
+    """The measured speed of a direct read, for the rate and the latency that ``pace`` asks for.
+
+    ``bytes_per_s`` and ``latency_ns`` are None if ``pace`` does not ask for them.
+    """
 
     pace: Pace
     bytes_per_s: float | None
@@ -48,7 +51,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the rate is within 5 % of the one that was asked for, and the latency within 10 %."""
+        """Whether the rate is within 5 % and the latency within 10 % of ``pace``."""
         return _is_near(self.bytes_per_s, self.pace.bytes_per_s, RATE_TOLERANCE) and _is_near(
             self.latency_ns, self.pace.latency_ns, LATENCY_TOLERANCE
         )
@@ -61,25 +64,25 @@ class Proof:
 
 
 def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
-    """Measure the pace of each slow disk of these jobs once.
+    """Test each slow disk of these jobs once.
 
     Raises:
-        IsolationUnavailable: this machine does not hold one of them.
+        IsolationUnavailable: a disk has not the rate or the latency that its cell asks for.
     """
     for job in {slow_disk.pace_of(job.cell): job for job in jobs}.values():
-        for _ in range(_ATTEMPTS):  # other work disturbs a read, and makes no disk faster
+        for _ in range(_ATTEMPTS):  # other programs can only make a direct read slower
             proof = prove(isolation, job)
             if proof.holds:
                 break
         else:
             raise IsolationUnavailable(
-                f"this machine does not hold a disk of {proof.pace}: a direct read got {proof}",
+                f"this machine cannot provide a disk of {proof.pace}: a direct read measured {proof}",
                 "stop other work on this machine, or ask for a slower disk",
             )
 
 
 def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
-    """Return the job of a cell that reads the ``.pt`` checkpoint of a model from a disk of this pace."""
+    """Return a job that reads a model's pt checkpoint from a disk of this rate and latency."""
     checkpoint = cache.ensure(model, "pt")
     cell = Cell(
         model,
@@ -92,26 +95,27 @@ def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
 
 
 def prove(isolation: Isolation, job: Job) -> Proof:
-    """Read the checkpoint of a job directly, as the job's cell would, and return the pace.
+    """Read the checkpoint of a job with O_DIRECT on the job's slow disk, and return the speed.
 
     Raises:
-        IsolationUnavailable: this machine cannot slow the disk down, or read it directly.
+        IsolationUnavailable: this machine cannot slow the disk down, or cannot read with O_DIRECT.
     """
     pace = slow_disk.pace_of(job.cell)
     page_cache.drop(formats.files(Path(job.checkpoint)))
     with slow_disk.under(job, isolation.name) as disk:
         figures = _figures(isolation, disk, pace)
-    sent_ns = figures["spent_ns"] - (pace.latency_ns or 0)
-    return Proof(
-        pace,
-        figures["bytes"] * 1e9 / sent_ns if pace.bytes_per_s else None,
-        _latency_ns(pace, figures["latency_ns"]) if pace.latency_ns else None,
-        "FUSE" if disk.mount else "the kernel's throttle",
-    )
+    bytes_per_s, latency_ns = None, None
+    if pace.bytes_per_s:
+        bytes_per_s = figures["bytes"] * 1e9 / (figures["spent_ns"] - (pace.latency_ns or 0))
+    if pace.latency_ns:  # a read of one page also takes the time of the page at the disk's rate
+        page_ns = PAGESIZE / pace.bytes_per_s * 1e9 if pace.bytes_per_s else 0
+        latency_ns = round(figures["latency_ns"] - page_ns)
+    through = "FUSE" if disk.mount else "the kernel's throttle"
+    return Proof(pace, bytes_per_s, latency_ns, through)
 
 
 def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]:
-    """Run the probe to its end, and return what it printed."""
+    """Run ``weighin/disk/probe.py`` as a command in the isolation, and return its JSON output."""
     files = formats.files(Path(disk.job.checkpoint))
     largest = max(files, key=lambda file: file.stat().st_size)
     python = "python3" if isolation.name == "docker" else sys.executable
@@ -119,23 +123,22 @@ def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]
     cell = Cell.of_command(
         "probe", command, isolation.name, disk_bytes_per_s=disk.job.cell.disk_bytes_per_s
     )
-    with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as err:
+    with (
+        TemporaryDirectory() as folder,
+        Path(os.devnull).open("rb") as nothing,
+        TemporaryFile() as out,
+        TemporaryFile() as err,
+    ):
         Path(folder).chmod(0o755)
-        nothing = os.open(os.devnull, os.O_RDONLY)
+        streams = Streams(nothing.fileno(), out.fileno(), err.fileno())
+        mounts = (str(PROBE), str(largest))
+        running = isolation.start_command(cell, folder, streams, mounts, disk.job.throttled_device)
         try:
-            streams = Streams(nothing, out.fileno(), err.fileno())
-            mounts = (str(PROBE), str(largest))
-            running = isolation.start_command(
-                cell, folder, streams, mounts, disk.job.throttled_device
-            )
-            try:
-                has_ended = running.wait(_PATIENCE_S)
-                code = running.reap().code if has_ended else None
-            finally:
-                disk.close()
-                running.close()
+            has_ended = running.wait(_PATIENCE_S)
+            code = running.reap().code if has_ended else None
         finally:
-            os.close(nothing)
+            disk.close()
+            running.close()
         out.seek(0)
         err.seek(0)
         if code == 0:
@@ -156,11 +159,6 @@ def _options(pace: Pace) -> dict[str, int]:
         "threads": min(_MOST_THREADS, max(_THREADS, in_flight)),
         "requests": _REQUESTS if latency_ns else 0,
     }
-
-
-def _latency_ns(pace: Pace, request_ns: float) -> int:
-    """Return the time of one small read without the time of its bytes."""
-    return round(request_ns - (PAGESIZE / pace.bytes_per_s * 1e9 if pace.bytes_per_s else 0))
 
 
 def _is_near(value: float | None, wanted: float | None, tolerance: float) -> bool:

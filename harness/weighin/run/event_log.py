@@ -34,7 +34,7 @@ class EventLog:
     failure: tuple[Outcome, str] | None = None
     allocator_summary: str = ""
     stderr_tail: str = ""
-    """What a rank printed last; the channel has the tail of a worker without ranks."""
+    """The last lines of a rank's standard error; empty for a worker without ranks."""
     done: bool = False
     _in_phase: bool = False
     _before_load: int = 0  # the number of phases before the baseline
@@ -46,7 +46,7 @@ class EventLog:
         return self.ready_at_ns is not None
 
     def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Add an event that needs no figure from outside the worker (see ``weighin.protocol``)."""
+        """Add any event but ``baseline``, ``phase`` and ``ended``; ``weighin.protocol`` lists all."""
         if kind == "begin":
             self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
@@ -74,20 +74,19 @@ class EventLog:
             self.done = kind == "done"
 
     def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
-        """Add the baseline event, after which all phases belong to the load."""
+        """Add the event ``baseline``; all phases after the baseline belong to the load."""
         self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
         self.facts["import_ns"] = fields["import_ns"]
-        self.current = None  # the phases so far are the harness's own
+        self.current = None  # the phases before the baseline are weighin's own
 
     def take_phase(self, phase: Phase) -> None:
-        """Add a phase that has ended, with the figures that were read from outside the worker."""
         self.phases.append(phase)
         self._in_phase = False
 
     def where(self) -> str:
-        """Return the current position in words, for example "in phase 'read'"."""
+        """Return the worker's position in words: "in phase 'read'" or "after phase 'read'"."""
         if self.current is None:
             return "before its first phase"
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
@@ -97,16 +96,16 @@ class EventLog:
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases up to ``loaded``, because later checksums allocate GPU memory too."""
+        """Return the phases up to ``loaded``, because the checksums after it allocate GPU memory."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
         return self.facts.get("load_ns")
 
     def ready_ns(self) -> int | None:
-        """Return the load time plus the time to read every byte once; None if either is missing.
+        """Return the load time plus the time to read every byte once; None if one is unknown.
 
-        For a save, return the save time plus the time to sync every byte to the disk.
+        For a save, the time is the save time plus the time to sync every byte to the disk.
         """
         load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
@@ -117,7 +116,7 @@ class EventLog:
         return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
 
     def faults(self, refaults: int | None) -> Faults | None:
-        """Return the page faults of the load; ``refaults`` is the cgroup's count of refaults."""
+        """Return the page faults of the load; the caller read ``refaults`` from the cgroup."""
         phases = self.load_phases()
         if not phases:
             return None
@@ -131,12 +130,11 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended before its time-out, and the reason in one
-        line.
+        """Return the outcome of a worker that ended before its time-out, and one line of reason.
 
-        The outcome is ``oom_killed`` only if a counter of the kernel, never a peak, shows that the
-        kernel killed the worker, or a child process without which the worker failed.
-        ``machine_oom_kills`` is used for a worker without a cgroup of its own.
+        The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
+        shows a kill for lack of memory; a high peak is no proof. A kill of a child process counts
+        if the worker failed after it. ``machine_oom_kills`` decides for a worker without a cgroup.
         """
         if self.done:
             return Outcome.OK, ""
@@ -157,7 +155,7 @@ class EventLog:
             how = f"was ended by {ended.signal_name}"
         lines = printed_lines(stderr_tail)
         if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
-            lines.pop()  # a container's shell also prints the signal
+            lines.pop()  # the shell in a container prints the signal as its last line
         last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
         if oom_kills and ended.signal is None and not ended.still_runs:
             return Outcome.OOM_KILLED, f"{LOST_CHILD}, and then it {how} {self.where()}{last}"

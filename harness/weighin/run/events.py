@@ -1,4 +1,4 @@
-"""Check the shape of a worker's events, because a strategy can write to the same descriptor."""
+"""Check the fields of a worker's events, because a strategy can write to the events' descriptor."""
 
 from typing import Any, Final
 
@@ -27,8 +27,8 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "shared": {"pss_bytes": int | None},
     "ended": {"code": int | None, "signal": int | None, "stderr_tail": str},
 }
-_LONGEST_TEXT: Final = 1000  # of a message, which may name an error and its place
-_MODEL: Final[Any] = create_model  # its typing refuses keywords from a dict
+_LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
+_MODEL: Final[Any] = create_model  # as Any: its types refuse **fields
 _SHAPES: Final[dict[str, TypeAdapter[Any]]] = {"phase": TypeAdapter(Phase)} | {
     kind: TypeAdapter(
         _MODEL(
@@ -42,9 +42,10 @@ _SHAPES: Final[dict[str, TypeAdapter[Any]]] = {"phase": TypeAdapter(Phase)} | {
 
 
 def checked(event: dict[str, Any], ranks: int = 1) -> dict[str, Any] | None:
-    """Return an event with clean names and texts; None if its fields are not those of its kind.
+    """Return an event with its texts cut to one printable line; None if the event is invalid.
 
-    ``weighin.protocol`` lists the kinds and their fields.
+    An event is invalid if its kind is unknown, if a field is missing, unknown or of another type,
+    or if its rank is not below ``ranks``. ``weighin.protocol`` lists the kinds and their fields.
     """
     fields = {name: value for name, value in event.items() if name not in ("event", "rank")}
     kind, rank = event["event"], event.get("rank", 0)

@@ -31,13 +31,15 @@ from weighin.units import format_bytes, format_duration
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the floors of planned cells; ``within`` is the step as a share of a floor."""
+    """A search for the smallest RAM limits under which the planned cells work: their floors.
+
+    The search ends when the step between two limits is at most ``within`` times the floor.
+    """
 
     run: Run
     within: float
 
     def perform(self, progress: Progress) -> list[Result]:
-        """Find the floors one after another, and return the results of all cells."""
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:
@@ -58,18 +60,18 @@ class Search:
         return None
 
     def _left(self, results: Sequence[Result], highest: int) -> str:
-        """Return how long the whole search still takes, in words; empty if it has ended."""
+        """Return in words how long the whole search still takes; empty at its end."""
         cells = [planned.cell for planned in self.run.planned if not planned.skip]
         left_ns = remaining_ns(cells, results, self.within, highest, self.run.settings.aim)
         return f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
 
     @property
     def warning(self) -> str:
-        """How long the search may take if no cell is ended that thrashes; empty if each is."""
+        """The longest time that the search may take; empty if weighin kills cells that thrash."""
         if self.run.settings.aim is Aim.SURVIVES:
             return ""
         number = sum(not planned.skip for planned in self.run.planned)
-        what = "a cell that reads its file again and again is not ended"
+        what = "weighin does not kill a cell that reads its file again and again"
         if not (timeout_s := self.run.settings.timeout_s):
             return f"{what}: each of about {number * TYPICAL_CELLS} cells may take 10 times its time without a limit, and 30 s more"
         longest = format_duration(number * TYPICAL_CELLS * timeout_s)
@@ -80,7 +82,7 @@ class Search:
 
 
 def start(request: Request | CommandRequest) -> tuple[Search, str]:
-    """Plan a new search, and return the search with a note about the isolation.
+    """Plan a new search, and return the search with a note on the isolation.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
@@ -93,7 +95,7 @@ def start(request: Request | CommandRequest) -> tuple[Search, str]:
             "write a share of the floor, such as --within 1%",
         )
     if isinstance(request, CommandRequest):
-        run, note = command_request.start(request)
+        run, note = command_request.start([request])
     else:
         run, note = bench.start(request)
     return Search(run, within), note
@@ -117,7 +119,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 
 
 def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
-    """Describe the present bounds of a floor in one line."""
+    """Return the bounds of a floor that the results prove so far, as one line."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
         return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"

@@ -1,4 +1,4 @@
-"""Find the CUDA devices of this machine in a subprocess, so that the parent imports no torch.
+"""List the CUDA devices of this machine in a subprocess, so that this process imports no torch.
 
 The subprocess is ``python -m weighin.run.gpu_check``, which sends one event, ``answer``.
 """
@@ -28,7 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine, or the reason why there is none and the repair."""
+    """The CUDA devices of this machine; without one, the reason ``why`` and its ``repair``."""
 
     gpus: tuple[Gpu, ...] = ()
     why: str = ""
@@ -37,7 +37,7 @@ class GpuAnswer:
 
 @cache
 def look() -> GpuAnswer:
-    """Return the devices that torch finds. The first call takes as long as an import of torch."""
+    """Return the devices that torch finds; the first call imports torch in a subprocess."""
     command, variables = child_process.module("weighin.run.gpu_check"), child_process.environment()
     try:
         asked = child_process.ask(command, variables, timeout_s=_TIMEOUT_S)
@@ -85,7 +85,7 @@ def check(device: str, limits: Sequence[int | None]) -> None:
 
 
 def main() -> None:
-    """List the devices that torch finds, for ``look`` in another process."""
+    """Send the devices that torch finds to the parent process, which called ``look``."""
     end_with_parent()
     parent = Parent()
     import torch

@@ -1,6 +1,6 @@
-"""Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between complete steps.
+"""Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between its steps.
 
-Signal handlers exist once per process, and so does this module's state.
+The state of this module is global, because a process has one handler for each signal.
 """
 
 import signal
@@ -14,10 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A command was stopped outside of a run.
+    """A signal stopped a verb of weighin outside of a run.
 
-    A plain KeyboardInterrupt that leaves an ``exec``, as dataclasses use it, makes Python end by SIGINT,
-    although it is caught.
+    Python ends by SIGINT after a KeyboardInterrupt inside ``exec``, which dataclasses call, even if
+    the exception is caught. Only a subclass of KeyboardInterrupt avoids that.
     """
 
 
@@ -34,7 +34,7 @@ _state = _State()
 
 @contextmanager
 def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
-    """Raise ``error`` in this block on the first signal; ignore later signals in clean-up.
+    """Raise ``error`` in this block on the first signal, and ignore later signals.
 
     Blocks may be nested. A SIGHUP that this process ignores, as under nohup, stays ignored.
     """
@@ -55,7 +55,7 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Delay an interrupt to the end of this block, so that the step in the block is completed."""
+    """Raise the exception for a signal in this block only at the block's end."""
     before, _state.put_off = _state.put_off, True
     try:
         yield
@@ -67,7 +67,7 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Allow an immediate interrupt in a block that only waits, inside a block of ``put_off``."""
+    """Raise the exception at once in this block, although a block of ``put_off`` is around it."""
     before, _state.put_off = _state.put_off, False
     try:
         check()
@@ -77,12 +77,12 @@ def allowed() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignore all signals from now on, because the work is done."""
+    """Ignore all signals from now on, because the results are complete."""
     _state.raised = True
 
 
 def check() -> None:
-    """Raise the exception if a signal arrived, even if other code caught an earlier exception."""
+    """Raise the exception if any signal has arrived, again if other code has caught it before."""
     if _state.wanted:
         _stop()
 

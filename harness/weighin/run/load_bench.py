@@ -25,7 +25,6 @@ from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import Progress, Run, skipped
-from weighin.run.unlimited import reference_for
 from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
@@ -37,7 +36,11 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class LoadBench:
-    """The checkpoints and the setting that all loads and saves of a run share."""
+    """The checkpoints and the setting that all loads and saves of a run share.
+
+    ``prepared`` and ``refused`` have the checkpoints, and the reasons why one cannot be written, by
+    ``_checkpoint_key``. ``model_faults`` caches the results of ``model_fault.failure``.
+    """
 
     task: Run
     setting: Setting
@@ -51,40 +54,45 @@ class LoadBench:
 
     def measure(self, planned: Planned) -> CellMeasurement:
         key = _checkpoint_key(self.task, planned)
-        if why := self.refused.get(key):
+        if why := self.refused.get(key) or self._unmet_keys(planned, key):
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        checkpoint = self.prepared[key]
         job = _job(self.task, planned, self.prepared)
         files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
-        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+        model_bytes = self.prepared[key].manifest().model_bytes(planned.cell.dtype)
+        setting, reference = self.setting, self.task.reference_for(planned.cell)
         if (
-            checkpoint.in_place
-            and (keys := checkpoint.manifest().keys)
-            and not planned.strategy.maps_keys
-        ):
-            why = (
-                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
-                " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
-                " --keys model"
-            )
-            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
-        setting = _with_packages(self.setting, planned)
-        reference = reference_for(self.task, planned.cell)
+            needed := planned.strategy.packages
+        ):  # their versions are the same in a container as here
+            found = {"packages": packages.versions(needed)}
+            setting = replace(setting, environment=setting.environment | found)
         if planned.cell.operation == "save" or planned.cell.use == SAVE:
             with save_target.target(model_bytes) as folder:
                 job = replace(job, target=str(folder))
                 measured = take(setting, job, files, model_bytes, reference)
                 result = save_target.with_warnings(measured.result, folder)
-            measured = replace(measured, result=result)
         else:
             measured = take(setting, job, files, model_bytes, reference)
-            measured = replace(measured, result=self._blaming(measured.result, job))
+            result = self._blaming(measured.result, job)
+        measured = replace(measured, result=result)
         return self._restored(measured, planned, key) if measured.changed else measured
+
+    def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
+        """Return why a strategy cannot load a user's checkpoint by its keys; empty if it can."""
+        checkpoint = self.prepared[key]
+        if not checkpoint.in_place or planned.strategy.maps_keys:
+            return ""
+        if not (keys := checkpoint.manifest().keys):
+            return ""
+        return (
+            f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
+            " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
+            " --keys model"
+        )
 
     def _restored(
         self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
     ) -> CellMeasurement:
-        """Make a cached checkpoint again that changed in a cell; stop the run at a user's own."""
+        """Generate a cached checkpoint again if a cell changed it; stop the run if it is the user's."""
         checkpoint = self.prepared[key]
         if checkpoint.in_place:
             cell = measured.result.cell
@@ -99,7 +107,7 @@ class LoadBench:
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
-        """Return the result; ok if only the model's own forward pass fails, after any load."""
+        """Change a failed result to ok if the forward pass fails after a reference load, too."""
         if not model_fault.is_right_load(result):
             return result
         cell = result.cell
@@ -120,13 +128,16 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.prepare(progress)
-    for line in _added_code(task, needed, prepared):
+    needed = [each for each in needed if not each.skip]
+    jobs = [_job(task, each, prepared) for each in needed]
+    by_builder = {job.cell.model.builder: job for job in jobs}.values()
+    for line in dict.fromkeys(
+        line for job in by_builder for line in task.isolation.added_code(job)
+    ):
         progress.preparing(line, None)
-    first = next(planned for planned in needed if not planned.skip)
     if not task.is_probed:
         progress.preparing("importing torch once, to measure the memory that an import needs", None)
-        baseline = _probe(task, _job(task, first, prepared))
-        _check_limits(needed, baseline)
+        _check_limits(needed, _probe(task, jobs[0]))
     setting = Setting(
         isolation=task.isolation,
         run=task.folder,
@@ -134,20 +145,20 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
         steady=task.settings.steady,
         on_phase=progress.phase,
     )
-    slow = [each for each in needed if each.cell.disk and not each.skip]
+    slow = [job for job in jobs if job.cell.disk]
     if slow and not task.is_probed:
         progress.preparing("reading directly, to test the slow disks", None)
-        disk_proof.check(task.isolation, [_job(task, each, prepared) for each in slow])
+        disk_proof.check(task.isolation, slow)
     return LoadBench(task, setting, prepared, refused)
 
 
 def _prepare_checkpoints(
     task: Run, planned: Sequence[Planned], progress: Progress
 ) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
-    """Find or generate the checkpoint of every model in every format that some cell needs.
+    """Find or generate the checkpoint of every cell that is not skipped.
 
     Returns:
-        the checkpoints, and the reasons why a model's checkpoint cannot be written in a format.
+        the checkpoints, and the reasons why others cannot be written, both by ``_checkpoint_key``.
 
     Raises:
         FormatLimit: none of the checkpoints can be written.
@@ -185,7 +196,7 @@ def _ensure(
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the model whose tensors a load gives: it has codes where from_pretrained keeps them."""
+    """Return the cell's model; for a load that keeps quantised weights, the quantised model."""
     model = planned.cell.model
     if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
         return model
@@ -196,7 +207,7 @@ def _loaded_model(planned: Planned) -> ModelSpec:
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned)]
     own = task.settings.checkpoint_of(planned.cell.model)
-    selects = planned.selection and own  # in the user's own file, not in a cached copy
+    selects = planned.selection and own  # such a strategy reads the user's file, not a cached copy
     return Job(
         cell=planned.cell,
         checkpoint=str(own if selects else checkpoint.path),
@@ -210,30 +221,19 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
     )
 
 
-def _added_code(
-    task: Run, needed: Sequence[Planned], prepared: dict[tuple[str, str], cache.Prepared]
-) -> dict[str, None]:
-    jobs = {
-        planned.cell.model.builder: _job(task, planned, prepared)
-        for planned in needed
-        if not planned.skip
-    }
-    return dict.fromkeys(line for job in jobs.values() for line in task.isolation.added_code(job))
-
-
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path for a user's builder, which is empty for a builder of weighin.
+    """Return the import path of a user's builder; empty for a builder of weighin.
 
-    With an empty import path, no module of a user can hide a module of weighin.
+    The path is empty so that no module of a user can hide a module of weighin.
     """
     return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit up to its baseline, and return its memory at the baseline.
+    """Run a worker without a limit until it has imported torch, and return its memory then.
 
-    The probe also reads torch's libraries into the page cache, so that the first cell is not
-    charged for them, and shows before the first record whether workers can run at all.
+    The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
+    not charged for them. A worker that cannot run stops the run before its first record.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
     unlimited = replace(job, cell=cell)
@@ -251,7 +251,7 @@ def _probe(task: Run, job: Job) -> Memory:
     raise HarnessError(
         f"a worker under {task.isolation.name} ended before it had imported torch"
         + (f": {one_line(said)}" if said else ""),
-        "weighin doctor says what works on this machine",
+        "weighin doctor tests which isolations work on this machine",
     )
 
 
@@ -267,9 +267,9 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
+    """Raise ConfigError if a limit is below ``baseline``: the memory after ``import torch``."""
     for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
-        # File-backed pages can be evicted.
+        # File-backed memory does not count, because the kernel can evict it.
         need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
         if limit is not None and limit < need:
             of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
@@ -280,21 +280,11 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
             )
 
 
-def _with_packages(setting: Setting, planned: Planned) -> Setting:
-    """Add the versions of a strategy's packages, which are the same in a container as here."""
-    if not planned.strategy.packages:
-        return setting
-    found = {"packages": packages.versions(planned.strategy.packages)}
-    return replace(setting, environment=setting.environment | found)
-
-
 def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
-    """Return the title and format of the checkpoint that a cell reads.
+    """Return the title and the format of the checkpoint that a cell reads.
 
-    The title tells, too, whether the load gives another model than the cell's.
-
-    A save builds its model from the user's checkpoint in that checkpoint's own format, or without one from
-    a generated pt checkpoint.
+    The title of a load that keeps quantised weights ends in "with its codes". A save reads the
+    user's checkpoint in its own format, or else a generated pt checkpoint.
     """
     cell = planned.cell
     if cell.operation == "load":

@@ -1,10 +1,10 @@
-"""Tell what the machine or machines of a run can do, before the run is planned.
+"""Check before a run is planned that its machines have the RAM, the GPU and the isolation.
 
-An engine that measures on other machines passes its own ``Machines`` to ``request.start``.
+An engine that measures on other machines passes a subclass of ``Machines`` to ``request.start``.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 from weighin.errors import ConfigError
 from weighin.isolation import select
@@ -14,35 +14,11 @@ from weighin.run import gpu_check
 from weighin.units import format_bytes, format_exact
 
 
-class Machines(Protocol):
-    """The machine or machines that run the cells."""
+class Machines:
+    """The machine or machines that run the cells: in this class, the machine of this process."""
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
         """Raise ConfigError if a RAM limit is larger than the RAM of every machine."""
-
-    def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
-        """Raise ConfigError if no machine has the GPU that ``device`` names."""
-
-    def choose(
-        self,
-        name: str,
-        *,
-        limited: bool,
-        base_image: str | None,
-        packages: tuple[str, ...],
-        containers: bool = True,
-        image: str = "",
-    ) -> tuple[Isolation, str]:
-        """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
-
-    def check_soft_limit(self, isolation: Isolation) -> None:
-        """Raise IsolationUnavailable if a soft limit cannot be set."""
-
-
-class ThisMachine:
-    """The machine of this process."""
-
-    def check_ram(self, limits: Sequence[int | None]) -> None:
         total = environment.total_ram_bytes()
         for limit in limits:
             if limit is not None and limit > total:
@@ -53,13 +29,35 @@ class ThisMachine:
                 )
 
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
+        """Raise IsolationUnavailable if no machine has the GPU ``device`` with enough memory."""
         gpu_check.check(device, vram_limits)
 
-    def choose(self, name: str, **asked: Any) -> tuple[Isolation, str]:
-        return select.choose(name, **asked)
+    def choose(
+        self,
+        name: str,
+        *,
+        limited: bool,
+        base_image: str | None = None,
+        packages: tuple[str, ...] = (),
+        containers: bool = True,
+        image: str = "",
+    ) -> tuple[Isolation, str]:
+        """Return an isolation that works on the machines, and a note for the user.
+
+        The parameters and the errors are those of ``weighin.isolation.select.choose``.
+        """
+        return select.choose(
+            name,
+            limited=limited,
+            base_image=base_image,
+            packages=packages,
+            containers=containers,
+            image=image,
+        )
 
     def check_soft_limit(self, isolation: Isolation) -> None:
+        """Raise IsolationUnavailable if ``isolation`` cannot set memory.high (``--ram-high``)."""
         select.check_soft_limit(isolation)
 
 
-THIS_MACHINE: Final = ThisMachine()
+THIS_MACHINE: Final = Machines()

@@ -1,9 +1,9 @@
-"""Hold what was measured in a cell, until its record and its samples are written."""
+"""Hold the result and the samples of a cell until they are written to the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from weighin.errors import HarnessError
 from weighin.probes.allocator_trace import Trace, write_trace
@@ -11,15 +11,18 @@ from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
 from weighin.result import Result, Sample
 
+_Table = TypeVar("_Table")
+
 
 @dataclass(frozen=True, slots=True)
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``rank_samples`` are the samples of each rank by its number. ``changed`` are the files of the
-    checkpoint that changed while the cell ran. ``trouble`` is an error after the
-    measurement, such as a worker that cannot be removed. The run records the result and then stops
-    with ``trouble``.
+    Attributes:
+        rank_samples: the samples of each rank, by the rank's number.
+        changed: the checkpoint's files that changed while the cell ran.
+        trouble: an error after the measurement, such as a worker that cannot be removed; ``finish``
+            raises ``trouble`` after the result was recorded.
     """
 
     result: Result
@@ -35,22 +38,17 @@ class CellMeasurement:
         Raises:
             RecordError: a file cannot be written; its partial content is removed.
         """
-        if self.result.samples_path:
-            path = run / self.result.samples_path
-            _write_beside(path, partial(write_samples, path, list(self.samples)))
+        _write(run, self.result.samples_path, write_samples, self.samples)
         for number, rank in enumerate(self.result.ranks):
-            if name := rank.samples_path:
-                samples = list(self.rank_samples[number])
-                _write_beside(run / name, partial(write_samples, run / name, samples))
-        if self.result.trace_path and self.trace:
-            path = run / self.result.trace_path
-            _write_beside(path, partial(write_trace, path, self.trace))
+            _write(run, rank.samples_path, write_samples, self.rank_samples.get(number, ()))
+        if self.trace:
+            _write(run, self.result.trace_path, write_trace, self.trace)
         if self.trouble:
             raise self.trouble
 
 
 def trouble_of(close: Callable[[], None]) -> HarnessError | None:
-    """Remove what ran in a cell; return an error instead of raising it, so that the result is recorded."""
+    """Call ``close``, and return its error instead of raising it, so that the result is recorded."""
     try:
         close()
     except HarnessError as trouble:
@@ -58,10 +56,15 @@ def trouble_of(close: Callable[[], None]) -> HarnessError | None:
     return None
 
 
-def _write_beside(path: Path, write: Callable[[], None]) -> None:
+def _write(
+    run: Path, name: str | None, write: Callable[[Path, _Table], None], table: _Table
+) -> None:
+    if name is None:
+        return
+    path = run / name
     with run_folder.writing(path, "; the record of its cell is kept"):
         try:
-            write()
+            write(path, table)
         except OSError:
             path.unlink(missing_ok=True)
             raise

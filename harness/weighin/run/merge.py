@@ -22,7 +22,7 @@ _OF_A_PART: Final = ("shard", "engine")
 class Merged:
     """The result of a merge.
 
-    ``missing`` are the cells of the plan that no run has measured; ``again`` is the command for them.
+    ``missing`` has the cells of the plan that no run has measured; the command ``again`` measures them.
     """
 
     folder: Path
@@ -57,11 +57,11 @@ class _Part:
 def merge(folders: Sequence[Path], out: Path) -> Merged:
     """Write the records, samples and traces of all runs to the new run ``out``.
 
-    The new run has the whole plan: ``--resume`` measures the cells that are missing.
+    The new run has the whole plan, so that ``--resume`` measures the cells without a record.
 
     Raises:
-        RecordError: the runs have different plans, two runs measured the same cell, ``out`` is a run
-            already, or a folder cannot be read or written.
+        RecordError: the runs have different plans, two runs measured the same cell, ``out`` already
+            contains a run, or a folder cannot be read or written.
     """
     if (out / run_folder.PLAN).exists() or (out / run_folder.RECORDS).exists():
         raise RecordError(f"{out} already contains a run", "name another folder with --out")
@@ -129,7 +129,7 @@ def _joined(parts: Sequence[_Part]) -> list[Result]:
 
 
 def _missing_shards(parts: Sequence[_Part]) -> tuple[Shard, ...]:
-    """Return the shards of which no run was named; none if the runs have no common division."""
+    """Return the shards that no merged run measured; none if the plan was not divided into shards."""
     shards = [part.shard for part in parts]
     counts = {shard.count for shard in shards if shard}
     if None in shards or len(counts) != 1:
@@ -140,7 +140,7 @@ def _missing_shards(parts: Sequence[_Part]) -> tuple[Shard, ...]:
 
 
 def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None:
-    """Write the new run under another name, and rename it when it is complete."""
+    """Write the new run to a hidden folder, and rename the folder to ``out`` when it is complete."""
     unfinished = out.with_name(f".{out.name}.merging")
     folders = {
         coverage.identity(result.cell): part.folder for part in parts for result in part.results

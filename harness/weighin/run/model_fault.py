@@ -1,4 +1,4 @@
-"""Tell whether a failed forward pass is the fault of the model, and not of the load before it."""
+"""Test whether a failed forward pass is the model's fault: whether it fails after any load."""
 
 import json
 from dataclasses import asdict, replace
@@ -14,15 +14,16 @@ from weighin.result import Outcome, Result
 
 
 def is_right_load(result: Result) -> bool:
-    """Tell whether a cell failed only in its forward pass, after every weight was verified."""
+    """Return whether a cell failed only in its forward pass, after every weight was verified."""
     is_ready = result.ready_ns is not None
     return result.outcome in BROKEN and is_ready and result.last_phase == "forward"
 
 
 def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
-    """Return how the forward pass fails after the reference load; empty if it works.
+    """Load the model once by plain torch code, and return how its forward pass fails then.
 
-    None means that nobody can say, because the reference load failed or the kernel killed it.
+    The result is empty if the forward pass works. It is None if the load itself fails, is too slow,
+    or is killed by SIGKILL, because the forward pass was then not tested.
     """
     question = {"checkpoint": str(checkpoint), "selection": asdict(selection)}
     try:
@@ -40,7 +41,7 @@ def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
 
 
 def blamed(result: Result, how: str) -> Result:
-    """Return the result of a right load whose model's forward pass fails as ``how`` says."""
+    """Change the result to ok, with a warning that the model's own forward pass fails (``how``)."""
     warning = (
         f"the forward pass of {result.cell.model.title} fails, after the reference load as well: {how}."
         " Every weight is right. To measure the load alone: --use none"

@@ -1,4 +1,4 @@
-"""Split a command's output into lines while it arrives, and find regular expressions in them."""
+"""Split a command's output into lines as it arrives, and search each line for regular expressions."""
 
 import re
 from dataclasses import dataclass
@@ -6,35 +6,38 @@ from typing import Final
 
 from weighin.errors import ConfigError
 
-_LONGEST_LINE: Final = 64 * 1024  # of a longer line, only the beginning is searched
+_LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
-"""What may match at the end of a text, and not at the end of a line: it looks around, or is possessive."""
+"""Lookarounds, \\A, \\Z and possessive quantifiers may match in one line but not in a longer text."""
 
 
 class Pattern:
-    """A regular expression that is looked for in each line of a text."""
+    """A regular expression, with a quick test for texts of many lines."""
 
     def __init__(self, option: str, text: str) -> None:
-        """Raise ConfigError, which names the option, if the text is not a regular expression."""
+        """Raise ConfigError, which names ``option``, if ``text`` is not a regular expression."""
         try:
             self.search = re.compile(text).search
             self._anywhere = re.compile(text, re.MULTILINE).search
         except re.error as error:
             raise ConfigError(
                 f"{option} {text!r} is not a regular expression: {error}",
-                "write a backslash before a character that is meant literally: 'loss \\(train\\)'",
+                "write a backslash before a character that stands for itself: 'loss \\(train\\)'",
             ) from None
         self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
 
     def may_be_in(self, lines: str) -> bool:
-        """Tell whether a line may contain it: one search of many lines is quicker than many."""
+        """Return False if no line of a text matches; a single search is quicker than one per line."""
         return self._sees_line_ends or self._anywhere(lines) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Lines that ended, and the times of the last character of the first one and of all others."""
+    """Complete lines of output, separated by line feeds.
+
+    ``first_ns`` is the time of the last character of the first line, ``t_ns`` that of the others.
+    """
 
     text: str
     first_ns: int
@@ -42,7 +45,7 @@ class Ended:
 
 
 class Lines:
-    """Splits output into lines; a carriage return ends a line too, as in a progress bar."""
+    """Splits output into lines; a carriage return, as of a progress bar, ends a line as well."""
 
     def __init__(self) -> None:
         self._begun = b""
@@ -50,11 +53,11 @@ class Lines:
 
     @property
     def begun(self) -> str:
-        """The beginning of the line that has not ended."""
+        """The text after the last line end."""
         return _plain(self._begun)
 
     def feed(self, data: bytes, t_ns: int) -> Ended | None:
-        """Return the lines that end in ``data``; None if none does."""
+        """Return the lines that ``data`` completes; None if it has no line end."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r"))
         if end < 0:
             self._begun = (self._begun + data)[:_LONGEST_LINE]
@@ -66,11 +69,11 @@ class Lines:
         return ended
 
     def rest(self) -> Ended | None:
-        """Return the last line if it did not end."""
+        """Return the text after the last line end; None if there is none."""
         return Ended(self.begun, self._begun_ns, self._begun_ns) if self._begun else None
 
 
 def _plain(output: bytes) -> str:
-    """Return output as text without the sequences that set colours and titles in a terminal."""
+    """Decode output, and remove the escape sequences of terminals, such as those for colours."""
     text = output.decode(errors="replace").replace("\r", "\n")
     return _ESCAPES.sub("", text) if "\x1b" in text else text

@@ -1,10 +1,9 @@
 """Touch memory before a load and free it as the load begins, so that load times vary less.
 
-Some virtual machines report free pages to their host (free page reporting, balloons). In such a
-machine, allocating a page that was free for a while takes three times as long as allocating a page
-that was freed just now. Reports of free pages affect times, not memory figures. Linux reports all
-free pages 2 s after a page became free. The parent therefore holds memory until no report is due; a
-load that begins when the parent frees this memory gets fast pages for 2 s.
+Some virtual machines report free pages to their host (free page reporting, balloons), 2 s after a
+page became free. The host must provide a reported page again, so that its allocation takes three
+times as long. weighin therefore holds memory until no report is due, and frees the memory as the
+load begins: the load gets unreported pages for 2 s. Memory figures do not change.
 """
 
 import ctypes
@@ -16,15 +15,15 @@ from contextlib import ExitStack, contextmanager
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.probes import environment
 
-SETTLED_S = 2.5  # after this time without freed memory, no report is due
-_LARGEST_SHARE = 0.8  # of the free memory; a larger share could evict pages of other programs
+SETTLED_S = 2.5  # no report is due if no memory was freed for this time
+_LARGEST_SHARE = 0.8  # of the free memory, because more could evict pages of other programs
 
 
 def touch_and_free(wanted_bytes: int) -> int:
     """Write to fresh memory, free it, and return the memory's size in bytes.
 
-    The size is less than ``wanted_bytes`` if the machine has too little free memory. The call takes
-    about 0.1 s per GiB, and several times as long for pages that were reported to the host.
+    The size is smaller than ``wanted_bytes`` if the machine has too little free memory. The call
+    takes about 0.1 s per GiB, and several times as long for pages that were reported to the host.
     """
     with held(wanted_bytes) as size:
         return size
@@ -32,11 +31,10 @@ def touch_and_free(wanted_bytes: int) -> int:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Hold touched memory until the end of the block, and yield the memory's size in bytes.
+    """Write to fresh memory, keep it until the end of the block, and yield its size in bytes.
 
-    Args:
-        wanted_bytes: the size to hold; less is held if the machine has too little free memory.
-        spare_bytes: memory to leave free for the worker until the end of the block.
+    The size is at most ``wanted_bytes``. At least ``spare_bytes`` of free memory are left for the
+    worker.
     """
     free = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free * _LARGEST_SHARE))
@@ -48,12 +46,12 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
         start = ctypes.c_char.from_buffer(area)
         try:
             ctypes.memset(ctypes.addressof(start), 1, size)
-        finally:  # on Ctrl-C too: a mapping cannot be closed while a pointer into it exists
+        finally:  # also after Ctrl-C: Python refuses to unmap memory that has a pointer into it
             del start
         yield size
 
 
 def give_back(memory: ExitStack) -> None:
-    """Wait until no report of free pages is due, and then free the ``held`` memory."""
+    """Wait until no report of free pages is due, and then free the memory of ``held``."""
     time.sleep(SETTLED_S)
     memory.close()

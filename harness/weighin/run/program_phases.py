@@ -1,7 +1,8 @@
-"""Listen to the phases that a command's processes report, and read the kernel's marks meanwhile.
+"""Receive the phases that a command's processes report, and read the kernel's high-water marks.
 
-A process waits at the begin and at the end of a phase (see ``weighin.phase_reporter``) until its
-peak RSS and the peak of the command's cgroup have been read here, and at the begin reset.
+A process waits at the begin and at the end of a phase (see ``weighin.phase_reporter``) until
+weighin has read the process's peak RSS and the peak of the command's cgroup. At the begin of a phase,
+weighin also resets the two peaks.
 """
 
 import selectors
@@ -12,30 +13,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.phase_reporter import address
-from weighin.probes.cgroup import MemoryCgroup, start_time
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, start_time
 from weighin.program_phases import VARIABLE
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.result import Phase, Track
-from weighin.run.program_track import GroupMark, ProcessTrack
+from weighin.run.program_track import ProcessTrack
 
 _SOCKET: Final = "phases"
 _LONGEST_MESSAGE: Final = 8192
 _MOST_CONNECTIONS: Final = 512
-_INTERVAL_S: Final = 0.02  # between two looks at processes in a phase, which may die inside it
+_INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 
 
 class PhaseListener:
     """Listens at a socket in ``folder``, from ``watch`` until ``close``.
 
-    The first process that begins a phase is the main one: its phases have the peaks of the command's
-    cgroup. Until ``watch`` is called, processes wait.
+    The first process that begins a phase is the main process, and only its phases have the peaks of
+    the command's cgroup. A process that begins a phase before ``watch`` waits until ``watch``.
 
     Attributes:
         folder: the folder of the socket, which a container must mount at the same path.
-        peak_bytes: the highest charge of the cgroup that was seen; on cgroup v1 each phase resets
-            the kernel's mark for all readers. Complete after ``close``.
-        warnings: what the record must say of the phases. Complete after ``close``.
+        peak_bytes: the cgroup's highest charge of all readings, because on cgroup v1 each phase
+            resets the kernel's mark for all readers. Complete after ``close``.
+        warnings: the phases' figures that are missing or not exact. Complete after ``close``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,13 +47,13 @@ class PhaseListener:
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._group: GroupMark | None = None
+        self._group: PeakMark | None = None
         self._tracks: dict[tuple[int, int], ProcessTrack] = {}
         self._by_connection: dict[socket.socket, ProcessTrack] = {}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable with which the command's processes find the socket."""
+        """The environment variable that names the socket to the command's processes."""
         return {VARIABLE: str(self._path)}
 
     @property
@@ -61,7 +62,7 @@ class PhaseListener:
 
     @property
     def highest_rss_bytes(self) -> dict[int, int]:
-        """The highest RSS of each process that began a phase, by pid: each phase resets its mark."""
+        """The highest RSS of each process that began a phase, by pid, because phases reset VmHWM."""
         return {pid: track.highest_rss_bytes for (pid, _), track in self._tracks.items()}
 
     @property
@@ -71,17 +72,17 @@ class PhaseListener:
         return main.died_in if main else None
 
     def watch(self, cgroup: MemoryCgroup | None) -> None:
-        """Begin to answer: the command has started, in ``cgroup`` if it has one of its own."""
+        """Start the thread that answers the command's processes; ``cgroup`` is the command's own."""
         if cgroup:
-            self._group = GroupMark(cgroup)
+            self._group = PeakMark(cgroup)
         self._thread = threading.Thread(target=self._listen, name="weighin phases", daemon=True)
         self._thread.start()
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-        """Stop, before the cgroup is removed; return the main process's phases, and other tracks.
+        """Stop listening; return the phases of the main process, and those of each other process.
 
-        Phases are in the order of their begin. A phase that has not ended ends now, or when its
-        process was seen last.
+        Phases are sorted by their begin. A phase that has not ended ends now, or at the last reading
+        of a process that has ended. Call ``close`` before the cgroup is removed.
         """
         if self._server.fileno() >= 0:
             self._stop()
@@ -99,6 +100,7 @@ class PhaseListener:
         for track in self._tracks.values():
             track.close()
         if self._group:
+            self._group.read()
             self._group.close()
         self.warnings = tuple(text for track in self._tracks.values() for text in track.warnings)
 
@@ -122,7 +124,7 @@ class PhaseListener:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError:  # it ended while it waited, or there are no descriptors left
+        except OSError:  # the process ended while it waited, or this process has no free descriptor
             return
         size = _CREDENTIALS.size
         pid, _, _ = _CREDENTIALS.unpack(
@@ -159,13 +161,13 @@ class PhaseListener:
 
 def _start_time(pid: int) -> int | None:
     try:
-        return start_time(pid) if pid else None  # 0: a process of a pid namespace not below ours
-    except OSError:  # /proc hides it
+        return start_time(pid) if pid else None  # 0 stands for a process of another pid namespace
+    except OSError:  # /proc hides other users' processes
         return None
 
 
 def _is_complete(event: dict[str, Any]) -> bool:
-    """Tell whether an event has the fields of its kind: anybody in the command can send messages."""
+    """Return whether an event is valid, because any process of the command can write to the socket."""
     wanted = {"begin": ("name", str), "end": ("t_ns", int)}.get(event["event"])
     return (
         wanted is not None
@@ -179,7 +181,7 @@ def _listening(path: Path) -> socket.socket:
     try:
         with address(str(path)) as place:
             server.bind(place)
-        server.listen(4096)  # processes that connect before ``watch``; the kernel may hold fewer
+        server.listen(4096)  # the most processes that may connect before ``watch``
         server.setblocking(False)
     except BaseException:
         server.close()

@@ -1,4 +1,4 @@
-"""The phases of one process of a command, from the kernel's marks of the process and of its cgroup."""
+"""Measure the phases that one process of a command reports, with the kernel's high-water marks."""
 
 import re
 import time
@@ -6,43 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.cgroup import PeakMark
 from weighin.probes.observer import grown
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.result import Memory, Phase
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
-_MOST_PHASES: Final = 1000  # of a process; a training loop may have millions
+_MOST_PHASES: Final = 1000  # of one process, because a training loop may have millions
 _LONGEST_NAME: Final = 64
-
-
-class GroupMark:
-    """The peak of a command's cgroup: since its last reset, and ``highest_bytes`` of all time."""
-
-    def __init__(self, cgroup: MemoryCgroup) -> None:
-        self.cgroup = cgroup
-        self._mark = PeakMark(cgroup)
-        self.highest_bytes: int | None = None
-
-    def read(self) -> int | None:
-        """Return the peak since the last reset; None if it cannot be read."""
-        peak = self._mark.read()
-        if peak is not None:
-            self.highest_bytes = max(peak, self.highest_bytes or 0)
-        return peak
-
-    def reset(self) -> bool:
-        return self._mark.reset()
-
-    def close(self) -> None:
-        self.read()
-        self._mark.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The figures of a process at one instant; ``peak_rss_bytes`` is since the last reset."""
+    """The figures of a process at one instant; VmHWM, the peak RSS, is since the last reset."""
 
     t_ns: int
     memory: Memory
@@ -52,7 +29,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Open:
-    """A phase that has not ended. Its peaks are the largest of all readings since its begin."""
+    """A phase that has not ended; its peaks are the largest readings since its begin."""
 
     name: str
     first: _Seen
@@ -62,12 +39,12 @@ class _Open:
 
 
 class ProcessTrack:
-    """Takes the messages of one process, which waits meanwhile.
+    """Measures the phases of one process, which waits while a message of it is answered.
 
-    ``group`` is that of the command's cgroup, for the main process only: its phases have these peaks.
+    Only the main process has a ``group``, so that only its phases have peaks of the cgroup.
     """
 
-    def __init__(self, pid: int, group: GroupMark | None) -> None:
+    def __init__(self, pid: int, group: PeakMark | None) -> None:
         self.highest_rss_bytes = 0
         self.died_in: str | None = None
         self._pid = pid
@@ -91,7 +68,7 @@ class ProcessTrack:
 
     @property
     def warnings(self) -> list[str]:
-        """What the record must say of these phases."""
+        """The warnings of the record: figures of phases that are missing or not exact."""
         found = []
         if not self._resets:
             found.append(
@@ -100,8 +77,8 @@ class ProcessTrack:
             )
         if self._group and not self._resets_group:
             found.append(
-                "the peak of the cgroup could not be reset (cgroup v2 can since Linux 6.12): phases"
-                " have none"
+                "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2"
+                " needs Linux 6.12)"
             )
         if self.died_in is not None:
             found.append(
@@ -111,29 +88,28 @@ class ProcessTrack:
         if self._number_lost:
             found.append(
                 f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are not"
-                " recorded; of each name, the one with the highest peak RSS is"
+                " recorded, but the phase with the highest peak RSS of each name is"
             )
         return found
 
     def take(self, event: dict[str, Any]) -> None:
-        """Begin or end a phase. An end without its begin does nothing."""
+        """Begin or end a phase; the end of a phase that has not begun has no effect."""
         seen = self._look()
         if seen is None:
             return
         if event["event"] == "begin":
             self._begin(event["id"], _cleaned(event["name"]), seen)
         elif phase := self._open.pop(event["id"], None):
-            # The message waited until now; the time must lie in the phase, whoever sent it.
+            # The process sends the end's time, which may be invalid: keep it between begin and now.
             end_ns = min(max(phase.first.t_ns, event["t_ns"]), seen.t_ns)
             self._add(phase, replace(seen, t_ns=end_ns))
 
     def sample(self) -> None:
-        """Look at a process that is in a phase; end its phases if it has ended."""
+        """Read the figures of a process that is in a phase; end its phases if the process has ended."""
         if self._open and self._look() is None:
             self._end_all()
 
     def close(self) -> None:
-        """End the phases that have not ended."""
         if self._open:
             self._look()
             self._end_all()
@@ -144,12 +120,12 @@ class ProcessTrack:
             self._resets_group = self._group.reset() and self._resets_group
         refaults = self._group.cgroup.read_refaults() if self._group else None
         seen = replace(seen, t_ns=time.monotonic_ns())
-        if before := self._open.pop(number, None):  # of a program that this one has replaced
+        if before := self._open.pop(number, None):  # a phase from before the process called exec
             self._add(before, seen)
         self._open[number] = _Open(name, seen, refaults)
 
     def _look(self) -> _Seen | None:
-        """Read all marks, and raise the peaks of all open phases; None if the process has ended."""
+        """Read the figures, and raise the peaks of all open phases; None if the process has ended."""
         group_peak = self._group.read() if self._group else None
         for phase in self._open.values():
             if group_peak is not None:
@@ -159,7 +135,7 @@ class ProcessTrack:
             faults = parse_faults(read_text(f"/proc/{self._pid}/stat"))
         except OSError:
             return None
-        if "VmHWM" not in status:  # its memory is gone, and its parent has not waited for it
+        if "VmHWM" not in status:  # a zombie has no memory
             return None
         usage = self._group.cgroup.read_usage() if self._group else None
         memory = replace(memory_of(status), cgroup_bytes=usage)
@@ -170,7 +146,7 @@ class ProcessTrack:
         return self._last
 
     def _end_all(self) -> None:
-        """End all phases where the process was seen last; the innermost one names its place."""
+        """End all open phases at the last reading; ``died_in`` names the innermost one."""
         self.died_in = list(self._open.values())[-1].name
         while self._open:
             _, phase = self._open.popitem()
@@ -194,7 +170,7 @@ class ProcessTrack:
         self._keep(added)
 
     def _keep(self, phase: Phase) -> None:
-        """Add a phase; after too many, it only replaces one of its name with a lower peak."""
+        """Add a phase; after 1000 phases, only replace a phase of the same name and a lower peak."""
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
         if len(self._phases) < _MOST_PHASES:
@@ -210,17 +186,17 @@ class ProcessTrack:
 def _reset_peak_rss(pid: int) -> bool:
     try:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
-    except OSError:  # another user's process, or it has ended
+    except OSError:  # the process has ended, or is another user's
         return False
     return True
 
 
 def _cleaned(name: str) -> str:
-    """Return a name that keeps the rules for a strategy's phases."""
+    """Return a valid name of a phase, in which "_" replaces each character that is not allowed."""
     name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
     if not re.match(r"[A-Za-z0-9]", name):
         name = f"phase {name}"[:_LONGEST_NAME].strip()
     try:
         return named_by_strategy(name)
-    except ValueError:  # it is the name of a phase of weighin's own
+    except ValueError:  # weighin has a phase of this name
         return f"{name} (program)"

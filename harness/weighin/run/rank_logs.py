@@ -1,4 +1,4 @@
-"""Combine the event logs and samples of a cell's ranks. A cell without ranks has one log."""
+"""Combine the event logs and samples of a cell's ranks; a cell without ranks has one event log."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from weighin.run.event_log import EventLog
 
 
 def slowest(logs: Sequence[EventLog]) -> EventLog:
-    """Return the log of the rank that was ready last, or that is not ready."""
+    """Return the event log of a rank that is not ready, else of the rank that was ready last."""
     return max(logs, key=lambda log: float("inf") if (ns := log.ready_ns()) is None else ns)
 
 
 def longest_load_ns(logs: Sequence[EventLog]) -> int | None:
-    """Return the time until all ranks had loaded, in nanoseconds; None if one has not."""
+    """Return the longest load time of a rank, in nanoseconds; None if a rank did not load."""
     times = [log.load_ns() for log in logs]
     return None if None in times else max(ns for ns in times if ns is not None)
 
 
 def longest_ready_ns(logs: Sequence[EventLog]) -> int | None:
-    """Return the time until all ranks were ready, in nanoseconds; None if one was not."""
+    """Return the longest time until a rank was ready, in nanoseconds; None if a rank was not."""
     return slowest(logs).ready_ns()
 
 
 def faults(logs: Sequence[EventLog], refaults: int | None) -> Faults | None:
-    """Return the page faults of all ranks; ``refaults`` is the cgroup's count of refaults."""
+    """Return the sum of the ranks' page faults; the caller read ``refaults`` from the cgroup."""
     counts = [each for log in logs if (each := log.faults(None))]
     if not counts:
         return None
@@ -34,7 +34,7 @@ def faults(logs: Sequence[EventLog], refaults: int | None) -> Faults | None:
 
 
 def pss_bytes(logs: Sequence[EventLog]) -> int | None:
-    """Return the ranks' proportional set sizes in sum, when all were ready; None if one was not."""
+    """Return the sum of the ranks' proportional set sizes; None if a rank did not report one."""
     sizes = [log.facts.get("pss_bytes") for log in logs]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -42,7 +42,7 @@ def pss_bytes(logs: Sequence[EventLog]) -> int | None:
 def ranks(logs: Sequence[EventLog], ends: Mapping[int, Exit]) -> tuple[Rank, ...]:
     """Return the record of each rank; empty for a cell without ranks.
 
-    ``ends`` are the exits of the ranks that failed.
+    ``ends`` has the exits of the ranks that failed, by their numbers.
     """
     if len(logs) == 1:
         return ()
@@ -69,8 +69,8 @@ def where(logs: Sequence[EventLog]) -> str:
 def culprit(logs: Sequence[EventLog], ends: Mapping[int, Exit], oom_kills: int | None) -> int:
     """Return the number of the rank that decides the outcome of a cell that did not end ok.
 
-    It is the first rank that the kernel killed for lack of memory, else the first that failed, else
-    the one that is furthest behind (of several, one where the fewest ranks are).
+    The choice is the first rank that the kernel killed for lack of memory, else the first rank that
+    failed, else the rank with the fewest ended phases.
     """
     killed = [rank for rank, end in ends.items() if end.signal == signal.SIGKILL]
     if killed and oom_kills != 0:
@@ -88,8 +88,8 @@ def judge(
 ) -> tuple[Outcome, str]:
     """Return the outcome of a cell that ended before its time-out, and the reason in one line.
 
-    ``ends`` are the exits of the ranks that failed, the first one first. ``ended`` is the exit of
-    the worker, which starts the ranks.
+    ``ends`` has the exits of the ranks that failed, in their order in time. ``ended`` is the exit
+    of the process that starts the ranks.
     """
     if all(log.done for log in logs):
         return (Outcome.CHILD_KILLED, lost(oom_kills)) if oom_kills else (Outcome.OK, "")
@@ -109,16 +109,16 @@ def judge(
 
 
 def lost(oom_kills: int) -> str:
-    """Return how many processes of the cell the kernel killed, in words."""
     killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
     return f"the kernel killed {killed} of this cell for lack of memory"
 
 
 def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return samples of all ranks together, at the times of the samples of the cell's cgroup.
+    """Return one sample of all ranks for each sample of the cell's cgroup.
 
-    The times before the first sample of a rank are left out. Anonymous memory is the sum over the ranks. File-backed and shared memory is the cgroup's, which
-    counts each page once; without a cgroup, it is that of the rank with the most.
+    Samples before the first sample of any rank are left out. Anonymous memory is the sum over the
+    ranks. File-backed and shared memory are the cgroup's, which counts each page once; without a
+    cgroup, they are those of the rank with the most.
     """
     merged = []
     places = [0] * len(of_ranks)
@@ -130,7 +130,7 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
             if samples and samples[0].t_ns <= at.t_ns:
                 now.append(samples[places[rank]])
         if not now:
-            continue  # a sample of the process that starts the ranks alone
+            continue  # no rank has started yet
         anon = sum(each.anon_bytes for each in now)
         if at.cgroup_file_bytes is None or at.cgroup_shmem_bytes is None:
             shmem = max(each.shmem_bytes for each in now)
@@ -154,7 +154,7 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
 
 
 def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:
-    """Return each position with the ranks that are there, the position furthest behind first."""
+    """Return each position in words with its ranks, sorted by the number of ended phases."""
     numbers: dict[str, list[int]] = {}
     for number, log in enumerate(logs):
         numbers.setdefault("ended" if log.done else log.where(), []).append(number)

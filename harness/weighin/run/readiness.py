@@ -1,4 +1,4 @@
-"""Wait until a server is ready, and stop it then: its cell is over when it is ready."""
+"""Wait until a server is ready, and then stop the server, because that ends its cell."""
 
 import contextlib
 import signal
@@ -12,39 +12,40 @@ from weighin.errors import ConfigError
 from weighin.isolation.base import RunningCommand
 from weighin.run.command_settings import CommandSettings
 
-_BETWEEN_S: Final = 0.05  # two questions to an address
+_BETWEEN_S: Final = 0.05  # between two requests to --ready-url
 _ANSWER_S: Final = 2.0
 _PAUSE_S: Final = 0.01
-_BETWEEN_LOOKS_S: Final = 0.1  # at a command that may thrash
+_BETWEEN_LOOKS_S: Final = 0.1  # between two tests whether the command thrashes
 _AFTER_KILL_S: Final = 1.0
 _AFTER_SIGKILL_S: Final = 10.0
-_NO_SERVER: Final = 500  # this status and those above it come from a server that is not ready
+_NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 
 
 def check(how: CommandSettings) -> None:
-    """Raise ConfigError if a server cannot be waited for as it was asked."""
+    """Raise ConfigError if the options --ready and --ready-url are invalid."""
     if how.ready and how.ready_url:
         raise ConfigError(
-            "--ready and --ready-url cannot be combined: each of them tells when the server is ready",
+            "--ready and --ready-url cannot be combined: each option tells when the server is ready",
             "leave one of the two options out",
         )
     if how.ready_url:
         parts = urlsplit(how.ready_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"--ready-url {how.ready_url!r} is not an address of HTTP",
+                f"--ready-url {how.ready_url!r} is not an HTTP address",
                 "write the address as in --ready-url http://127.0.0.1:8000/health",
             )
 
 
 class Readiness:
-    """Tells when one command is ready; ``now`` is called at that time, from any thread.
+    """Waits until one command is ready.
 
-    ``at_ready`` is called once, and reads the figures of the command at that instant.
+    Any thread may call ``now`` when the command is ready. The first call calls ``at_ready``, which
+    reads the command's figures.
     """
 
     def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:
-        """Raise ConfigError if another server answers at the address already."""
+        """Raise ConfigError if another server answers at --ready-url before the command starts."""
         self.is_expected = bool(how.ready or how.ready_url)
         self.ready_ns: int | None = None
         self._how = how
@@ -60,14 +61,13 @@ class Readiness:
             )
 
     def now(self) -> None:
-        """Note that the command is ready."""
         with self._lock:
             if self.ready_ns is None:
                 self.ready_ns = time.monotonic_ns()
                 self._at_ready()
 
     def begin(self) -> None:
-        """Begin to ask at the address, if there is one."""
+        """Start the thread that sends requests to --ready-url, if the option was given."""
         if self._how.ready_url:
             self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)
             self._asking.start()
@@ -81,8 +81,9 @@ class Readiness:
     ) -> bool:
         """Return whether the command was ready or ended within ``timeout_s``.
 
-        The wait also ends when ``is_over`` returns True. A command of which the kernel killed a
-        process gets a second: it may start the process again and again, and its outcome is certain.
+        The wait also ends when ``is_over`` returns True. A server gets one more second after the
+        kernel has killed one of its processes: a server may restart a process again and again, and
+        the outcome is already certain.
         """
         if not self.is_expected and not is_over:
             return running.wait(timeout_s)
@@ -99,7 +100,7 @@ class Readiness:
         return self.ready_ns is not None or running.wait(0)
 
     def end(self) -> None:
-        """Stop asking."""
+        """Stop the requests to --ready-url."""
         self._given_up.set()
         if self._asking:
             self._asking.join()
@@ -112,7 +113,7 @@ class Readiness:
 
 
 def stop(running: RunningCommand, grace_s: float) -> None:
-    """Ask a server to end, and kill it and all its processes if it runs after ``grace_s``."""
+    """Send SIGTERM to a server; kill the server's processes if it still runs after ``grace_s``."""
     running.send_signal(signal.SIGTERM)
     if not running.wait(grace_s):
         running.kill()
@@ -120,7 +121,7 @@ def stop(running: RunningCommand, grace_s: float) -> None:
 
 
 def answers(url: str) -> bool:
-    """Tell whether a server answers at an address, other than with an error of its own."""
+    """Return whether a server answers at this URL with an HTTP status below 500."""
     import http.client  # takes 0.02 s
 
     parts = urlsplit(url)

@@ -32,8 +32,9 @@ class Request:
     """A suite, and the command-line options that are not part of a suite.
 
     Attributes:
-        settings: what the options set; ``start`` adds what the suite and the models set.
-        folder: the folder of the new run; None for one with a name of its own.
+        settings: the settings from the options; ``start`` adds those of the suite and the models.
+        kwargs: the arguments of the model's builder.
+        folder: the folder of the new run; None for ``results/TIME-MODELS-LIMITS``.
         choice: the weights and the class to load from a Hugging Face folder.
     """
 
@@ -67,7 +68,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = uses.chosen(suite.uses)
     for name in suite.format:
-        formats.known(name)  # an unknown one is named before anything is tried
+        formats.known(name)  # raises for an unknown format before the isolation is tested
     machines.check_ram(suite.ram)
     _check_gpu(suite, machines)
     limited = settings.within is not None or any(limit is not None for limit in suite.ram)
@@ -95,7 +96,10 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
-    mounts = _existing((*map(Path, settings.mounts), *folders, *adapters))
+    mounts = (*map(Path, settings.mounts), *folders, *adapters)
+    for path in mounts:
+        if not path.exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
     settings = replace(
         settings,
         checkpoint=checkpoint,
@@ -107,7 +111,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
         strategy_paths={info.name: str(info.path) for info, _ in strategies},
         use_paths={name: path for name, path in use_paths.items() if path},
         python_path=tuple(chosen.python_path),
-        mounts=mounts,
+        mounts=tuple(str(path.absolute()) for path in mounts),
         storage=settings.storage.expanduser().absolute() if settings.storage else None,
     )
     labels = [replace(model, kwargs={}).title for model in models]
@@ -117,7 +121,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """Return a run that was planned before, to run the cells that have no record yet.
+    """Restore a run of ``weighin bench`` or ``weighin run``, to measure the cells without a record.
 
     Raises:
         RecordError: the folder is not a run, or is a search for floors.
@@ -134,7 +138,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:
-    """Return a run that was planned before; raise errors as ``resume`` does."""
+    """Restore a run or a search for floors from its plan; the errors are those of ``resume``."""
     found = run_folder.read_plan(folder)
     if not found.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")
@@ -181,7 +185,7 @@ def _installed(
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy selects other weights in the user's checkpoint than the run."""
+    """Raise ConfigError if a strategy's --key or --strip-prefix differ from the run's."""
     for each in planned:
         if each.skip or not each.selection:
             continue
@@ -201,10 +205,10 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
-    """Skip the strategies whose torch.load refuses objects in the user's training checkpoint.
+    """Skip each strategy whose torch.load(weights_only=True) refuses the user's checkpoint.
 
     Raises:
-        ConfigError: no other cell is left.
+        ConfigError: every cell is skipped.
     """
     reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
     if checkpoint is None or not any(reads):
@@ -223,7 +227,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planned]:
-    """Skip the cells that move a model to a GPU where there is none."""
+    """Skip the cells that move a model to a GPU, if no machine has a GPU."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
@@ -232,13 +236,6 @@ def _without_gpu_uses(planned: list[Planned], machines: Machines) -> list[Planne
         skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
     return planned
-
-
-def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:
-    for path in mounts:
-        if not path.exists():
-            raise ConfigError(f"--mount {path}: there is no such file or folder")
-    return tuple(str(path.absolute()) for path in mounts)
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
@@ -257,23 +254,21 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
             f"nothing can be measured, every cell is skipped: {reasons}",
-            "choose another strategy, format or device: weighin list strategies shows what each"
-            " supports",
+            "choose another strategy, format or device: weighin list strategies shows the formats"
+            " and devices of each strategy",
         )
 
 
 def _check_gpu(suite: Suite, machines: Machines) -> None:
-    """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
+    """Raise an error if the GPU is missing, or if a GPU option is combined with the device cpu."""
     if suite.device != "cpu":
         machines.check_gpu(suite.device, suite.vram)
         return
-    is_limited = any(limit is not None for limit in suite.vram)
-    needs_gpu = [
-        *(["--vram limits GPU memory"] if is_limited else []),
-        *(["--trace records the events of the CUDA allocator"] if suite.trace else []),
-    ]
-    if needs_gpu:
+    option = "--trace records the events of the CUDA allocator" if suite.trace else ""
+    if any(limit is not None for limit in suite.vram):
+        option = "--vram limits GPU memory"
+    if option:
         raise ConfigError(
-            f"{needs_gpu[0]}, but the device is cpu",
-            "add --device cuda, or leave out the option or strategy that needs a GPU",
+            f"{option}, but the device is cpu",
+            "add --device cuda, or leave out this option",
         )

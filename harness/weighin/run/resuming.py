@@ -1,4 +1,4 @@
-"""Say how a run that was stopped is resumed."""
+"""Add the command that resumes a stopped run to the error that stopped it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,16 @@ from weighin.run.task import Run
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """Add the command that resumes ``task`` to each error in this block that stops the run."""
+    """Add the command that resumes ``task`` to an error that stops the run in this block."""
     again = coverage.resume_command(verb, task.folder)
     if _needs_trust(task):
         again += " --trust"
     try:
         yield
     except Interrupted as stopped:
-        if not (task.folder / run_folder.PLAN).exists():  # without a record, nothing is kept
+        if not (
+            task.folder / run_folder.PLAN
+        ).exists():  # the folder of a run without a record was removed
             raise
         message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
         raise Interrupted(message, f"resume it: {again}") from None

@@ -1,8 +1,6 @@
-"""Lock the machine for one measuring run at a time, so that runs do not distort each other's
-figures.
+"""Lock the machine for one measuring run at a time, because two runs distort each other's figures.
 
-All users and caches share one lock file. Read permission is enough to lock it; no process writes
-it.
+All users share one lock file. Read permission is enough to lock the file, and no process writes to it.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from weighin.probes.cgroup import LOCK_VARIABLE
 
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
 _NAME: Final = "weighin-measuring.lock"
-_PAUSES_S: Final = (0.05, 1.0)  # first and longest: polling must not disturb the measuring run
+_PAUSES_S: Final = (0.05, 1.0)  # the first and the longest: polling disturbs the measuring run
 
 
 def lock_path() -> Path:
@@ -30,9 +28,7 @@ def lock_path() -> Path:
         return Path(named)
     for folder in _FOLDERS:
         with contextlib.suppress(OSError):
-            if (
-                folder.stat().st_mode & stat.S_IWOTH
-            ):  # else another user could not create the file there
+            if folder.stat().st_mode & stat.S_IWOTH:  # any user may create the file
                 return folder / _NAME
     return Path(tempfile.gettempdir()) / _NAME
 
@@ -41,13 +37,13 @@ def lock_path() -> Path:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the lock in this block, after waiting for it up to ``patience_s``.
+    """Hold the lock in this block; wait for the lock up to ``patience_s`` seconds.
 
-    The kernel releases the lock when the process ends. If the run has to wait, ``waiting`` is
-    called once with the reason.
+    The kernel releases the lock when the process ends. ``waiting`` is called once with the reason
+    if another run holds the lock.
 
     Raises:
-        MachineBusy: another run holds the lock.
+        MachineBusy: another run still holds the lock after ``patience_s``.
         ConfigError: the lock file cannot be created or opened.
     """
     path = lock_path()
@@ -69,9 +65,9 @@ def only_run(
 
 
 def _open(path: Path) -> int:
-    """Open the file for reading, which is enough to lock it; create it if it does not exist."""
+    """Open the lock file for reading, or create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    # Without O_CREAT: in sticky folders, Linux refuses O_CREAT for another user's existing file.
+    # Without O_CREAT, because Linux refuses O_CREAT for another user's file in a sticky folder.
     try:
         return os.open(path, flags)
     except FileNotFoundError:
@@ -80,12 +76,12 @@ def _open(path: Path) -> int:
         file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:  # another process created it first
         return os.open(path, flags)
-    os.fchmod(file, 0o644)  # regardless of the umask: other users must be able to lock it
+    os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
     return file
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the lock when it becomes free; raise MachineBusy at the (monotonic) ``deadline``."""
+    """Take the lock when it becomes free; raise MachineBusy at ``deadline`` (``time.monotonic``)."""
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)
@@ -94,5 +90,5 @@ def _wait(file: int, path: Path, deadline: float) -> None:
         pause_s = min(2 * pause_s, longest_s)
     raise MachineBusy(
         f"another run is measuring on this machine (it holds {path})",
-        "two runs at once would distort each other's figures: weighin bench --wait starts after its end",
+        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures",
     )

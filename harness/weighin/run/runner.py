@@ -1,9 +1,9 @@
-"""Run a plan: prepare the shared resources, measure each cell, and record it at once."""
+"""Run a plan: prepare the checkpoints, measure each cell, and record each result at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -25,12 +25,12 @@ Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
     """Run every cell without a record in the plan's order, and return the results of all cells.
 
-    If ``following`` is given, it chooses each cell, and the plan only determines which checkpoints
-    are prepared.
+    If ``following`` is given, ``following`` chooses each cell, and the plan only determines which
+    checkpoints are prepared.
 
     Raises:
-        HarnessError: no cell can be run. A failure inside a cell becomes the cell's outcome
-            instead, and the run continues.
+        HarnessError: no cell can be run. An error inside a cell is not raised: it becomes the
+            cell's outcome, and the run continues.
     """
     with discarding(task):
         results = _run(task, progress, following)
@@ -41,10 +41,10 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in this block stops it before its first record."""
+    """Remove the folder of a new run if an error in this block stops the run without a record."""
     try:
         yield
-    except HarnessError:  # Interrupted too: without a record there is nothing to resume
+    except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume
         if task.is_new:
             run_folder.discard_unmeasured(task.folder)
         raise
@@ -56,61 +56,57 @@ def prepare(task: Run, progress: Progress) -> None:
     Raises:
         HarnessError: no cell can be run here.
     """
-    _use_storage(task)
-    task.isolation.check()
-    with interrupts.stoppable(), _alone(task, progress):
-        _remove_leftovers(task, progress)
+    with _machine(task, progress):
         if any(not each.skip for each in task.planned):
             _set_up(task, task.planned, progress)
 
 
-def _alone(task: Run, progress: Progress) -> AbstractContextManager[None]:
-    """Hold the machine's lock for a run of loads, whose times other runs would change.
+@contextmanager
+def _machine(task: Run, progress: Progress) -> Iterator[None]:
+    """Check the isolation, lock this machine, and remove the leftovers of runs that were killed.
 
-    A command takes no lock, because it may itself run weighin.
+    A run of loads holds the lock, because other runs would change its times. A run of commands
+    takes no lock, because a command may itself run weighin.
     """
-    if task.settings.command:
-        return nullcontext()
-    from weighin.run.run_lock import only_run
+    if task.settings.storage:
+        from weighin.checkpoint import entries
 
-    return only_run(task.patience_s, lambda text: progress.preparing(text, None))
+        entries.use(task.settings.storage)
+    task.isolation.check()
+    with (
+        interrupts.stoppable(),
+        ExitStack() as lock,
+    ):  # a run that waits for the lock can be stopped
+        if task.settings.command:
+            lines = task.isolation.remove_stale()
+        else:
+            from weighin.disk import mount
+            from weighin.run import save_target, slow_disk
+            from weighin.run.run_lock import only_run
+
+            waiting = lambda text: progress.preparing(text, None)  # noqa: E731
+            lock.enter_context(only_run(task.patience_s, waiting))
+            lines = task.isolation.remove_stale()
+            lines += save_target.remove_leftovers()
+            lines += mount.remove_stale(slow_disk.root())
+        for line in lines:
+            progress.preparing(f"removed a leftover of a dead run: {line}", None)
+        yield
 
 
 def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
-    """Prepare what the cells of a run need; a run has loads and saves, or commands."""
+    """Prepare the checkpoints of loads and saves, or the isolation of commands."""
     if task.settings.command:
-        from weighin.run import command_bench
+        from weighin.run import command_runner
 
-        return command_bench.set_up(task, progress)
+        return command_runner.set_up(task, progress)
     from weighin.run import load_bench  # imports formats and pydantic, which take 0.2 s
 
     return load_bench.set_up(task, cast("Sequence[Planned]", needed), progress)
 
 
-def _use_storage(task: Run) -> None:
-    if task.settings.storage:
-        from weighin.checkpoint import entries
-
-        entries.use(task.settings.storage)
-
-
-def _remove_leftovers(task: Run, progress: Progress) -> None:
-    lines = task.isolation.remove_stale()
-    if not task.settings.command:
-        from weighin.disk import mount
-        from weighin.run import save_target, slow_disk
-
-        lines += save_target.remove_leftovers()
-        lines += mount.remove_stale(slow_disk.root())
-    for line in lines:
-        progress.preparing(f"removed a leftover of a dead run: {line}", None)
-
-
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
-    _use_storage(task)
-    task.isolation.check()
-    with interrupts.stoppable(), _alone(task, progress):  # a run that waits can be stopped
-        _remove_leftovers(task, progress)
+    with _machine(task, progress):
         results = (
             []
             if task.is_new and task.settings.command

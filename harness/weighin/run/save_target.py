@@ -1,4 +1,4 @@
-"""Create a target folder on the cache's disk for each save, and remove it after the cell."""
+"""Create a folder in weighin's cache for each save, and remove the folder after the cell."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from weighin.probes import page_cache
 from weighin.result import Result
 from weighin.units import MIB, format_bytes
 
-_SPARE_BYTES = 64 * MIB  # for names, indexes and rounding up to file system blocks
+_SPARE_BYTES = 64 * MIB  # for headers, indexes and the rounding to file system blocks
 
 
 @contextmanager
 def target(model_bytes: int) -> Iterator[Path]:
-    """Make an empty folder for one save, and remove it with its content after the block.
+    """Create an empty folder for one save, and remove the folder after the block.
 
     Raises:
         ConfigError: the disk has no room for the model.
@@ -40,7 +40,7 @@ def remove_leftovers() -> list[str]:
 
 
 def with_warnings(result: Result, folder: Path) -> Result:
-    """Return the result of a save, with a warning if the target folder lies on a tmpfs."""
+    """Add a warning to the result of a save if ``folder`` keeps its pages, as a tmpfs does."""
     kept = page_cache.drop(path for path in folder.rglob("*") if path.is_file())
     if not kept:
         return result

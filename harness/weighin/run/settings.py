@@ -1,4 +1,4 @@
-"""How a run measures its cells: one type from the command line to plan.json and back."""
+"""Define the settings of a run, which plan.json stores, so that a run can be resumed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,25 +17,25 @@ class RunSettings:
     """The settings that all cells of a run share: the ``settings`` of plan.json.
 
     Attributes:
-        seed: of the weights of generated checkpoints.
+        seed: the random seed of generated weights.
         checkpoint: the user's checkpoint; None for a generated one.
-        checkpoints: the user's checkpoint of each model, by title, in a suite of models with weights of
-            their own.
+        checkpoints: for a suite whose models have checkpoints of users, each model's checkpoint by
+            the model's title.
         selection: the weights to load from the user's checkpoint.
-        timeout_s: the time after which a cell is stopped, in seconds.
-        steady: whether free memory is written before each load.
+        timeout_s: the time after which a cell is killed, in seconds.
+        steady: whether weighin writes to free memory before each load, so that load times vary less.
         trace: whether every event of PyTorch's CUDA allocator is recorded.
-        base_image: the image that a cell's container is made from; None for the usual one.
-        strategy_paths: the file of each strategy, by its name.
-        use_paths: the file of each of the user's own uses, by its name.
-        python_path: the folders of users' own modules.
-        mounts: further paths of this machine that a container sees at the same place, read-only.
-        within: the largest step of a floor search, as a share of the floor; None for ``weighin bench``.
+        base_image: the base image of the cells' containers; None for weighin's default.
+        strategy_paths: the path of each strategy's file, by the strategy's name.
+        use_paths: the path of the file of each use that the user wrote, by the use's name.
+        python_path: the folders of the user's Python modules.
+        mounts: paths of this machine that a container mounts read-only at the same path.
+        within: the precision of a floor search, as a share of the floor; None for ``weighin bench``.
         aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``).
-        engine: the engine's name and settings; empty for cells that run one by one on this machine.
-        shard: the part of the plan that this run measures; None for all of it.
-        storage: the folder for generated and converted checkpoints; None for the cache.
-        command: how commands are started and watched; None for a run of loads or saves.
+        engine: the engine's name and settings; empty if this machine runs the cells one by one.
+        shard: the part of the plan that this run measures; None for the whole plan.
+        storage: the folder for generated and converted checkpoints; None for weighin's cache.
+        command: the settings of a run of commands; None for a run of loads or saves.
     """
 
     seed: int = 0

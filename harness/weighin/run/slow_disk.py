@@ -1,7 +1,7 @@
-"""Put a slow disk under a cell: choose the means, and take it away after the cell.
+"""Slow down the disk that a cell reads its checkpoint from.
 
-A rate alone is held by the kernel's throttle where this machine has one; a latency, and a rate on other
-machines, by the FUSE pass-through.
+The kernel's throttle can limit only a rate, and not on every machine. A FUSE file system adds a
+latency, and limits the rate on the other machines.
 """
 
 import os
@@ -23,7 +23,7 @@ from weighin.isolation import delegation
 from weighin.probes import stalled_reads
 from weighin.units import format_seconds
 
-_LONG_NS: Final = 500_000_000  # a read waits longer than its latency by this time: it stalls
+_LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class SlowDisk:
     """The disk under one cell.
 
     Attributes:
-        job: the cell's job, with the checkpoint where its worker reads it.
-        means: the record's entry: how the disk is slowed down; empty for a disk as fast as it is.
+        job: the cell's job, with the path at which its worker reads the checkpoint.
+        means: the record's entry about the throttle or FUSE; empty for a disk that is not slowed down.
     """
 
     job: Job
@@ -40,7 +40,7 @@ class SlowDisk:
     mount: Mount | None = None
 
     def stalled(self, pids: list[int]) -> str:
-        """Return which file a process waits for, at which offset, as words; empty if none does."""
+        """Return in words the file and the offset of a read that stalls; empty if no read does."""
         reads = self.mount.waiting() if self.mount else []
         patience_ns = (self.job.cell.disk_latency_ns or 0) + _LONG_NS
         if reads and reads[0].waited_ns > patience_ns:
@@ -54,7 +54,10 @@ class SlowDisk:
         return ""
 
     def close(self) -> None:
-        """Fail the reads that wait, so that their processes can end, and unmount; repeatable."""
+        """Fail the reads that wait, so that their processes can end, and unmount.
+
+        A second call has no effect.
+        """
         if self.mount:
             self.mount.close()
 
@@ -63,10 +66,10 @@ class SlowDisk:
 def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iterator[SlowDisk]:
     """Slow the disk of a job's checkpoint down until the end of the block.
 
-    ``stall_from_bytes`` is the offset behind which no read is ever answered; None for none.
+    Reads behind the offset ``stall_from_bytes`` are never answered; None answers all reads.
 
     Raises:
-        IsolationUnavailable: this machine cannot do so.
+        IsolationUnavailable: this machine cannot slow the disk down.
     """
     pace = replace(pace_of(job.cell), stall_from_bytes=stall_from_bytes)
     checkpoint = Path(job.checkpoint)
@@ -86,15 +89,14 @@ def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iter
 
 
 def pace_of(cell: Cell) -> Pace:
-    """Return the rate and the latency that a cell gives the disk of its checkpoint."""
     return Pace(cell.disk_bytes_per_s, cell.disk_latency_ns)
 
 
 def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
-    """Return the disk whose reads the kernel is to limit; empty if FUSE is to hold the pace.
+    """Return the disk whose reads the kernel's throttle can limit; empty if FUSE must.
 
     Raises:
-        IsolationUnavailable: this machine can do neither.
+        IsolationUnavailable: neither the throttle nor FUSE works here.
     """
     device, why = "", "the kernel's throttle gives no latency"
     if pace.latency_ns is None and pace.stall_from_bytes is None:
@@ -118,7 +120,7 @@ def root() -> Path:
 
 
 def _without_throttle(isolation: str) -> str:
-    """Return why an isolation's cells cannot be throttled; empty if they can."""
+    """Return why the kernel cannot throttle the cells of an isolation; empty if it can."""
     if isolation == "docker":
         return ""
     if isolation != "cgroup":

@@ -1,4 +1,4 @@
-"""Add to stacks the source code of the program's own line: libraries in C have no frames of Python."""
+"""Add to each stack the source code of its innermost line that is in the user's program."""
 
 import linecache
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from weighin.text import one_line
 def with_code(stacks: Sequence[Stack], folder: str, started_s: float) -> tuple[Stack, ...]:
     """Return the stacks with their lines of code.
 
-    ``folder`` is the command's working folder. A file that was written after ``started_s`` (seconds
-    since the epoch) may be another version than the one that ran, and gives no code.
+    Paths are relative to ``folder``, the command's working folder. The stack gets no code if the
+    file was written after ``started_s`` (seconds since the epoch), because other code may have run.
     """
     return tuple(replace(stack, code=_code(stack, folder, started_s)) for stack in stacks)
 

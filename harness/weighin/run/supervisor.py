@@ -1,7 +1,7 @@
 """Supervise one running worker: answer its events, sample it, and read the kernel's counters.
 
-The worker's events describe its progress. The supervisor reads the worker's memory and page faults
-from outside while the worker waits at the end of a phase, and again after the worker has exited.
+The worker reports its progress as events. At the end of a phase, the worker waits until the
+supervisor has read the cgroup's figures, which the supervisor reads again after the worker's exit.
 """
 
 import bisect
@@ -18,8 +18,7 @@ from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer, grown
-from weighin.probes.rank_samplers import RankSamplers
-from weighin.probes.sampler import DEFAULT_INTERVAL_S
+from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
 from weighin.records.repeats import largest
@@ -47,20 +46,21 @@ from weighin.uses import FORK, is_of_use
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
-_FULL = 0.9  # of a limit: a kill at a smaller charge met another limit
-_NOTABLE_BYTES = 2 * MIB  # of other processes; a shell or a small tool takes less
+_FULL = 0.9  # of the cell's limit; a kill at a smaller charge was for another limit
+_NOTABLE_BYTES = 2 * MIB  # of child processes, for a warning; a shell takes less
 _NAMED = 3  # the most killed processes that a message names
-_GRACE_S = 10.0  # between the end of a worker's events and the worker's exit
+_GRACE_S = 10.0  # from the end of a worker's events to its exit
 
 
 class Watch:
     """Supervises one running worker from its start until its last counters are read.
 
-    A worker of several ``ranks`` starts one process for each rank; each process has an event log.
-    ``samples`` are those of all ranks together, ``rank_samples`` those of each rank by its number.
-    ``escape`` tells how the worker got out of its limit; it is empty if the worker did not. With a
-    ``guard``, a cell that is proven to thrash is ended. A ``disk`` is taken away from a worker that
-    is killed, so that a read without an answer does not keep it.
+    A worker of several ``ranks`` starts one process for each rank, and each has an event log.
+
+    Attributes:
+        samples: the samples of the worker, or of all ranks added up.
+        rank_samples: the samples of each rank, by the rank's number.
+        escape: how the worker got out of its limit, such as "left its cgroup"; else empty.
     """
 
     def __init__(
@@ -72,6 +72,15 @@ class Watch:
         guard: ThrashGuard | None = None,
         disk: SlowDisk | None = None,
     ) -> None:
+        """Start to sample the worker.
+
+        Args:
+            on_phase: is called with the name of each phase that begins.
+            before_load: is called when the worker has reported its baseline and waits.
+            guard: proves that the cell thrashes; the worker is then killed.
+            disk: is closed when the worker is killed, because a process that waits for an
+                unanswered read cannot die.
+        """
         self._started_ns = time.monotonic_ns()
         self._guard = guard
         self._disk = disk
@@ -103,10 +112,7 @@ class Watch:
         self._at_phase_end = self._observe()
 
     def follow(self, timeout_s: float) -> None:
-        """Answer the worker's events until they end; kill the worker at the time-out.
-
-        The worker is killed before if it is proven to thrash.
-        """
+        """Answer the worker's events until they end; kill a worker that thrashes or is too slow."""
         deadline = time.monotonic() + timeout_s
         while True:
             due_s = min(deadline, self._guard.next_s) if self._guard else deadline
@@ -129,7 +135,6 @@ class Watch:
                 self._take(event.pop("event"), event)
 
     def _proof(self) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None if nothing proves it."""
         if self._guard is None:
             return None
         return self._guard.proof(
@@ -140,11 +145,11 @@ class Watch:
         """Wait until the worker has exited, and read the counters of its cgroup."""
         try:
             ended = self._running.wait(_GRACE_S)
-        except TimeoutError:  # the events have ended, but a process of the worker still runs
+        except TimeoutError:  # the worker closed its event pipe, but still runs
             self._kill()
             try:
                 ended = self._running.wait(_GRACE_S)
-            except TimeoutError:  # the worker waits in the kernel, where no signal has an effect
+            except TimeoutError:  # it is in an uninterruptible sleep, which SIGKILL does not end
                 ended = Exit(None, still_runs=True)
         self._at_end = self._observe()
         self._oom_kills = self._at_end.oom_kills
@@ -168,7 +173,6 @@ class Watch:
                 self._oom_kills = self._observer.oom_kills
 
     def result(self, job: Job, ended: Exit) -> Result:
-        """Build the result of the worker after its end."""
         event_log, totals = self.event_log, self._at_ready or self._at_end
         if self._stopped and self._stopped.timeout_s is not None:
             outcome = Outcome.TIMEOUT
@@ -186,17 +190,18 @@ class Watch:
                 self._running.channel.stderr_tail,
                 grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
-        is_cut = outcome is Outcome.THRASHING  # no time of it counts
+        is_cut = outcome is Outcome.THRASHING  # such a cell was killed, so its times are no results
         if outcome is Outcome.OOM_KILLED:
             message += self._met_elsewhere(job.cell.ram_limit_bytes)
         if outcome is Outcome.CHILD_KILLED or LOST_CHILD in message:
             message += self._killed_children()
+        culprit = self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
         return Result(
             schema=SCHEMA,
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if all(log.done for log in self._logs) else self._culprit.current,
+            last_phase=None if all(log.done for log in self._logs) else culprit.current,
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
@@ -218,7 +223,7 @@ class Watch:
         )
 
     def _use(self) -> Use | None:
-        """Return the facts about the use after the load; None if the worker did not begin one."""
+        """Return the figures of the use after the load; None if the worker did not begin a use."""
         phases = [phase for phase in self.event_log.phases if is_of_use(phase.name)]
         if not phases or len(self._logs) > 1:
             return None
@@ -228,8 +233,10 @@ class Watch:
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
-        """Return which limit the kernel met if it was not the cell's own, else an empty string."""
-        peak = largest((self._peak_bytes, self._at_end.peak_bytes))  # each phase resets the mark
+        """Return the limit for which the kernel killed; empty if it was the cell's own limit."""
+        peak = largest(
+            (self._peak_bytes, self._at_end.peak_bytes)
+        )  # each phase resets the kernel's mark
         if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
             return ""
         charge = f", at a charge of {format_bytes(peak)}"
@@ -241,12 +248,12 @@ class Watch:
         return f"{charge}: the machine, or a cgroup around the cell's that is not visible, was full"
 
     def _killed_children(self) -> str:
-        """Return whom the kernel killed beside the worker, and the cell's peak, if they are known."""
+        """Return the child processes that the kernel killed and the cell's peak, as words."""
         if len(self._logs) > 1:
             return ""
         group = self._running.cgroup
         kills: tuple[Kill, ...] = ()
-        if group:  # its name is its own, so that all messages of the log may be read
+        if group:  # the group's name is unique, so that the whole kernel log can be searched
             kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
         text = "".join(
             f"; killed: {kill.command} (process {kill.pid}) with"
@@ -260,10 +267,6 @@ class Watch:
     @property
     def _is_ready(self) -> bool:
         return all(log.is_ready for log in self._logs)
-
-    @property
-    def _culprit(self) -> EventLog:
-        return self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         is_rank, rank = "rank" in fields, fields.pop("rank", 0)
@@ -285,7 +288,7 @@ class Watch:
             self._running.channel.send(ACKNOWLEDGEMENT)
 
     def _take_baseline(self, log: EventLog, fields: dict[str, Any]) -> None:
-        """Take a worker's baseline. The load begins when all ranks have reported theirs."""
+        """Take the baseline of one rank; the load begins after the baseline of the last rank."""
         is_last = all(each.baseline for each in self._logs if each is not log)
         if is_last and self._before_load:
             self._before_load()
@@ -293,7 +296,7 @@ class Watch:
         log.take_baseline(fields, self._at_baseline.usage_bytes)
         if not is_last:
             return
-        for each in self._logs:  # the charge before the load is that of all ranks
+        for each in self._logs:  # all ranks share one cgroup, so each has the charge of all
             assert each.baseline
             usage = self._at_baseline.usage_bytes
             each.baseline = replace(each.baseline, cgroup_bytes=usage)
@@ -309,11 +312,11 @@ class Watch:
         if not self._is_ready:
             self._raise_peak(peak)
         before, self._at_phase_end = self._at_phase_end, now
-        if len(self._logs) > 1:  # other ranks are in other phases
+        if len(self._logs) > 1:  # ranks share a cgroup, so its figures are of no single phase
             log.take_phase(Phase(**fields | {"end": end}))
             return
         if not (self._observer and self._observer.reset_peak()):
-            peak = None  # the high-water mark includes earlier phases
+            peak = None  # without a reset, the high-water mark includes earlier phases
         outside = {
             "end": end,
             "peak_cgroup_bytes": peak,
@@ -322,7 +325,7 @@ class Watch:
         log.take_phase(Phase(**fields | outside))
 
     def _take_ready(self) -> None:
-        """Take the figures of a load whose ranks are all ready."""
+        """Store the cgroup's figures at the instant at which all ranks are ready."""
         self._at_ready = self._at_phase_end
         if len(self._logs) > 1:
             self._at_ready = self._observe()
@@ -338,7 +341,7 @@ class Watch:
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
             self.event_log.notes.append(
-                f"the driver's figure is the sum of all processes on the GPU, not the worker's: {reason}"
+                f"the driver's GPU memory is the sum of all processes on the GPU, not the worker's: {reason}"
             )
         else:
             environment["cuda_driver_source"] = "NVML, this process"
@@ -353,7 +356,7 @@ class Watch:
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (self._is_ready or event_log.failure):
-            # The worker died before it reported this phase's high-water mark: take the last sample.
+            # The worker died inside a phase, whose high-water mark only the last sample has.
             if self._rank_samplers:
                 rss += self._rank_samplers.last_peaks_rss_bytes
             elif len(self._logs) == 1:
@@ -361,7 +364,7 @@ class Watch:
         baseline_ns = max(log.baseline_ns for log in self._logs)
         last_ns = max(log.ready_at_ns or math.inf for log in self._logs)
         seen: list[Memory | Sample] = []
-        if len(self._logs) == 1:  # the phases of a rank tell nothing of the other ranks
+        if len(self._logs) == 1:  # the memory of one rank is not the memory of the cell
             seen += [phase.end for phase in phases]
         if all(log.baseline for log in self._logs):
             seen += [each for each in self.samples if baseline_ns <= each.t_ns <= last_ns]
@@ -388,7 +391,7 @@ class Watch:
         counted = rank_logs.faults(self._logs, refaults)
         if self.event_log.baseline is None or self._is_ready or len(self._logs) > 1:
             return counted
-        # The worker died before it could report this phase's faults: take them from the samples.
+        # The worker died inside a phase, whose page faults only the samples have.
         phases = self.event_log.load_phases()
         since_ns = phases[-1].end_ns if phases else self.event_log.baseline_ns
         seen = [each for each in self.samples if each.t_ns >= since_ns]
@@ -418,8 +421,8 @@ class Watch:
         warnings += self.event_log.notes
         if len(self._logs) > 1 and not self._running.cgroup:
             warnings.append(
-                "without a cgroup, memory that the ranks share cannot be counted once: the file-backed"
-                " memory is that of the rank with the most"
+                "without a cgroup, the memory that ranks share cannot be counted once: the file-backed"
+                " memory of the cell is that of the rank with the most"
             )
         number, private_bytes = self._observer.others if self._observer else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1 and not forks:
@@ -437,20 +440,20 @@ class Watch:
         return warnings
 
     def _pids(self) -> list[int]:
-        """Return the cell's processes that are visible; only the worker if it has no cgroup."""
+        """Return the pids in the cell's cgroup; without a cgroup, the worker's pid."""
         inside = pids_in(self._running.cgroup) if self._running.cgroup else []
         return inside or ([self._running.pid] if self._running.pid else [])
 
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()
-        if self.event_log.baseline:  # a worker that has just started is not in its cgroup yet
+        if self.event_log.baseline:  # a worker enters its cgroup only after it was started
             self.escape = self.escape or seen.escape
         return seen
 
     def _kill(self) -> None:
         """Kill the worker, read the peak, and lift the limit so that a thrashing process can exit.
 
-        A process that was killed before its limit is lifted cannot raise the peak above the limit.
+        The limit is lifted after the kill, so that the worker cannot raise the peak above the limit.
         """
         if not (self._observer and self._observer.kill()):
             self._running.kill()
@@ -466,10 +469,10 @@ def _with_cuda(
     points: list[tuple[int, int, int]],
     driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples, each with the latest GPU figures before it.
+    """Return the samples, each with the latest GPU figures before its time.
 
-    The driver's figure comes from ``driver_points``, or from the worker if ``driver_points`` is
-    None.
+    ``points`` are from the worker: (monotonic ns, allocated bytes, driver's bytes). ``driver_points``
+    are from NVML and replace the driver's bytes; None without NVML.
     """
     if not points:
         return samples
@@ -488,7 +491,7 @@ def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
 
 
 def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
-    """Return the maximum of anonymous plus shared memory; None if there was no shared memory."""
+    """Return the largest sum of anonymous and shared memory; None if no shared memory was seen."""
     if not any(each.shmem_bytes for each in seen):
         return None
     return max(each.anon_bytes + each.shmem_bytes for each in seen)

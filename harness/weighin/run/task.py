@@ -1,4 +1,4 @@
-"""Define one run to perform, write its plan, and define the bench that measures its cells."""
+"""Define a run: its cells, its settings and its folder, and write its plan.json."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
+from weighin.records.floor import Aim, results_of, searched, unlimited_of
+from weighin.records.thrashing import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run.measurement import CellMeasurement
 from weighin.run.settings import RunSettings
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCommand:
-    """A cell that runs a command; ``skip`` is always empty, because nothing is known beforehand."""
+    """A cell that runs a command. No command is skipped, so ``skip`` is always empty."""
 
     cell: Cell
     skip: str = ""
@@ -37,9 +39,16 @@ AnyPlanned: TypeAlias = "Planned | PlannedCommand"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that report the progress of a run; each is called when its step begins or ends.
+    """Callbacks that a run calls to report its progress.
 
-    ``nodes`` gets the current step of each node, by the node's name, when a step of a fleet begins.
+    Attributes:
+        preparing: a step of the preparation begins; the share of it that is done, from 0 to 1.
+        building: the isolation prints a line, such as Docker while it builds an image.
+        starting: a cell starts.
+        phase: a phase of the cell begins.
+        narrowed: a search has new bounds for a floor.
+        nodes: a node of a cluster begins a step; the current step of each node, by its name.
+        finished: a cell has a record.
     """
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
@@ -55,9 +64,12 @@ class Progress:
 class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
-    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s`` is
-    the longest time to wait for another run on this machine to end. If ``is_probed``, an earlier run
-    with the same limits has tested a worker on this machine, and this run does not repeat the test.
+    Attributes:
+        is_new: whether the run started now; the folder of a new run is removed if an error stops
+            the run before its first record.
+        patience_s: the longest time to wait for the end of another run on this machine, in seconds.
+        is_probed: whether an earlier run with the same limits has tested a worker on this machine,
+            so that this run need not repeat the test.
     """
 
     folder: Path
@@ -79,20 +91,35 @@ class Run:
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
 
+    def unlimited_result(self, cell: Cell) -> Result | None:
+        """Return the recorded result of the same cell without a limit; None for an unlimited cell."""
+        if cell.ram_limit_bytes is None:
+            return None
+        return unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
+
+    def reference_for(self, cell: Cell) -> Reference | None:
+        """Return the figures of the same cell without a limit, which prove that ``cell`` thrashes.
+
+        The result is None for a cell that may thrash until its time-out.
+        """
+        if self.settings.within is None or self.settings.aim is Aim.ENDS:
+            return None
+        return reference_of(self.unlimited_result(cell))
+
 
 class Bench(Protocol):
-    """The prepared resources that all cells of a run share, and the measurement of one cell."""
+    """The prepared checkpoints and settings of a run; ``measure`` measures one cell."""
 
     @property
     def environment(self) -> dict[str, Any]:
         """The machine and the versions, for each record."""
 
     def measure(self, planned: Any) -> CellMeasurement:
-        """Measure one cell, and return what is to be recorded."""
+        """Measure one cell."""
 
 
 def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
-    """Return the result of a cell that is not run, with the reason."""
+    """Return the result ``skipped`` of a cell that is not run; its message is ``planned.skip``."""
     return Result(
         schema=SCHEMA,
         cell=planned.cell,
@@ -104,7 +131,7 @@ def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
 
 
 def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search: bool) -> Path:
-    """Return the folder of a new run, which is named after the time, the labels and the limits."""
+    """Return the path of a new run's folder: ``results/TIME-LABELS-LIMITS``."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
     words += (
@@ -116,7 +143,7 @@ def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search
 def write_plan(
     folder: Path, planned: Sequence[AnyPlanned], isolation: Isolation, settings: RunSettings
 ) -> Run:
-    """Write the plan of a new run, and return the run; of a shard, it has only the shard's cells.
+    """Write all cells to the plan of a new run, and return the run with the cells of its shard.
 
     Raises:
         RecordError: the folder already contains a run, or cannot be written.

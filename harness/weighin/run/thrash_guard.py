@@ -1,4 +1,4 @@
-"""Look at a running cell now and then, to end it as soon as it is proven to thrash."""
+"""Test a running cell every half second for thrashing, so that the cell can be killed early."""
 
 import os
 import time
@@ -10,18 +10,18 @@ from weighin.records import thrashing
 from weighin.result import Stopped
 
 _EVERY_S: Final = 0.5
-_SHARE: Final = 10  # a slow look, as in a container that thrashes, takes this part of the time
+_SHARE: Final = 10  # the pause is this many times a test, which is slow in a thrashing container
 
 
 class ThrashGuard:
-    """Compares one cell with ``reference``, the same cell without a limit."""
+    """Compares one cell with ``reference``: the figures of the same cell without a limit."""
 
     def __init__(self, reference: thrashing.Reference, limit_bytes: int) -> None:
         self._reference = reference
         self._limit_bytes = limit_bytes
         self._started_ns = time.monotonic_ns()
         self.next_s = time.monotonic() + _EVERY_S
-        """The time of the next look, as of ``time.monotonic``."""
+        """The time of the next test, as of ``time.monotonic``."""
 
     def proof(
         self,
@@ -34,10 +34,10 @@ class ThrashGuard:
         """Return the figures that prove that the cell thrashes; None without a proof or before ``next_s``.
 
         Args:
-            look: reads the figures of now.
-            before: the figures at the load's start, or nothing if it has not started.
-            peak_bytes: the highest charge that is known already.
-            is_loading: whether the load is not ready yet.
+            look: reads the current figures of the cgroup.
+            before: the figures at the start of the load; empty before the load.
+            peak_bytes: the highest charge of the cgroup so far.
+            is_loading: False if the load is complete.
         """
         start_s = time.monotonic()
         if start_s < self.next_s:

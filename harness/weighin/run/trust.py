@@ -1,8 +1,7 @@
 """Find foreign code in a run's plan, so that weighin runs such code only if the user trusts it.
 
-Anybody can write a plan. weighin imports the builders and runs the strategies that a plan names,
-some of them on this machine with the user's rights. Code of weighin and of installed packages is
-not foreign.
+A plan from somebody else may name any code. weighin imports the builders of a plan, and runs its
+strategies with the user's rights. Code of weighin and of installed packages is not foreign.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ _NO_CODE: Final = frozenset(
 def check(
     foreign_code: Iterable[str], *, place: Path, again: str, repair: str = "or start a new run"
 ) -> None:
-    """Raise ConfigError if there is any foreign code; ``again`` is the command to add --trust to."""
+    """Raise ConfigError if there is foreign code; the error suggests the command ``again --trust``."""
     if listed := "; ".join(foreign_code):
         raise ConfigError(
             f"{place} names code that is not part of weighin and would run here: {listed}",
@@ -43,10 +42,10 @@ def check(
 
 
 def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
-    """Return a line for each part of these cells and settings that is neither weighin's nor installed.
+    """Return a line for each code of a plan that is neither part of weighin nor installed.
 
-    The parts are builders, strategies, uses, folders' code, variables, images and mounts. The function
-    runs no code that it finds.
+    Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and
+    environment variables. The function runs none of the code.
     """
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}
@@ -59,7 +58,7 @@ def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
         if code := code_of(cell.model):
             place = f"{one_line(code['folder'])} (sha256 {one_line(code['sha256'][:16])})"
             lines[f"code of the Hugging Face folder {place}"] = None
-        # Many variables make a process load code: LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME.
+        # LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME and other variables make a process load code.
         for name, value in cell.environment.items():
             if name not in _NO_CODE:
                 lines[f"environment {one_line(f'{name}={value}', _KWARGS_LENGTH)}"] = None

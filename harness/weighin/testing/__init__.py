@@ -1,1 +1,1 @@
-"""Provide the pytest plugin, which measures loads, functions and tests' bodies in fresh workers."""
+"""The pytest plugin, which measures loads, functions and test functions in new processes."""

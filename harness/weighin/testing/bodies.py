@@ -1,7 +1,7 @@
-"""Measure a test's body or a function in a fresh worker, with the same phases and limits as a load.
+"""Measure a test function or any function in a new process, with the phases and limits of a load.
 
-The worker is a plain process, or a process in a cgroup. A worker cannot run in a container, which
-lacks the modules that a test imports.
+The process runs with the isolation cgroup or process. It cannot run in a container, because the
+container lacks the modules that a test imports.
 """
 
 import json
@@ -11,14 +11,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from weighin.cell import Body, Cell, Job, ModelSpec
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
 from weighin.isolation import select
-from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.result import Memory, Outcome, Result
 from weighin.run.cell_runner import Setting, measure
@@ -27,12 +26,10 @@ from weighin.units import format_bytes, parse_bytes
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
-_KINDS: Final = ("cgroup", "process")
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The arguments of ``limit_peak``: the largest growth of memory during a test's body."""
+    """The arguments of the marker ``limit_peak``; a test may grow its memory by ``size``."""
 
     size: str
     metric: str = "rss"
@@ -42,7 +39,7 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return a result's peak minus its baseline, in bytes; None if the peak was not measured.
+    """Return a result's peak minus its baseline, in bytes; None if one of them was not measured.
 
     ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
     allocator, and ``anon`` is a sampled maximum.
@@ -64,10 +61,10 @@ def above_baseline(result: Result, metric: str) -> int | None:
 
 
 def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
-    """Call a function in a fresh worker and return the result of the measurement.
+    """Call a function in a new process and return the result of the measurement.
 
     Raises:
-        ConfigError: the function or an argument cannot be sent to another process.
+        ConfigError: the function or an argument cannot be pickled.
         IsolationUnavailable: the isolation does not work here, or cannot run a function.
     """
     function = getattr(call[0], "__qualname__", str(call[0]))
@@ -85,7 +82,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a fresh worker; the test's call fails if the peak is above the limit."""
+    """Run a test in a new process, and return its reports; a test that grows too much fails."""
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
@@ -97,12 +94,19 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
     except HarnessError as error:
         return [_failed(item, str(error))]
     if not reports:
-        return [_failed(item, _died(result), result)]
+        ended = f"{result.outcome}: {result.message}"
+        why = f"the test's process ended before pytest could report: {ended}"
+        return [_failed(item, why, result)]
     return [_judged(item, report, result, limit, allowed) for report in reports]
 
 
 def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
-    chosen = _isolation(isolation, limited=limit.ram is not None)
+    if isolation == "docker":
+        raise IsolationUnavailable(
+            "a test's body cannot run in Docker: the image lacks the modules that it imports",
+            "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
+        )
+    chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
     job = Job(
         cell=_cell(name, chosen.name, limit),
         checkpoint="",
@@ -123,21 +127,11 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
     return Cell(spec, name, isolation, ram_limit_bytes=ram, device=limit.device)
 
 
-def _isolation(name: str, *, limited: bool) -> Isolation:
-    """Return the isolation for a body; ``auto`` is a cgroup if that works, else a plain process."""
-    if name == "docker":
-        raise IsolationUnavailable(
-            "a test's body cannot run in Docker: the image lacks the modules that it imports",
-            "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
-        )
-    return select.choose(name, limited=limited, containers=False)[0]
-
-
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of pytest in the worker, without the ini file's addopts.
+    """Return the arguments of the pytest that runs a test in the measured process.
 
-    The addopts could start coverage or xdist in the measured process, or overwrite reports of the
-    parent.
+    They replace ``addopts`` of the ini file, because it could start coverage or xdist in the measured
+    process, or overwrite the report files of this pytest.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
@@ -154,7 +148,7 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
     serialized = json.loads(path.read_text(encoding="utf-8"))
     reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in serialized]
     for report in reports:
-        if isinstance(report.longrepr, list):  # a skip has a tuple, which JSON turns into a list
+        if isinstance(report.longrepr, list):  # JSON made a list of a skip's tuple
             report.longrepr = tuple(report.longrepr)
     return reports
 
@@ -162,7 +156,7 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
 def _judged(
     item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
 ) -> pytest.TestReport:
-    """Return the report, changed to a failure with a table of phases if the peak is too large."""
+    """Return the report, or a failure with a table of the phases if the peak is above the limit."""
     if report.when == "call" and report.passed:
         growth, held = above_baseline(result, limit.metric), _held_by_children(result, limit.metric)
         if result.outcome is Outcome.CHILD_KILLED:
@@ -177,7 +171,7 @@ def _judged(
 
 
 def _held_by_children(result: Result, metric: str) -> int:
-    """Return the sampled memory of the processes that a test started, which this metric lacks."""
+    """Return the sampled memory of a test's child processes, which rss and anon do not include."""
     return (result.peaks.others_private_sampled_bytes or 0) if metric in ("rss", "anon") else 0
 
 
@@ -188,8 +182,8 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
         lines = [f"{text}, more than its limit of {format_bytes(allowed)}"]
     else:
         lines = [
-            f"{text}, and the processes that it started held {format_bytes(held)} of private memory"
-            f" (sampled): together more than the limit of {format_bytes(allowed)}"
+            f"{text}, and its child processes had {format_bytes(held)} of private memory (sampled):"
+            f" together more than the limit of {format_bytes(allowed)}"
         ]
     before = result.baseline.rss_bytes if result.baseline else 0
     highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
@@ -204,12 +198,6 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
 def _not_measured(result: Result, limit: Limit) -> str:
     why = {"cgroup": "needs the cgroup isolation", "cuda": 'needs device="cuda"'}.get(limit.metric)
     return f"{limit.metric} was not measured under the isolation {result.cell.isolation}: {why}"
-
-
-def _died(result: Result) -> str:
-    return (
-        f"the test's process ended before pytest could report: {result.outcome}: {result.message}"
-    )
 
 
 def _section(result: Result) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Measure one load for a test, as a run of one cell in a temporary folder."""
+"""Measure one load for a test: a run of one cell in a temporary folder."""
 
 import tempfile
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from weighin.suite.config import check_suite
 from weighin.uses import FORWARD
 
 PATIENCE_S = 600.0
-"""The longest wait for another measurement on this machine: pytest may run tests in parallel."""
+"""The longest wait for another run on this machine, because xdist runs tests in parallel."""
 
 
 def measure_load(
@@ -41,9 +41,9 @@ def measure_load(
     use: str = FORWARD,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Measure one load as ``weighin bench`` does; ``weighin.testing.plugin`` describes the options.
+    """Measure one load as ``weighin bench`` does; ``Weighin.measure`` documents the options.
 
-    ``say`` is called with each step of a long preparation, such as the build of an image.
+    ``say`` is called with each line of a long preparation, such as the build of a Docker image.
 
     Raises:
         HarnessError: the load cannot be measured here, or an argument is invalid.

@@ -1,4 +1,4 @@
-"""The result of a measurement that did not end ok: to read its peaks fails the test."""
+"""Fail a test that reads the peaks of a measurement that did not end ok."""
 
 from dataclasses import fields
 from typing import Any, Final
@@ -9,15 +9,16 @@ _FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
 
 
 class NotOk(Result):
-    """A ``Result`` whose peaks are not the need of what was measured, because it did not end ok.
+    """A ``Result`` of a failed measurement, whose peaks raise AssertionError.
 
-    ``outcome``, ``message`` and ``phases`` can be read, for tests that expect a failure.
+    The peaks of a load that failed do not show how much memory the load needs. A test that expects a
+    failure can read ``outcome``, ``message`` and ``phases``.
     """
 
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
-        """Return an attribute; raise AssertionError for the peaks."""
+        """Return an attribute; raise AssertionError for ``_FIGURES``."""
         if name in _FIGURES:
             __tracebackhide__ = True
             end = f"{self.outcome}: {self.message}" if self.message else self.outcome
@@ -28,12 +29,12 @@ class NotOk(Result):
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        """Return a short text, which pytest shows where an assertion on the outcome fails."""
+        """Return a short text, which pytest prints when an assertion on the outcome fails."""
         return f"<result of {self.cell.strategy}: {self.outcome}>"
 
 
 def guarded(result: Result) -> Result:
-    """Return the result itself if it is ok, else a result without readable peaks."""
+    """Return the result if its outcome is ok, else a ``NotOk``."""
     if result.outcome is Outcome.OK:
         return result
     return NotOk(**{each.name: getattr(result, each.name) for each in fields(result)})

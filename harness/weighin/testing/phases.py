@@ -1,4 +1,4 @@
-"""Format the phases of one measurement as text, for the message of a failed test."""
+"""Format the phases of one measurement as a text table for the report of a failed test."""
 
 from weighin.result import Phase, Result
 from weighin.units import format_bytes, format_seconds
@@ -7,7 +7,7 @@ _HEADS = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA 
 
 
 def phase_table(result: Result) -> str:
-    """Return a table of the phases, followed by the outcome's message if it is not ok."""
+    """Return a table of the phases, then the message of a failure and the RSS at the start."""
     rows = [_HEADS, *(_row(phase) for phase in result.phases)]
     used = [column for column in range(len(_HEADS)) if any(row[column] != "-" for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in used}

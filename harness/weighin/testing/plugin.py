@@ -9,8 +9,8 @@
     @pytest.mark.limit_peak("1.5GiB", metric="anon")
     def test_my_own_loader(): ...
 
-Every pytest run in this environment imports this module. The module therefore imports no other
-module of weighin, and does nothing until a test uses the fixture or the marker.
+Every pytest run in this environment imports this module. Until a test uses the fixture or the marker,
+the plugin therefore imports no other module of weighin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MARKER = "limit_peak"
 
 MEASURED = pytest.StashKey[list["Result"]]()
-"""The results that a test has measured so far, which the test's report shows if the test fails."""
+"""The results that a test has measured; the report of a failed test shows their phases."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,12 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--weighin-isolation",
         choices=("auto", "docker", "cgroup", "process"),
-        help="isolation of measured workers; default: the ini option weighin_isolation, or auto",
+        help="isolation of measured processes; default: the ini option weighin_isolation, or auto",
     )
-    parser.addini("weighin_isolation", "isolation of measured workers", default="auto")
+    parser.addini("weighin_isolation", "isolation of measured processes", default="auto")
     parser.addini(
         "weighin_body_args",
-        "arguments of the pytest that runs a test with limit_peak; addopts are not passed on",
+        "arguments of the pytest that runs a test with limit_peak; that pytest ignores addopts",
         type="args",
         default=[],
     )
@@ -50,14 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test\'s body in a fresh process,'
+        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test function in a new process,'
         " and fail if its memory grows by more than size;"
         " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
     )
 
 
 class Weighin:
-    """The fixture that measures loads and functions in fresh workers, as ``weighin bench`` does."""
+    """The fixture ``weighin``, which measures loads and functions in new processes."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._config = request.config
@@ -76,20 +76,20 @@ class Weighin:
 
         Args:
             what: a strategy's name or file ("./mine.py"), or a function of an importable module.
-            arguments: the function's arguments; a strategy takes none.
-            ram: a limit such as "2g", which the kernel enforces (docker or cgroup).
+            arguments: the function's arguments; a strategy takes no arguments.
+            ram: a RAM limit such as "2g", which needs the isolation docker or cgroup.
             isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
-            timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
-            options: for a strategy, ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
-                ``format``, ``checkpoint``, ``kwargs`` of the model, ``options`` of the strategy,
-                ``use`` after the load ("adamw", "./mine.py"; default "forward") and, for a Hugging Face folder, ``variant``, ``model_class``, ``revision`` and
-                ``trust_remote_code``;
-                for a function, its keyword arguments.
+            timeout_s: the time in seconds after which the process is killed (outcome ``timeout``).
+            options: the keyword arguments of a function. For a strategy: ``model`` ("gpt2-small"),
+                ``device``, ``dtype``, ``cache``, ``format``, ``checkpoint``, ``kwargs`` of the
+                model, ``options`` of the strategy, and ``use`` after the load ("adamw",
+                "./mine.py"; default "forward"). For a Hugging Face folder also: ``variant``,
+                ``model_class``, ``revision`` and ``trust_remote_code``.
 
         Raises:
             HarnessError: the load cannot be measured. A load or a function that fails raises no
-                error; the outcome of its result says how it failed. To read the peaks of such a
-                result raises AssertionError, so that a test on them alone fails.
+                error: its result has the outcome and the message of the failure. The peaks of such a
+                result raise AssertionError, so that a test that reads only the peaks fails.
         """
         from weighin.testing import bodies, loads
         from weighin.testing.not_ok import guarded
@@ -113,7 +113,7 @@ class Weighin:
         return guarded(result)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the ``with`` block as a phase, if the test has the marker ``limit_peak``."""
+        """Measure the ``with`` block as a phase; without the marker ``limit_peak``, do nothing."""
         from weighin.protocol import BODY_PLUGIN
         from weighin.worker.phases import named_by_strategy
 
@@ -122,7 +122,7 @@ class Weighin:
 
 
 def _say(config: pytest.Config, line: str) -> None:
-    """Print a line at once despite pytest's output capture; do nothing under xdist."""
+    """Print a line at once, although pytest captures output; do nothing under xdist."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     if reporter is None:
@@ -134,18 +134,17 @@ def _say(config: pytest.Config, line: str) -> None:
 
 @pytest.fixture
 def weighin(request: pytest.FixtureRequest) -> Weighin:
-    """Measure loads in fresh, limited processes: ``weighin.measure("mmap_assign", ram="2g")``."""
+    """Measure loads in new, limited processes: ``weighin.measure("mmap_assign", ram="2g")``."""
     return Weighin(request)
 
 
 def isolation_of(config: pytest.Config) -> str:
-    """Return the isolation from the command line, or else from the ini file."""
     return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test that has the marker in a worker, and pass on the reports of its pytest."""
+    """Run a test with the marker ``limit_peak`` in a new process, and report its result."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -153,7 +152,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     from weighin.testing import bodies
 
     if item.config.pluginmanager.has_plugin(BODY_PLUGIN):
-        return None  # this is the worker
+        return None  # this process is the new process
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in bodies.run_item(item, _limit(marker), isolation_of(item.config)):
         item.ihook.pytest_runtest_logreport(report=report)

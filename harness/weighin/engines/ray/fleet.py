@@ -13,12 +13,13 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.records import sources
+from weighin.run.machines import Machines
 from weighin.units import format_bytes, format_exact
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The nodes of a cluster, as the machines of a run (``weighin.run.machines.Machines``)."""
+class Fleet(Machines):
+    """The nodes of a cluster"""
 
     nodes: Sequence[NodeFacts]
 
@@ -45,8 +46,8 @@ class Fleet:
         name: str,
         *,
         limited: bool,
-        base_image: str | None,
-        packages: tuple[str, ...],
+        base_image: str | None = None,
+        packages: tuple[str, ...] = (),
         containers: bool = True,
         image: str = "",
     ) -> tuple[Isolation, str]:
