@@ -32,13 +32,15 @@ from pathlib import Path
 from typing import Final
 
 from pages import suite_keys
-from pages.agreement import markdown_agreement
 from pages.checked import markdown_checked
-from pages.converting import markdown_converting
-from pages.over_models import markdown_models
 from pages.predicted import markdown_predicted
-from pages.relative import markdown_relative
-from pages.trained import markdown_trained
+from pages.run_tables import (
+    markdown_agreement,
+    markdown_converting,
+    markdown_models,
+    markdown_relative,
+    markdown_trained,
+)
 from weighin.records import run_folder
 from weighin.report import after_load, floors, passes, ranks, slow_disks, style, survival, writing
 from weighin.report.findings import markdown

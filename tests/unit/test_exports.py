@@ -198,7 +198,8 @@ def test_without_its_package_an_export_says_what_to_install(
     package: str,
     extra: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in {package, *(each for each in sys.modules if each.startswith(f"{package}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as caught:
         export([])
     assert str(caught.value) == (

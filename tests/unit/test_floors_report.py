@@ -9,7 +9,7 @@ from pathlib import Path
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
-from pages.agreement import markdown_agreement
+from pages.run_tables import markdown_agreement
 from weighin.report import html_page
 from weighin.report.findings import markdown
 from weighin.report.findings import terminal as findings_terminal

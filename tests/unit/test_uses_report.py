@@ -9,8 +9,8 @@ import pytest
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
+from pages.run_tables import markdown_trained
 from pages.tables import fill
-from pages.trained import markdown_trained
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import floors

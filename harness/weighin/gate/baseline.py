@@ -5,7 +5,7 @@ below the line ``# measured`` (``weighin.gate.freeze``), sorted and with one fig
 that diffs are readable.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Final, Literal
@@ -82,7 +82,7 @@ class Rules:
 
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
-    policies: dict[str, Policy] | None = None
+    policies: dict[str, Policy] = field(default_factory=dict)
     expected: tuple[Expectation, ...] = ()
 
 

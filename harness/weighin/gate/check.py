@@ -8,17 +8,19 @@ from shlex import quote
 from weighin.errors import ConfigError, NoBaseline, RecordError
 from weighin.exit_codes import BROKEN
 from weighin.gate import baseline as baselines
-from weighin.gate import budgets, freeze, parts
+from weighin.gate import budgets, freeze
+from weighin.gate.baseline import Baseline, Rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import GateResult
+from weighin.gate.lines import GateResult, Line, LineVerdict
 from weighin.gate.tables import short_names
 from weighin.records import run_folder
 from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
-from weighin.records.series import Series, SeriesRun, summarise
-from weighin.result import Outcome, Result
+from weighin.records.repeats import grouped
+from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.result import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +56,12 @@ def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
     Cells that were skipped belong to no machine. Raises errors as ``read_runs`` does.
     """
     warnings, runs, _ = _read(folders)
-    machines: dict[str, None] = {}
+    machines: dict[str, list[SeriesRun]] = {}
     for run in runs:
-        machines |= dict.fromkeys(_machine_of(each) for each in run.results if each.environment)
-    return {
-        machine: _measured(
-            [
-                replace(
-                    run,
-                    results=[
-                        each
-                        for each in run.results
-                        if each.environment and _machine_of(each) == machine
-                    ],
-                )
-                for run in runs
-            ],
-            warnings,
-        )
-        for machine in machines
-    }
+        measured = [result for result in run.results if result.environment]
+        for machine, results in grouped(measured, lambda one: fingerprint(one.environment)).items():
+            machines.setdefault(machine, []).append(replace(run, results=results))
+    return {machine: _measured(ours, warnings) for machine, ours in machines.items()}
 
 
 def _read(
@@ -104,13 +92,9 @@ def _measured(runs: Sequence[SeriesRun], warnings: tuple[str, ...]) -> MeasuredR
         environment=settings_of(result.environment for result in measured),
         series=summarise(runs),
         warnings=warnings,
-        machines=tuple(dict.fromkeys(map(_machine_of, measured))),
+        machines=tuple(dict.fromkeys(fingerprint(one.environment) for one in measured)),
         nodes=tuple(sorted(nodes - {""})),
     )
-
-
-def _machine_of(result: Result) -> str:
-    return fingerprint(result.environment)
 
 
 def check(
@@ -147,11 +131,36 @@ def check(
     typed = _parsed(expected)
     rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
     if partial:
-        baseline, rules = parts.narrowed(baseline, rules, measured.series, measured.incomplete)
+        baseline, rules = narrowed(baseline, rules, measured)
     result = evaluate(baseline, rules, measured.environment, measured.series)
     if partial:
-        return replace(result, notes=(*result.notes, *parts.notes(measured.incomplete)))
-    return replace(result, lines=(*parts.lines(measured.incomplete), *result.lines))
+        parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
+        return replace(result, notes=(*result.notes, *parts))
+    missing = (
+        f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+        for run, covered in measured.incomplete.items()
+    )
+    failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
+    return replace(result, lines=(*failing, *result.lines))
+
+
+def narrowed(
+    baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
+) -> tuple[Baseline | None, Rules]:
+    """Leave out the series that were planned but not measured, and the budgets on them alone."""
+    planned = {
+        name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
+    }
+    left = planned - measured.series.keys()
+    kept = tuple(
+        budget
+        for budget in rules.budgets
+        if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
+    )
+    if baseline:
+        series = {name: one for name, one in baseline.series.items() if name not in left}
+        baseline = replace(baseline, series=series)
+    return baseline, replace(rules, budgets=kept)
 
 
 def update(

@@ -25,10 +25,9 @@ def evaluate(
         baseline.series if baseline else None, series, rules.budgets, rules.expected
     )
     lines = list(outcomes.lines())
-    changes: list[Difference] = []
     notes = list(outcomes.notes())
     if baseline:
-        changes = differences(baseline.environment, environment, rules.policies or {})
+        changes = differences(baseline.environment, environment, rules.policies)
         lines += _settings(changes)
         tolerances = rules.tolerances
         concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
@@ -59,7 +58,7 @@ def evaluate(
         )
     notes += _noisy(baseline, rules) if baseline else []
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
-    return GateResult(tuple(ordered), tuple(changes), tuple(notes))
+    return GateResult(tuple(ordered), tuple(notes))
 
 
 def _settings(changes: Iterable[Difference]) -> Iterator[Line]:

@@ -104,7 +104,7 @@ def _lines(
     yield "measured:"
     yield "  environment:"
     for name, value in sorted(environment.items()):
-        if policy_of(name, rules.policies or {}) != "ignore":
+        if policy_of(name, rules.policies) != "ignore":
             yield f"    {_text(name)}: {_text(value)}"
     if accepted:
         yield "  expect:"

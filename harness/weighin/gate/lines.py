@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from weighin.records.machine import Difference
 from weighin.records.metrics import Metric
 
 
@@ -105,7 +104,6 @@ class GateResult:
     """The gate's result: all lines, the worst first, with the changed settings and notes."""
 
     lines: tuple[Line, ...]
-    settings: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -10,9 +10,9 @@ from weighin.records import after_load
 from weighin.records.metrics import ready_anon
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import Row, series, split, values, varying
+from weighin.report.tables import HEADINGS, name_text
 from weighin.result import Outcome, Result
 from weighin.uses import FORK, NONE
 

@@ -10,8 +10,9 @@ that was stopped do not pass for those of a complete run.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
@@ -90,11 +91,9 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
         ConfigError: prometheus_client is not installed.
     """
     with extra("dashboards", "openmetrics"):
-        from prometheus_client import CollectorRegistry
         from prometheus_client.openmetrics.exposition import generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(_families(_run(results), missing)))
+    registry = SimpleNamespace(collect=lambda: _families(_run(results), missing))
     text: bytes = generate_latest(registry)
     return text.decode()
 
@@ -124,16 +123,6 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
     file = BytesIO()
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()
-
-
-class _Collected:
-    """The collector interface that prometheus_client requires."""
-
-    def __init__(self, families: Iterable["Family"]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> Iterator["Family"]:
-        yield from self._families
 
 
 def _families(results: Sequence[Result], missing: int | None) -> Iterator["Family"]:

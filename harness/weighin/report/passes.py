@@ -5,9 +5,9 @@ from typing import Final
 
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series, varying
+from weighin.report.tables import HEADINGS, name_text
 from weighin.result import Phase, Result
 from weighin.units import format_seconds
 

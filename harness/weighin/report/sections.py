@@ -86,22 +86,21 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
     """Yield the findings for which a run has data: ranks, uses, passes, slow disks, survival, floors."""
-    pictures = (
-        ("survival", partial(survival_plots.draw_survival, results)),
-        ("time-over-limit", partial(survival_plots.draw_times, results)),
-    )
-    tables_drawn: list[tuple[list[Found], Pictures]] = [
+    for found, drawn in (
         (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
-        (after_load.found(results), ()),
-        (passes.found(results), ()),
+        (after_load.found(results), []),
+        (passes.found(results), []),
         (slow_disks.found(results), slow_disks.pictures(results)),
-    ]
-    for found, drawn in tables_drawn:
+    ):
         if found:
             yield _tables(found[0].label, found, is_found=True, pictures=drawn)
     if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
         yield _tables("RAM floors", floors.found(results), is_found=True)
     elif found := survival.found(results):
+        pictures = (
+            ("survival", partial(survival_plots.draw_survival, results)),
+            ("time-over-limit", partial(survival_plots.draw_times, results)),
+        )
         yield _tables("Survival", found, is_found=True, pictures=pictures)
 
 
@@ -128,15 +127,19 @@ def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
 
 
 def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> Iterator[Section]:
-    """Yield a list of names and texts as a section, unless it is empty."""
-    lines = [": ".join(filter(None, item)) for item in items]
+    """Yield a section that lists these names and texts, unless the list is empty."""
     if items:
-        yield Section(
-            heading,
-            lambda: Group(*(Text(line, style=style) for line in lines)),
-            lambda: "\n".join(f"- {escaped(line)}" for line in lines),
-            lambda: [("items.html", items)],
-        )
+        lines = [": ".join(filter(None, item)) for item in items]
+        yield _of_lines(heading, lines, style, [("items.html", items)])
+
+
+def _of_lines(heading: str, lines: Sequence[str], style: str, html: list[Block]) -> Section:
+    return Section(
+        heading,
+        lambda: Group(*(Text(line, style=style) for line in lines)),
+        lambda: "\n".join(f"- {escaped(line)}" for line in lines),
+        lambda: html,
+    )
 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
@@ -167,17 +170,9 @@ def _verbatim(heading: str, text: str) -> Section:
 
 def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     unused = captions.note_unused(results)
-    notes = [*unused, *captions.note_figures(rows)]
-    return Section(
-        FIGURES,
-        lambda: Group(*(Text(line, style="dim") for line in notes)),
-        lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [*_items(unused), ("explained.html", facts.figures(rows))],
-    )
-
-
-def _items(lines: Sequence[str]) -> list[Block]:
-    return [("items.html", [("", line) for line in lines])] if lines else []
+    html: list[Block] = [("items.html", [("", line) for line in unused])] if unused else []
+    html.append(("explained.html", facts.figures(rows)))
+    return _of_lines(FIGURES, [*unused, *captions.note_figures(rows)], "dim", html)
 
 
 def _preformatted(text: str) -> str:

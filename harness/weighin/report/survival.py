@@ -59,13 +59,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     kinds = operations.of(series(results))
     return [
         f"{kinds[0].life}{used}. killed: by the kernel, for lack of memory.",
-        rule(kinds[0]),
+        f"thrashes: the cell's memory reached the limit, and it either {kinds[0].lost}.",
     ]
-
-
-def rule(kind: Kind) -> str:
-    """Return when a cell thrashes."""
-    return f"thrashes: the cell's memory reached the limit, and it either {kind.lost}."
 
 
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:

@@ -6,17 +6,29 @@ properties that all series share are in the caption.
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TextIO
 
 from weighin.report import captions, operations
-from weighin.report.columns import HEADINGS, figure_text, figures_of, name_text, range_text
-from weighin.report.figures import Column
+from weighin.report.figures import COLUMNS, Column
 from weighin.report.markdown import plain, table_lines
-from weighin.report.rows import OF_SERIES, Row, series, varying
+from weighin.report.operations import ABOVE_IMPORT
+from weighin.report.rows import OF_SERIES, Row, has, is_below_import, series, varying
 from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
 
+LEFT_OUT_FIRST: Final[tuple[str, ...]] = (
+    "import", "cgroup peak of use", "forked process", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
+    "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
+    "above import", "above the model", "page cache (sampled)", "shared (sampled)", "exit code",
+    "anonymous (sampled)", "peak RSS of use", "use",
+)  # fmt: skip
+"""Headings of the columns that a narrow terminal leaves out, the first of them first."""
+HEADINGS: Final = {
+    "ram_limit_bytes": "RAM limit",
+    "vram_limit_bytes": "GPU limit",
+    "disk_latency": "disk latency",
+}
 # Spreadsheets read these as the start of a formula, some also in their full-width forms.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record contains the whole message
@@ -88,6 +100,38 @@ def text_table(
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
     return TextTable(heading, columns, len(titles), rows, ranges)
+
+
+def figures_of(rows: Sequence[Row]) -> list[Column]:
+    """Return the number columns for these series, with the headings of their operation."""
+    kinds = operations.of(rows)
+    keys = list(dict.fromkeys(key for kind in kinds for key in kind.figures))
+    headings = kinds[0].headings if len(kinds) == 1 else {}
+    return [
+        replace(COLUMNS[key], heading=headings.get(key, COLUMNS[key].heading))
+        for key in keys
+        if (COLUMNS[key].is_usual or has(rows, key))
+        and (key not in operations.OF_USES or captions.has_uses(rows))
+        and (key != ABOVE_IMPORT or not is_below_import(rows))
+    ]
+
+
+def name_text(name: str, row: Row) -> str:
+    """Return the value of a series in one dimension as text."""
+    value = row[name]
+    return captions.size(value) if name.endswith("_limit_bytes") else plain(str(value or "-"))
+
+
+def figure_text(row: Row, figure: Column) -> str:
+    """Return a figure of a series as text without its unit, with "≥" if the series needs at least this."""
+    text = figure.text(row[figure.key])
+    return f"≥ {text}" if figure.at_least and text != "-" and row[figure.at_least] else text
+
+
+def range_text(row: Row, figure: Column) -> str:
+    """Return the range of the repeats' values as text; empty if both ends have the same text."""
+    low, high = (figure.text(row[f"{figure.key}{end}"]) for end in ("_min", "_max"))
+    return "" if low == high else f"{low}..{high}"
 
 
 def markdown_lines(table: TextTable) -> Iterator[str]:

@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, LEFT_OUT_FIRST
 from weighin.report.rows import Row
-from weighin.report.tables import TextTable, text_tables
+from weighin.report.tables import HEADINGS, LEFT_OUT_FIRST, TextTable, text_tables
 from weighin.result import Outcome, Result
 
 T = TypeVar("T")

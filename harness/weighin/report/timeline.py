@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,7 +115,7 @@ def _areas(axes: "Axes", track: data.Track) -> None:
 
 
 def _gpu_line(axes: "Axes", track: data.Track) -> None:
-    points = data.thin_gpu(track, _POINTS)
+    points = data.thin(track.gpu, _POINTS, itemgetter(1))
     seconds = [(t_ns - track.zero_ns) / 1e9 for t_ns, _ in points]
     style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
     axes.step(seconds, [used / GIB for _, used in points], where="post", **style)

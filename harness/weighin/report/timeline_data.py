@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -120,14 +120,13 @@ def has_part(samples: Sequence[Sample], part: str) -> bool:
     return any(getattr(sample, part) for sample in samples)
 
 
-def thin(samples: Sequence[Sample], points: int) -> list[Sample]:
-    """Return at most ``points`` samples: from each time bin, the sample with the most memory."""
-    return _thin(samples, points, attrgetter("rss_bytes"))
-
-
-def thin_gpu(track: Track, points: int) -> list[tuple[int, int]]:
-    """Return at most ``points`` points of the GPU's memory, chosen as ``thin`` chooses samples."""
-    return _thin(track.gpu, points, itemgetter(1))
+def thin(
+    points: Sequence[_Point], most: int, memory: Callable[[_Point], int] = attrgetter("rss_bytes")
+) -> list[_Point]:
+    """Return at most ``most`` of the points: from each stretch of time, the point with the most memory."""
+    step = max(1, -(-len(points) // most))
+    bins = (points[start : start + step] for start in range(0, len(points), step))
+    return [max(one, key=memory) for one in bins]
 
 
 def anonymous_by_rank(track: Track, points: Sequence[Sample]) -> list[list[int]]:
@@ -138,12 +137,6 @@ def anonymous_by_rank(track: Track, points: Sequence[Sample]) -> list[list[int]]
         places = [bisect_right(times, point.t_ns) for point in points]
         layers.append([samples[at - 1].anon_bytes if at else 0 for at in places])
     return layers
-
-
-def _thin(points: Sequence[_Point], most: int, memory: Callable[[_Point], int]) -> list[_Point]:
-    step = max(1, -(-len(points) // most))
-    bins = (points[start : start + step] for start in range(0, len(points), step))
-    return [max(one, key=memory) for one in bins]
 
 
 def _track(label: str, run: Path, result: Result) -> Track:

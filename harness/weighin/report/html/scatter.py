@@ -42,26 +42,15 @@ class Plot:
     front_names: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """One group of comparable series, with a plot for each measured memory figure."""
-
-    title: str
-    plots: list[Plot]
-
-
-def build(rows: Sequence[Row]) -> list[Scatter]:
+def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
     """Return a scatter plot for each group in which at least two series are ok in all repeats."""
-    scatters = []
+    plots = []
     for title, group in style.scenes(rows):
         good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]
-        plots = []
         for key, words in _FIGURES:
             if len(measured := [row for row in good if row[key] is not None]) > 1:
-                plots.append(_plot(measured, key, words))
-        if plots:
-            scatters.append(Scatter(title, plots))
-    return scatters
+                plots.append((title, _plot(measured, key, words)))
+    return plots
 
 
 def _plot(measured: Sequence[Row], key: str, words: str) -> Plot:

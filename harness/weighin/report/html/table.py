@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.report import style
-from weighin.report.columns import figures_of, name_text
 from weighin.report.rows import Row, varying
-from weighin.report.tables import text_table
+from weighin.report.tables import figures_of, name_text, text_table
 from weighin.result import Outcome
 
 _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}

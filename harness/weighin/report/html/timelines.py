@@ -60,14 +60,6 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A group of drawings that share their axes."""
-
-    title: str
-    timelines: list[Timeline]
-
-
-@dataclass(frozen=True, slots=True)
 class _Axes:
     time: Axis
     memory: Axis
@@ -75,7 +67,7 @@ class _Axes:
 
 def build(
     run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
-) -> list[Group]:
+) -> list[tuple[str, list[Timeline]]]:
     """Return drawings of each series' first repeat; series of one model and device share axes."""
     tracks = timeline_data.choose(run, results, rows)
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
@@ -88,7 +80,7 @@ def build(
             Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP),
         )
         drawn = [_timeline(track_of[row["group"]], ids[row["group"]], axes) for row in members]
-        groups.append(Group(title, drawn))
+        groups.append((title, drawn))
     return groups
 
 
