@@ -1,8 +1,8 @@
-"""Print a page that helps to choose a loader: ``python -m pages.loaders RUN...``.
+"""Print docs/loaders.md, which helps to choose a loader: ``python -m pages.loaders RUN...``.
 
-The runs of a model become a table with one row for each strategy, the fastest of the first run first, and
-one time for each run. The floor is predicted; every other figure is the median of the ok repeats in the
-runs' own records. The page is printed to standard output.
+The page has a table for each model, with a row for each strategy and a time for each run. The fastest
+strategy of the first run comes first. RAM floors are predicted; every other figure is the median of
+the repeats that ended ok.
 """
 
 import sys
@@ -30,7 +30,7 @@ HEADINGS: Final = (
     "predicted floor MiB",
     "private memory left MiB",
 )
-"""Before the times; the memory is that of the first run."""
+"""The headings before those of the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
 INTRODUCTION: Final = """\
@@ -60,9 +60,9 @@ class _Row:
 
 
 def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
-    """Return the page for these runs, each of which is a list of results.
+    """Return the page for ``runs``, each of which is the list of a run's results.
 
-    ``floors`` are the predicted floors, in bytes, of the cells' series.
+    ``floors`` has the predicted RAM floor of each measurement in bytes, by ``cell.series``.
     """
     models: dict[str, list[list[Result]]] = {}
     for results in runs:
@@ -102,7 +102,7 @@ def _cache(run: Sequence[Result]) -> str:
 def _rows(
     results: Sequence[Result], floors: Mapping[str, int | None]
 ) -> Iterator[tuple[tuple[str, str], _Row]]:
-    """Yield the row of each strategy that was ok, with its name and its format."""
+    """Yield the name, the format and the row of each strategy with at least one repeat that ended ok."""
     for name in dict.fromkeys(result.cell.series for result in results):
         good = [
             result
@@ -123,14 +123,14 @@ def _rows(
 
 
 def _repeats(measured: Sequence[Result]) -> str:
-    """Return how many ok repeats the rows have: "3 repeats", "1 to 2 repeats"."""
+    """Return the number of repeats that ended ok as text: "3 repeats", "1 to 2 repeats"."""
     good = Counter(result.cell.series for result in measured if result.outcome is Outcome.OK)
     least, most = min(good.values(), default=0), max(good.values(), default=0)
     return f"{least} to {most} repeats" if least != most else f"{most} repeat{'s' * (most != 1)}"
 
 
 def _left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the reasons why strategies have no row, each with the strategies that share it."""
+    """Yield the strategies that have no row, grouped by the reason."""
     reasons = [
         (result.cell.strategy, result.message or result.outcome)
         for result in results

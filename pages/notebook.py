@@ -1,4 +1,4 @@
-"""Compare the notebook's published figures with a run of configs/suites/notebook.yaml on a GPU.
+"""Compare the figures that a notebook published with a run of configs/suites/notebook.yaml on a GPU.
 
     python -m pages.notebook RUN
 
@@ -37,7 +37,7 @@ HEADINGS: Final = (
 
 
 class Method(BaseModel):
-    """One line of the notebook's table. ``phase`` is set if the figure is the peak of one phase."""
+    """One line of the notebook's table; ``phase`` is None unless the figure is the peak of one phase."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class Method(BaseModel):
 
 
 class Published(BaseModel):
-    """The table that the notebook published, and the table's model."""
+    """The table that the notebook published, and the name of the measured model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,7 +75,7 @@ def published() -> Published:
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
-    """Return the published table with measured figures and reasons for differences, as markdown."""
+    """Return the published table beside measured figures, with the reasons for differences, as Markdown."""
     reasons = [f"- **{name}**: {reason}" for name, reason in differences(results)]
     caption = escaped(captions.shared(series(results), results))
     lines = [
@@ -98,7 +98,7 @@ def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
-    """Yield the rows of the table: a method, its published figures, and its measured figures."""
+    """Yield a row for each method, with its published figures and its measured figures."""
     for method, ours in _rows(results):
         yield [
             *method_words(method),
@@ -148,7 +148,7 @@ def _measured(method: Method, result: Result | None) -> Ours:
 
 
 def method_words(method: Method) -> tuple[str, str]:
-    """Return a method's two name columns: its description, and the strategy with the phase."""
+    """Return the description of a method, and its strategy with the phase."""
     return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
 
 
@@ -157,7 +157,7 @@ def gib(size: int | None) -> str:
 
 
 def _both(size: int | None) -> str:
-    """Return a size as the notebook prints it, followed by the size with weighin's digits."""
+    """Return a size in GiB with one digit, as the notebook prints it, and then with three digits."""
     return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"
 
 

@@ -1,4 +1,4 @@
-"""Compare the notebook's published GPU figures with predicted figures, without a GPU."""
+"""Compare the GPU figures that a notebook published with predicted figures, which need no GPU."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -25,7 +25,7 @@ def markdown_predicted() -> str:
 
 
 def lines(table: Published, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Yield the lines of the table in markdown; an unpredictable method has no figures."""
+    """Yield the lines of the table in Markdown; a method that cannot be predicted has no figures."""
     of = {prediction.strategy: prediction for prediction in predictions}
     rows = [_row(method, _peaks(method, of[method.strategy])) for method in table.methods]
     return table_lines(HEADINGS, rows, names=NAMES)

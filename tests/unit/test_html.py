@@ -164,7 +164,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
     found = page(tmp_path, [])
     assert "A run without cells" in found.words()
     assert "No cells were measured." in found.words()
-    assert "There are no figures: the run has no record of a cell yet." in found.words()
+    assert "There are no figures, because the run has no record yet." in found.words()
     assert not found.having("svg")
 
 

@@ -25,11 +25,14 @@ from weighin.result import Outcome
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """The series of one or more runs; a series has its repeats from all of these runs.
+    """The figures of one or more runs; repeats of a measurement count together, whatever their run.
 
-    ``machines`` are the fingerprints of the kinds of machine that measured, and ``nodes`` the names
-    of a fleet's machines. ``incomplete`` maps each run that lacks records of planned cells to the part
-    of its plan that was measured.
+    Attributes:
+        environment: the machine and software of the runs. A setting that differs has all of its values.
+        series: the figures of each measurement over its repeats, by the name of the measurement.
+        machines: the fingerprints of the kinds of machine on which the runs were measured.
+        nodes: the names of the machines, if a fleet measured the runs.
+        incomplete: for each run that lacks records of planned cells, how much was measured.
     """
 
     environment: dict[str, Setting]
@@ -41,7 +44,7 @@ class MeasuredRuns:
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
-    """Return the series of all runs; a series has its repeats from all of these runs.
+    """Return the figures of all runs together.
 
     Raises:
         RecordError: a folder is not a run, or contains no record.
@@ -51,9 +54,12 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
 
 
 def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
-    """Return the series of all runs for each kind of machine, by its fingerprint.
+    """Return the figures of all runs for each kind of machine, by the fingerprint of the machine.
 
-    Cells that were skipped belong to no machine. Raises errors as ``read_runs`` does.
+    Measurements that were skipped count for no machine.
+
+    Raises:
+        RecordError: a folder is not a run, or contains no record.
     """
     warnings, runs, _ = _read(folders)
     machines: dict[str, list[SeriesRun]] = {}
@@ -109,9 +115,10 @@ def check(
     """Judge runs against a baseline file and budgets.
 
     Args:
-        metrics: the metrics to compare with the baseline file; all metrics if empty.
-        expected: expected outcomes, in addition to the expected outcomes in the baseline file.
-        partial: judge the measured cells of a run that is not complete, which otherwise fails.
+        extra_budgets: budgets in addition to those in the baseline file.
+        metrics: the metrics to compare with the baseline file; an empty sequence means all metrics.
+        expected: expected outcomes in addition to those in the baseline file.
+        partial: judge only the measured part of an incomplete run. Otherwise, such a run fails.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
@@ -147,7 +154,7 @@ def check(
 def narrowed(
     baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
 ) -> tuple[Baseline | None, Rules]:
-    """Leave out the series that were planned but not measured, and the budgets on them alone."""
+    """Return the baseline and the rules without all that concerns only planned, unmeasured cells."""
     planned = {
         name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
     }
@@ -173,9 +180,11 @@ def update(
 ) -> list[str]:
     """Write the measured figures into the baseline file, and return the lines of the diff.
 
-    ``expected`` outcomes are added to the file. ``accept`` gets one line for each series that is
-    not ok and whose outcome is not expected, and returns whether to expect these outcomes from now
-    on. ``partial`` writes a baseline of a run that is not complete.
+    Args:
+        expected: expected outcomes to write in addition to those that the file has.
+        partial: also write the figures of a run of which only a part was measured.
+        accept: a function that gets one line for each measurement with an unexpected outcome other
+            than ok, and returns whether to write these outcomes as expected.
 
     Raises:
         ConfigError: some cell could not be measured, or the file is invalid or not writable.
@@ -185,9 +194,9 @@ def update(
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
         raise NoBaseline(
-            f"cannot make a baseline from a run of which cells are missing: {run}: {covered}",
-            f"measure the missing cells: {covered.again}; or add --partial to use the measured"
-            " cells alone",
+            f"cannot make a baseline from an incomplete run: {run}: {covered}",
+            f"measure the missing cells: {covered.again}; or make a baseline of the measured cells alone:"
+            " add --partial",
         )
     _refuse(measured)
     typed = _parsed(expected)
@@ -201,7 +210,7 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "measure the cell again first: a baseline without its figures would accept any figure",
+                "measure again: a baseline without these figures would accept any figure",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(
@@ -222,7 +231,7 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the expectations that the series need beside ``known``, if the user accepts them."""
+    """Return the expected outcomes to add to ``known``, or raise NoBaseline if ``accept`` returns False."""
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:
@@ -231,15 +240,15 @@ def _accepted(
     mixed = [name for name in failed if not is_expected(name, series[name], wanted)]
     if mixed:
         raise NoBaseline(
-            f"more than one outcome that is not ok: {'; '.join(_described(measured, mixed))}",
-            "a baseline file has one outcome for each series: measure these series again, or leave"
-            " their strategies out",
+            f"repeats of one measurement failed in different ways: {'; '.join(_described(measured, mixed))}",
+            "a baseline file has one outcome for each measurement: measure again, or leave these"
+            " strategies out",
         )
     lines = _described(measured, failed)
     if not accept(lines):
         again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
         raise NoBaseline(
-            f"not ok, and not expected: {'; '.join(lines)}",
+            f"cannot make a baseline of outcomes that are not expected: {'; '.join(lines)}",
             f"if these outcomes are intended: {again} --expect-failures",
         )
     return wanted

@@ -1,4 +1,4 @@
-"""Write a gate's result for other programs: GitHub annotations, JUnit XML and JSON."""
+"""Write the result of ``weighin check`` as GitHub annotations, as JUnit XML and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,7 +16,7 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 
 
 def describe(line: Line) -> str:
-    """Return a line as one sentence: the item, both figures, and the phase that grew."""
+    """Return a line as one sentence with the item, both figures, and the phase that grew."""
     metric = line.metric
     if metric is None or line.was is None or line.now is None:
         return one_line(line.text)
@@ -41,10 +41,10 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 
 
 def junit(judgement: GateResult) -> str:
-    """Return JUnit XML with one test case per line; the class of a test case is the series.
+    """Return JUnit XML, which Jenkins, GitLab and GitHub's test reporters read (junit-10.xsd).
 
-    The text of a failure lists the phases. Jenkins, GitLab and GitHub's test reporters read this
-    format (junit-10.xsd).
+    Each line is a test case, whose class is the name of the measurement. The text of a failure lists
+    the phases.
     """
     suite = ET.Element(
         "testsuite",
@@ -73,7 +73,7 @@ def junit(judgement: GateResult) -> str:
 
 
 def as_json(judgement: GateResult) -> dict[str, Any]:
-    """Return the result for ``--json``: ``passed``, ``summary``, notes and every line with its figures."""
+    """Return the result as data for ``--json``."""
     lines = [
         {
             "verdict": line.verdict,

@@ -1,6 +1,6 @@
-"""Tabulate what the use of a model costs after its load: one row for each strategy, one column for each use.
+"""Tabulate the memory of a model's use, such as a training step, with a row for each strategy.
 
-Memory is a multiple of the model's size, above the memory after the imports.
+Figures are (anonymous memory - anonymous memory after the imports) / the size of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _MISSING: Final = "-"
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table; none if every model was used by forward passes alone."""
+    """Return the table of uses; an empty list if every model was used by forward passes alone."""
     if not any(result.cell.use for result in results):
         return []
     loads = [one for one in results if one.cell.operation == "load"]
@@ -48,7 +48,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:
-    """Return the memory of one strategy after the load, and then for each use."""
+    """Return the memory of one strategy after the load, followed by its memory in each use."""
     of_use = {row["use"]: groups[row["group"]] for row in rows}
     everything = [result for group in of_use.values() for result in group]
     texts = [_use_text(of_use.get(use, [])) for use in uses]
@@ -67,6 +67,6 @@ def _use_text(repeats: Sequence[Result]) -> str:
 
 
 def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
-    """Return (the median of a figure - the baseline) / the model's size."""
+    """Return the median over ``results`` of (a size - anonymous memory after the imports) / the model's size."""
     found = middle(after_load.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"

@@ -1,6 +1,6 @@
-"""Define the figures of a cell in one table: how each is read from its record, and its column in tables.
+"""Define how each figure is read from the record of a measurement, and the column that shows it.
 
-Bytes are integers, times are unrounded seconds, and a figure that was not measured is None.
+Sizes are integers in bytes, and times are floats in seconds. A figure that was not measured is None.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,20 @@ from weighin.units import GIB
 
 _GIB: Final = "GiB"
 _MODEL: Final = "x model"
-_DIGITS: Final = {_GIB: 3, "": 0}  # of a unit; else two
+_DIGITS: Final = {_GIB: 3, "": 0}  # after the decimal point, by unit; two for other units
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure, and its column of numbers.
+    """One figure of a measurement, and the column of numbers that shows it in tables.
 
     Attributes:
-        key: the figure's name in rows and in summary.csv; the figure is in bytes if the unit is GiB.
-        heading: empty for a figure that has no column.
-        accuracy: "exact" or "sampled", and by whom.
-        at_least: the rows' column that tells whether the figure is only a lower bound.
-        is_usual: whether a table has the column even if no cell has the figure.
+        key: the name of the figure in rows and in summary.csv.
+        unit: the unit in tables. A figure whose unit is GiB is in bytes in rows and in summary.csv.
+        heading: the heading of the column; an empty heading means that tables have no such column.
+        accuracy: "exact" or "sampled", followed by the source of an exact figure.
+        at_least: the name of the column of rows that tells whether the figure is only a lower bound.
+        is_usual: whether tables have the column even if the figure was never measured.
     """
 
     key: str
@@ -41,11 +42,11 @@ class Column:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the figure of a cell is an integer: bytes, or a number without a unit."""
+        """Whether the figure is an integer: a size in bytes, or a number without a unit."""
         return self.unit in _DIGITS
 
     def text(self, value: float | None) -> str:
-        """Return a value as text without its unit; "-" if it is missing."""
+        """Return a value as text without the unit; "-" if the value is None."""
         scale = GIB if self.unit == _GIB else 1
         return "-" if value is None else f"{value / scale:.{_DIGITS.get(self.unit, 2)}f}"
 
@@ -68,19 +69,19 @@ def _above_import_per_model(result: Result) -> float | None:
 COLUMNS: Final = {
     column.key: column
     for column in (
-        Column("import_s", "s", "import", _seconds(lambda one: one.cost.import_ns if one.cost else None), "exact, clock", "time of import torch, before the load"),
-        Column("import_transformers_s", "s", "import transformers", _seconds(_import_transformers_ns), "exact, clock", "time of the import of the model's class, before the load"),
+        Column("import_s", "s", "import", _seconds(lambda one: one.cost.import_ns if one.cost else None), "exact, clock", "time of import torch, which ends before the load begins"),
+        Column("import_transformers_s", "s", "import transformers", _seconds(_import_transformers_ns), "exact, clock", "time of the import of the model's class from transformers, which ends before the load begins"),
         Column("load_s", "s", "load", _seconds(lambda one: one.load_ns), "exact, clock", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", is_usual=True),
-        Column("ready_s", "s", "ready", _seconds(lambda one: one.ready_ns), "exact, clock", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", is_usual=True),
+        Column("ready_s", "s", "ready", _seconds(lambda one: one.ready_ns), "exact, clock", "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", is_usual=True),
         Column("ready_and_pass_s", "s", "ready + first pass", _seconds(lambda one: through_first_pass_ns(one) if one.cell.disk else None), "exact, clock", "ready plus the time of the first forward pass"),
-        Column("use_s", "s", "use", _seconds(after_load.used_ns), "exact, clock", "time of the use of the ready model, in a phase of its own"),
+        Column("use_s", "s", "use", _seconds(after_load.used_ns), "exact, clock", "time of the use of the loaded model, such as a training step"),
         Column("peak_rss_bytes", _GIB, "peak RSS", lambda one: one.peaks.rss_bytes, "exact, kernel", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", is_usual=True),
         Column("above_import_bytes", _GIB, "", lambda one: one.above_import_bytes),
         Column("anon_sampled_bytes", _GIB, "anonymous (sampled)", lambda one: one.peaks.anon_sampled_bytes, "sampled", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", is_usual=True),
         Column("file_sampled_bytes", _GIB, "page cache (sampled)", lambda one: one.peaks.file_sampled_bytes, "sampled", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", is_usual=True),
         Column("peak_cgroup_bytes", _GIB, "cgroup peak", lambda one: one.peaks.cgroup_bytes, "exact, kernel", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much"),
         Column("peak_cuda_requested_bytes", _GIB, "CUDA requested", lambda one: one.peaks.cuda_requested_bytes, "exact, allocator", "peak of the bytes that tensors on the GPU requested during the load"),
-        Column("peak_cuda_allocated_bytes", _GIB, "CUDA allocated", lambda one: one.peaks.cuda_allocated_bytes, "exact, allocator", "the same, with each request rounded up to the allocator's blocks"),
+        Column("peak_cuda_allocated_bytes", _GIB, "CUDA allocated", lambda one: one.peaks.cuda_allocated_bytes, "exact, allocator", "peak of the bytes that the allocator gave to tensors on the GPU: each request is rounded up to a block"),
         Column("peak_cuda_reserved_bytes", _GIB, "CUDA reserved", lambda one: one.peaks.cuda_reserved_bytes, "exact, allocator", "peak of the bytes that the allocator reserved from the driver"),
         Column("cuda_driver_sampled_bytes", _GIB, "CUDA driver (sampled)", lambda one: one.peaks.cuda_driver_sampled_bytes, "sampled", "sampled maximum of the driver's own figure, which includes the CUDA context and buffers of libraries"),
         Column("peak_pinned_bytes", _GIB, "pinned", lambda one: one.peaks.pinned_bytes, "exact, its allocator", "peak of page-locked host memory"),
@@ -92,7 +93,7 @@ COLUMNS: Final = {
         Column("unreclaimable_sampled_bytes", _GIB, "unreclaimable (sampled)", lambda one: one.peaks.unreclaimable_sampled_bytes, "sampled", "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim"),
         Column("pss_bytes", _GIB, "PSS of all ranks", lambda one: one.peaks.pss_bytes, "exact, kernel", "sum of the ranks' proportional set sizes when all ranks were ready"),
         Column("sum_of_peaks_bytes", _GIB, "sum of peaks (misleading)", sum_of_peaks, "exact, computed", "sum of the ranks' peak RSS, which counts shared pages once per rank"),
-        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the most anonymous and shared memory of all processes together, without page cache, which can be given back: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
+        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the largest sum of the anonymous and shared memory of all processes, without page cache, which the kernel can reclaim: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
         Column("shmem_sampled_bytes", _GIB, "shared (sampled)", lambda one: one.peaks.shmem_sampled_bytes, "sampled", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm"),
         Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "of the first process; 128 + n for signal n"),
         Column("use_peak_rss_bytes", _GIB, "peak RSS of use", after_load.peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),

@@ -18,9 +18,9 @@ NOTE: Final = (
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the passes of each series; none if every model was called at most once.
+    """Return a table of the forward passes; an empty list if every model was called at most once.
 
-    A row shows the repeat whose passes took the median time.
+    Of several repeats, the table shows the repeat whose passes took the median time.
     """
     if not any(len(_passes(result)) > 1 for result in results):
         return []

@@ -1,4 +1,4 @@
-"""Tabulate the memory of cells of several ranks, and draw it over the number of ranks."""
+"""Tabulate the memory of loads by several ranks, and draw the memory over the number of ranks."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -38,7 +38,7 @@ RULE: Final = (
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the memory of all ranks of each series; none if no cell of several ranks ended ok."""
+    """Return a table of the memory of all ranks; an empty list if no load by several ranks ended ok."""
     rows = of_texts(_rows(results))
     caption, notes = captions.shared(series(results), results), [NOTE, RULE]
     return [Found("Memory of all ranks", HEADINGS, rows, 2, caption, notes)] if rows else []

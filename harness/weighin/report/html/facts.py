@@ -1,4 +1,4 @@
-"""List the machine and software of a run, and the meaning and accuracy of each figure."""
+"""List the machine and software of a run, and the meaning and accuracy of each figure, for report.html."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,14 +36,14 @@ def figures(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
                 heading = kind.headings.get(column.key, column.heading)
                 meaning = kind.meanings.get(column.key, column.meaning)
                 explained[heading, column.unit, meaning, column.accuracy] = None
-        if files.key not in kind.figures:  # the bars alone show it
+        if files.key not in kind.figures:  # tables lack the column, but the bars show the figure
             explained["file-backed", files.unit, files.meaning, files.accuracy] = None
         explained["outcome", "", kind.outcome, "exact"] = None
     return list(explained)
 
 
 def when(results: Sequence[Result]) -> str:
-    """Return the time of the run: the start of its first cell and the start of its last cell."""
+    """Return the times at which the first and the last measurement of a run started."""
     starts = sorted(result.started_at[:16].replace("T", " ") for result in results if result.started_at)  # fmt: skip
     if not starts:
         return ""

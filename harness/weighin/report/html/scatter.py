@@ -1,4 +1,4 @@
-"""Plot the ready time over the peak memory of each series, with the Pareto front."""
+"""Compute the plots of load time over peak memory in report.html, with the Pareto front."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ WIDTH: Final = 520
 HEIGHT: Final = 300
 FONT: Final = 13
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
-# The memory figures for the x axis; the page shows the first figure until the reader chooses.
+# The memory figures among which the reader chooses for the x axis; the page begins with the first.
 _FIGURES: Final = (
     ("peak_rss_bytes", "peak RSS, GiB (exact)"),
     ("needed_bytes", "need, GiB (at least)"),
@@ -43,7 +43,7 @@ class Plot:
 
 
 def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
-    """Return a scatter plot for each group in which at least two series are ok in all repeats."""
+    """Return plots with titles: one per memory figure of a group with two or more rows that are wholly ok."""
     plots = []
     for title, group in style.scenes(rows):
         good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]

@@ -1,4 +1,4 @@
-"""Draw resident memory over time for each series; on hover, a phase shows its figures."""
+"""Compute the drawings of resident memory over time in report.html, and the text of each phase."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +16,23 @@ HEIGHT: Final = 196
 TOP: Final = 22.0
 BOTTOM: Final = 166.0
 _LEFT, _RIGHT = 40.0, 452.0
-_POINTS: Final = 200  # two pixels per point; 60 drawings stay far below 2 MB
-_HEADROOM: Final = 1.18  # ratio of the axis to data and limit, for the names of phases
-_TARGET: Final = 4.0  # the smallest width that a mouse pointer can hit
-_LETTER: Final = 6.2  # width of a letter in a phase's name
+_POINTS: Final = 200  # of a drawing, so that 60 drawings take less than 2 MB
+_HEADROOM: Final = (
+    1.18  # height of the axis / highest memory, so that the names of phases fit above
+)
+_TARGET: Final = 4.0  # pixels, the smallest width that is easy to hit with a mouse
+_LETTER: Final = 6.2  # width of a letter in pixels
 _SECTIONS: Final = ("model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A drawn phase: a band, a line for the exact peak, and the text on hover."""
+    """One phase in a drawing: a band, a line at the exact peak, and the text under the mouse (``tip``)."""
 
     name: str
     start: float
     width: float
-    target: float  # start of the hover area, which a very short phase before it shifts
+    target: float  # start of the area that reacts to the mouse, which is at least 4 pixels wide
     target_width: float
     peak_y: float | None
     is_named: bool
@@ -39,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One cell's memory over time. ``areas`` are SVG paths, from the top of the stack down."""
+    """The drawing of one measurement. ``areas`` are SVG paths, from the top of the stack to the bottom."""
 
     id: str
     label: str
@@ -68,7 +70,7 @@ class _Axes:
 def build(
     run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
 ) -> list[tuple[str, list[Timeline]]]:
-    """Return drawings of each series' first repeat; series of one model and device share axes."""
+    """Return drawings in titled groups; the drawings of one model and device share their axes."""
     tracks = timeline_data.choose(run, results, rows)
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
     changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
@@ -116,7 +118,7 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
 
 
 def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
-    """Return the stacked parts as closed paths, the top part first, and their sum's outline."""
+    """Return each part of the memory as a closed SVG path, and the outline of the whole memory."""
     drawn = [one for one in track.samples if (one.t_ns - track.zero_ns) / 1e9 <= axes.time.top]
     points = timeline_data.thin(drawn, _POINTS)
     if not points:
@@ -147,7 +149,7 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
         ended = track.result.phases[index] if index < len(track.result.phases) else None
         left, right = axes.time.at(start), axes.time.at(end)
         width = round(right - left, 1)
-        # The peak of rank 0 is no peak of the ranks together, which are drawn.
+        # Of several ranks, the drawing shows the sum, of which the peak of rank 0 is no peak.
         peak = (
             timeline_data.phase_peak(track.result, ended)
             if ended and not track.result.ranks
@@ -190,7 +192,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, result: Resul
 
 
 def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
-    """Return the position at which a cell was cut off; None if that is not in the drawing."""
+    """Return the position at which a measurement was cut off; None if no such position is drawn."""
     is_off = track.end_s > axes.time.top
     if not track.samples or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
