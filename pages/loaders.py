@@ -17,7 +17,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
-from weighin.report.markdown import by_reason, table_lines
+from weighin.report.markdown import by_reason, scaled, table_lines
 from weighin.report.rows import series
 from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
@@ -115,9 +115,9 @@ def _rows(
         cell = good[0].cell
         label = " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))])
         memory = (
-            _size(middle(map(METRICS["peak_rss"].read, good))),
-            _size(floors.get(name)),
-            _size(middle(map(_private_bytes, good))),
+            scaled(middle(map(METRICS["peak_rss"].read, good)), MIB, 0),
+            scaled(floors.get(name), MIB, 0),
+            scaled(middle(map(_private_bytes, good)), MIB, 0),
         )
         yield (label, cell.format), _Row(ready_ns, memory)
 
@@ -142,11 +142,9 @@ def _left_out(results: Sequence[Result]) -> Iterator[str]:
 
 def _private_bytes(result: Result) -> int | None:
     left = METRICS["ready_anon"].of(result)
-    return None if left is None or not result.baseline else left - result.baseline.anon_bytes
-
-
-def _size(size: int | None) -> str:
-    return "-" if size is None else f"{max(0, size) / MIB:.0f}"
+    return (
+        max(0, left - result.baseline.anon_bytes) if left is not None and result.baseline else None
+    )
 
 
 def _time(duration_ns: int | None) -> str:

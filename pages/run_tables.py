@@ -13,7 +13,7 @@ from weighin.records.floor import KILLED, Aim, Floor, floors
 from weighin.records.repeats import grouped, middle, outcome_of
 from weighin.report import captions
 from weighin.report.after_load import multiple
-from weighin.report.markdown import table_lines
+from weighin.report.markdown import scaled, table_lines
 from weighin.report.operations import BEFORE_LOAD
 from weighin.report.rows import Row, series, split, values, varying
 from weighin.report.tables import figures_of, markdown_lines, text_table
@@ -85,16 +85,11 @@ def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
                 title,
                 " ".join([cell.strategy, *options]),
                 outcome_of(one.outcome for one in repeats),
-                f"{size / MIB:.0f}" if size else _MISSING,
-                _per_result(map(_anonymous_bytes, good), size),
-                _per_result(map(_resident_bytes, good), size),
+                scaled(size, MIB, 0),
+                scaled(middle(map(_anonymous_bytes, good)), size, 3),
+                scaled(middle(map(_resident_bytes, good)), size, 3),
                 _MISSING if load_ns is None else format_seconds(load_ns),
             )
-
-
-def _per_result(sizes: Iterator[int | None], of_bytes: int | None) -> str:
-    size = middle(sizes)
-    return _MISSING if size is None or not of_bytes else f"{size / of_bytes:.3f}"
 
 
 def _anonymous_bytes(result: Result) -> int | None:
@@ -116,8 +111,8 @@ def markdown_models(results: Sequence[Result]) -> str:
     models, texts = values(rows, "model"), []
     for (strategy,), group in split(rows, ["strategy"]).items():
         ready = {row["model"]: row["ready_s"] for row in group}
-        seconds = map(ready.get, models)
-        texts.append([strategy, *(_MISSING if s is None else f"{s:.2f}" for s in seconds)])
+        seconds = (scaled(ready.get(model), 1, 2) for model in models)
+        texts.append([strategy, *seconds])
     lines = table_lines(["strategy", *(f"{model} s" for model in models)], texts, names=1)
     return "\n".join([*lines, "", escaped(captions.shared(rows, results))])
 
@@ -132,7 +127,7 @@ def markdown_relative(results: Sequence[Result]) -> str:
     table = text_table("", _divided(rows), ["strategy", *varying(rows)], shown)
     first = rows[0]
     seconds = (
-        f"{figure.heading} {_MISSING if first[figure.key] is None else f'{first[figure.key]:.1f}'} s"
+        f"{figure.heading} {scaled(first[figure.key], 1, 1)} s"
         for figure in figures
         if figure.key in _TIMES
     )

@@ -31,7 +31,7 @@ from typing import Final
 
 from pages import suite_keys
 from pages.checked import markdown_checked
-from pages.predicted import markdown_predicted
+from pages.notebook import markdown_predicted
 from pages.run_tables import (
     markdown_agreement,
     markdown_converting,

@@ -133,7 +133,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             source != "weighin.strategy"
         ):  # weighin.strategy has only types, which pasted code does not need
             raise CannotWriteOut(
-                f"its file imports {alias.name} from {module}, which a function to paste cannot have"
+                f"its file imports {alias.name} from {module}, which pasted code cannot import"
             )
     return kept, written
 

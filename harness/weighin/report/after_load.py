@@ -18,12 +18,11 @@ from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
 NOTE: Final = (
-    "Anonymous memory, which the kernel cannot reclaim, above that after the imports, as a multiple of"
-    " the model. Each column of a use: the most during the use (sampled), then that at its end (exact)."
+    "Figures are anonymous memory, which the kernel cannot reclaim, less the anonymous memory after the"
+    " imports, as multiples of the model's size. A use has two figures: the largest during the use"
+    " (sampled), and the one at the end of the use (exact)."
 )
-_NOTE_FORK: Final = (
-    "fork: the private memory that each of two forked processes adds to this (exact)."
-)
+_NOTE_FORK: Final = "fork: the private memory that each of two forked processes adds (exact)."
 _READY: Final = "loaded"
 _MISSING: Final = "-"
 

@@ -139,14 +139,16 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     return words
 
 
-def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
+def _mixed_machines(results: Sequence[Result]) -> list[str]:
     """Return a warning if the measurements of a run have different machines or software."""
-    seen: dict[str, list[str]] = {}
+    seen: dict[str, dict[str, None]] = {}
     compared = cache(lambda name: name == "git_commit" or policy_of(name, {}) != "ignore")
-    for name, value in (pair for one in environments for pair in settings_of([one]).items()):
-        # A missing value is not a difference, because a skipped measurement does not record every setting.
-        if value is not None and compared(name) and str(value) not in seen.setdefault(name, []):
-            seen[name].append(str(value))
+    for result in results:
+        for name, value in settings_of([result.environment]).items():
+            is_set_by_ranks = name == "threads" and result.cell.ranks > 1
+            # A missing value is no difference, because a skipped measurement lacks some settings.
+            if value is not None and compared(name) and not is_set_by_ranks:
+                seen.setdefault(name, {})[str(value)] = None
     differing = [
         f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1
     ]
@@ -165,16 +167,7 @@ def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]
         for warning in result.warnings:
             cells_of.setdefault(warning, []).append(result.cell.id)
     of_cells = [f"{text} ({few(cells)})" for text, cells in cells_of.items()]
-    mixed = mixed_machines([_comparable(result) for result in results])
-    return [*of_the_file, *mixed, *of_cells]
-
-
-def _comparable(result: Result) -> Mapping[str, Any]:
-    """Return the environment of a result, without the number of threads if several ranks set it."""
-    environment = dict(result.environment)
-    if result.cell.ranks > 1:
-        environment.pop("threads", None)
-    return environment
+    return [*of_the_file, *_mixed_machines(results), *of_cells]
 
 
 def note_figures(rows: Sequence[Row]) -> list[str]:
@@ -207,8 +200,8 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
         ]
     if has_uses(rows):
         lines.append(
-            "use: time of the use after the load; peak RSS of use: exact. Above the anonymous memory after"
-            " the imports: most in use (sampled), after use (exact)."
+            "use: time of the use after the load; peak RSS of use: exact. most in use (sampled) and after use"
+            " (exact): anonymous memory less the anonymous memory after the imports."
         )
     if (repeats := max(row["repeats"] for row in rows)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")

@@ -9,7 +9,7 @@ from weighin.records.floor import searched
 from weighin.records.repeats import grouped, latest
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
-from weighin.report.markdown import plain
+from weighin.report.markdown import plain, scaled
 from weighin.result import Kill, OpenFile, Process, Result, Stack
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_seconds
@@ -152,21 +152,25 @@ def _found(
 
 
 def _process_row(process: Process) -> list[str]:
-    figures = (process.anon_bytes, process.file_bytes, process.shmem_bytes)
     return [
         _short(process.command),
         "; ".join(_read(each) for each in process.files[:_MOST_FILES]) or "-",
         str(process.pid),
         str(process.parent_pid),
-        *map(_mib, figures),
+        *_sizes(process),
     ]
 
 
 def _kill_row(kill: Kill) -> list[str]:
     limit = _LIMITS.get(kill.limit_of, kill.limit_of)
-    figures = (kill.anon_bytes, kill.file_bytes, kill.shmem_bytes)
     who = "the first process" if kill.is_main else "another process"
-    return [_short(kill.command), who, plain(limit), str(kill.pid), *map(_mib, figures)]
+    return [_short(kill.command), who, plain(limit), str(kill.pid), *_sizes(kill)]
+
+
+def _sizes(owner: Process | Kill) -> list[str]:
+    """Return the anonymous, file-backed and shared memory of a process in MiB."""
+    sizes = (owner.anon_bytes, owner.file_bytes, owner.shmem_bytes)
+    return [scaled(size, MIB, 1) for size in sizes]
 
 
 def _read(file: OpenFile) -> str:
@@ -195,7 +199,3 @@ def _short(command: str) -> str:
 
 def _held(process: Process) -> int:
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0) + (process.file_bytes or 0)
-
-
-def _mib(value: int | None) -> str:
-    return "-" if value is None else f"{value / MIB:.1f}"

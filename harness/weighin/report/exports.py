@@ -10,6 +10,7 @@ because a run that was stopped would otherwise look complete.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -186,8 +187,7 @@ def _labels(cell: Cell) -> dict[str, str]:
 
 
 def _label_name(key: str) -> str:
-    letters = [letter if letter.isascii() and letter.isalnum() else "_" for letter in key]
-    return "".join(letters).lstrip("0123456789_") or "setting"
+    return re.sub(r"[^0-9A-Za-z]", "_", key).lstrip("0123456789_") or "setting"
 
 
 def _run(results: Sequence[Result]) -> list[Result]:

@@ -7,6 +7,7 @@ from weighin.records.floor import Aim, Floor, Life, floors
 from weighin.records.series import label_among
 from weighin.report import captions, operations
 from weighin.report.findings import Entry, Found
+from weighin.report.markdown import scaled
 from weighin.report.operations import Kind
 from weighin.report.rows import series
 from weighin.report.survival import SIGNS
@@ -112,9 +113,9 @@ def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
     kind = _kind(searched)
     columns: dict[str, Callable[[Floor], Entry]] = {
         kind.words["what"]: lambda one: Entry(label(one, searched)),
-        "RAM\nfloor\nGiB": lambda one: Entry(_scaled(one.bytes, GIB, 3) + _ending(one)),
-        _PER_MODEL: lambda one: Entry(_scaled(one.per_model, 1, 2)),
-        _ABOVE_IMPORT: lambda one: Entry(_scaled(one.above_import_per_model, 1, 2)),
+        "RAM\nfloor\nGiB": lambda one: Entry(scaled(one.bytes, GIB, 3) + _ending(one)),
+        _PER_MODEL: lambda one: Entry(scaled(one.per_model, 1, 2)),
+        _ABOVE_IMPORT: lambda one: Entry(scaled(one.above_import_per_model, 1, 2)),
         "one\nstep\nbelow": lambda one: Entry(_below(one)),
         "at\nthe\nfloor\nready": lambda one: _lived(one.at_floor),
         "at\n1.1x\nready": lambda one: _lived(one.with_room),
@@ -145,7 +146,7 @@ def _is_below_import(searched: Sequence[Floor]) -> bool:
 def _below(floor: Floor) -> str:
     """Return how a load ended under the limit just below its floor: "16 MiB:\\nkilled"."""
     how = floor.below.replace("out after ", "out\nafter\n")
-    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
+    return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
@@ -160,10 +161,6 @@ def label(floor: Floor, searched: Sequence[Floor]) -> str:
     if any(other.after_load != cell.after_load for other in same):
         words.append(cell.after_load)
     return " ".join(words)
-
-
-def _scaled(value: float | None, scale: int, digits: int) -> str:
-    return "-" if value is None else f"{value / scale:.{digits}f}"
 
 
 def _lived(life: Life | None) -> Entry:

@@ -77,7 +77,7 @@ class SeriesHistory:
     points: list[HistoryPoint]
     steps: list[Step]
     turns: list[tuple[int, str, str]]
-    """Changes of the outcome, as (index in ``points``, old outcome, new outcome)."""
+    """For each change of the outcome: the index in ``points``, the old and the new outcome."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,11 @@ def plain(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+def scaled(value: float | None, scale: float | None, digits: int) -> str:
+    """Return ``value / scale`` as text; "-" without a value, or if the scale is None or 0."""
+    return "-" if value is None or not scale else f"{value / scale:.{digits}f}"
+
+
 def table_lines(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int
 ) -> Iterator[str]:

@@ -193,7 +193,7 @@ _COMMAND: Final = Kind(
         "ready_s": "from the start of the command to the end of its first process",
         "anon_sampled_bytes": "sampled maximum of the anonymous memory of all processes",
         "file_sampled_bytes": "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files",
-        "peak_cgroup_bytes": "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much",
+        "peak_cgroup_bytes": "highest memory charge of the cgroup of all processes, including the page cache of files that they read first; a peak at the limit does not show that the command needs so much",
     },
     outcome="ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal",
 )  # fmt: skip

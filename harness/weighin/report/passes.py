@@ -12,8 +12,8 @@ from weighin.result import Phase, Result
 from weighin.units import format_seconds
 
 NOTE: Final = (
-    "Each pass: its time, its major faults (waits for the disk), and the bytes read again as a multiple"
-    " of the model (refaults: pages that had been in memory before)."
+    "A forward pass has three figures: its time, its major page faults (waits for the disk), and the bytes"
+    " of evicted pages that it read again (refaults), as a multiple of the model's size."
 )
 
 
