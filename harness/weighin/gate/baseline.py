@@ -26,19 +26,10 @@ from weighin.suite.yaml_file import read_mapping
 SCHEMA: Final = 1
 
 
-def _as_mapping(value: object) -> object:
-    return {} if value is None else value  # YAML reads a key without a value as null
-
-
-def _as_list(value: object) -> object:
-    return [] if value is None else value
-
-
-_Map = BeforeValidator(_as_mapping)
-
-
-def _as_choice(value: object) -> object:
-    return None if value in (False, "off") else value  # YAML reads the word off as false
+# YAML reads a key without a value as null, and the word off as false.
+_Map = BeforeValidator(lambda value: {} if value is None else value)
+_List = BeforeValidator(lambda value: [] if value is None else value)
+_Off = BeforeValidator(lambda value: None if value in (False, "off") else value)
 
 
 class _Tolerance(config.Strict):
@@ -47,7 +38,7 @@ class _Tolerance(config.Strict):
     direction: Literal["lower", "higher", "both"] | None = None
 
 
-_Choice = Annotated[_Tolerance | None, BeforeValidator(_as_choice)]
+_Choice = Annotated[_Tolerance | None, _Off]
 _Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
 
 
@@ -70,7 +61,7 @@ class _Measured(config.Strict):
 class _File(config.Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
     metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
-    budgets: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list)
+    budgets: Annotated[list[str], _List] = Field(default_factory=list)
     expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
     measured: _Measured = _Measured()

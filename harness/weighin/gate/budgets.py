@@ -6,8 +6,9 @@
     term    = size | duration | [number "x"] ("model" | "limit")
     pattern = shell wildcards for any word of a measurement's name, such as the strategy
 
-The budget ``peak_rss <= 1.1 x model + 64 MiB above import`` means ``above_import <= 1.1 x model + 64
-MiB``: the memory of ``import torch`` does not count. ``parse`` can read the text ``str(budget)``.
+The words "above import" mean that the memory of ``import torch`` does not count, so that
+``peak_rss <= 1.1 x model above import`` is the budget ``above_import <= 1.1 x model``. ``parse`` can
+read the text ``str(budget)``.
 """
 
 import re

@@ -39,9 +39,8 @@ def evaluate(
                     if concurrent
                     else "times are not judged: the baseline was measured on another machine or with other settings"
                 )
-        for name in baseline.series:
-            was, now = baseline.series.get(name), series.get(name)
-            lines += _figures(name, was, now, tolerances) if was and now else []
+        for name, was in baseline.series.items():
+            lines += _figures(name, was, series[name], tolerances) if name in series else []
     for budget in rules.budgets:
         if CONCURRENT in environment and not budget.metric.portable:
             raise ConfigError(

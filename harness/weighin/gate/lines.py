@@ -77,6 +77,10 @@ class Line:
     phases: tuple[Growth, ...] = ()
 
     @property
+    def fails(self) -> bool:
+        return self.verdict in FAILING
+
+    @property
     def is_budget(self) -> bool:
         """Whether the line is on a budget: ``was`` is then the bound, and not a figure of the baseline."""
         return self.metric is not None and self.what != self.metric.title
@@ -114,4 +118,4 @@ class GateResult:
 
     @property
     def failed(self) -> tuple[Line, ...]:
-        return tuple(line for line in self.lines if line.verdict in FAILING)
+        return tuple(line for line in self.lines if line.fails)

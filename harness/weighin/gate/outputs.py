@@ -18,12 +18,11 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 def describe(line: Line) -> str:
     """Return a line as one sentence with the item, both figures, and the phase that grew."""
     metric = line.metric
-    if metric is None or line.was is None or line.now is None:
+    if metric is None or line.was is None or line.now is None or line.allowed is None:
         return one_line(line.text)
     words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
-    if line.allowed is not None:
-        words += f"; limit {metric.text(line.allowed)}"
-    if line.grown and line.verdict in FAILING:
+    words += f"; limit {metric.text(line.allowed)}"
+    if line.grown and line.fails:
         words += f"; grew in {one_line(line.grown.phase)} by {metric.change(0, line.grown.step).lstrip('+')}"
     return words
 
@@ -59,7 +58,7 @@ def junit(judgement: GateResult) -> str:
         case = ET.SubElement(
             suite, "testcase", classname=one_line(line.series), name=one_line(line.what), time="0"
         )
-        if line.verdict in FAILING:
+        if line.fails:
             failure = ET.SubElement(
                 case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
             )
@@ -77,7 +76,7 @@ def as_json(judgement: GateResult) -> dict[str, Any]:
     lines = [
         {
             "verdict": line.verdict,
-            "failed": line.verdict in FAILING,
+            "failed": line.fails,
             "series": line.series,
             "metric": line.metric.name if line.metric else None,
             "unit": line.metric.unit if line.metric else None,

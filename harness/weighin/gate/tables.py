@@ -37,10 +37,10 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
     """Return the result for a terminal; unchanged figures are included only if ``whole`` is True."""
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
-    parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
+    parts = [_sentence(line, names) for line in shown if not _has_figures(line) and line.fails]
     if figures := [line for line in shown if _has_figures(line)]:
         parts.append(_terminal_table(figures, names))
-    parts += [_sentence(line, names) for line in shown if not (_has_figures(line) or _fails(line))]
+    parts += [_sentence(line, names) for line in shown if not (_has_figures(line) or line.fails)]
     for line in _explained(judgement):
         parts.append(Text(f"{names[line.series]}, {line.what}, by phase", style="bold"))
         parts += [Text(f"  {text}") for text in phase_lines(line)]
@@ -160,10 +160,6 @@ def _has_figures(line: Line) -> bool:
     return line.now is not None
 
 
-def _fails(line: Line) -> bool:
-    return line.verdict in FAILING
-
-
 def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
     if whole:
         return judgement.lines
@@ -182,23 +178,14 @@ def _explained(judgement: GateResult) -> Iterator[Line]:
 
 def _cells(line: Line, name: str) -> list[str]:
     """Return the columns of a line after its verdict, as plain text."""
-    numbers, grew = ["", "", "", ""], ""
     metric = line.metric
-    if metric and line.now is not None:
-        if line.was is not None:
-            numbers = [
-                ""
-                if line.is_budget
-                else metric.text(line.was),  # the bound of a budget is in the column "limit"
-                metric.text(line.now),
-                metric.change(line.was, line.now),
-                "",
-            ]
-        if line.allowed is not None:
-            numbers[3] = metric.text(line.allowed)
-        if line.grown and line.verdict in FAILING:
-            grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
-    return [name, line.what if metric else one_line(line.text), *numbers, grew]
+    if metric is None or line.was is None or line.now is None or line.allowed is None:
+        return [name, one_line(line.text), "", "", "", "", ""]
+    was = "" if line.is_budget else metric.text(line.was)  # a bound is in the column "limit"
+    change, grew = metric.change(line.was, line.now), ""
+    if line.grown and line.fails:
+        grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
+    return [name, line.what, was, metric.text(line.now), change, metric.text(line.allowed), grew]
 
 
 def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:

@@ -316,9 +316,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
     if asked.disk:
-        notes.append(
-            "Ready: the time until every byte of the model was read once, because the first forward pass reads all."
-        )
+        notes.append("Ready: the time until every byte of the model was read once.")
     hidden = len(advice.candidates[most:]) if most else 0
     if hidden:
         notes.append(f"{hidden} more: --all")

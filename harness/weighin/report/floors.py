@@ -144,7 +144,7 @@ def _is_below_import(searched: Sequence[Floor]) -> bool:
 
 
 def _below(floor: Floor) -> str:
-    """Return how a load ended under the limit just below its floor: "16 MiB:\\nkilled"."""
+    """Return the size of the last step of the search, and how the load ended one step below its floor."""
     how = floor.below.replace("out after ", "out\nafter\n")
     return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 

@@ -1,6 +1,6 @@
 """Define the style that all figures share: size, colours, title above, caption below.
 
-A strategy has the same colour in all figures. Colour is never the only sign of an information.
+A strategy has the same colour in all figures. No information is shown by colour alone.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ from weighin.units import GIB
 CUT_OFF: Final = frozenset(Outcome) - {
     Outcome.OK, Outcome.CHILD_KILLED, Outcome.WRONG_WEIGHTS, Outcome.SKIPPED,
 }  # fmt: skip
-# weighin itself ended the measurement, so that its length says nothing about the strategy.
+# weighin itself ended these measurements, so their length says nothing about the strategy.
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
