@@ -86,12 +86,13 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
     """Yield a section for each of ranks, uses, passes, slow disks, floors and survival with data."""
-    for found, drawn in (
+    tables_drawn: list[tuple[list[Found], Pictures]] = [
         (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
-        (after_load.found(results), []),
-        (passes.found(results), []),
+        (after_load.found(results), ()),
+        (passes.found(results), ()),
         (slow_disks.found(results), slow_disks.pictures(results)),
-    ):
+    ]
+    for found, drawn in tables_drawn:
         if found:
             yield _tables(found[0].label, found, is_found=True, pictures=drawn)
     if floors.has_data(results):  # the limits of a search for floors form no matrix
