@@ -205,16 +205,13 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         HarnessError: the weights are quantised, and no run has measured how transformers loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
-    fmt = (
-        "" if question.selection else fmt
-    )  # the selected part becomes a new file, because no strategy reads a part of a file
+    # The selected part becomes a new file, because no strategy reads a part of a file.
+    fmt = "" if question.selection else fmt
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
     evidence = find([question.results], planned[0].cell, left_out.append)
     found = quantised.of_model(question.model)
-    if (
-        found and question.checkpoint and not (evidence or found.dequantises)
-    ):  # such weights cannot be predicted either
+    if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)
     predictions = predict(
         planned,

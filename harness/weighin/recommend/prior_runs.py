@@ -113,9 +113,8 @@ def find(
     for result, incomplete in _results(folders, left_out):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
-        same_machine &= (
-            CONCURRENT not in result.environment
-        )  # the times of cells that ran at once are not comparable
+        # The times of cells that ran at once are not comparable.
+        same_machine &= CONCURRENT not in result.environment
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
             cell.environment, cell.disk,

@@ -19,9 +19,7 @@ READ_AHEAD: Final = 2
 """The number of requests that the kernel sends at once for sequential reads: the one for which the
 reader waits, and the next one (read-ahead)."""
 
-_OPENING: Final = (
-    6  # requests one after the other, which open a file of torch.save and read its index
-)
+_OPENING: Final = 6  # requests in sequence, to open a file of torch.save and read its index
 
 
 def behind(calibration: Calibration, pace: Pace) -> Calibration:

@@ -129,9 +129,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.construction.tied_weights":
             written.append(_source(source, alias.name))
-        elif (
-            source != "weighin.strategy"
-        ):  # weighin.strategy has only types, which pasted code does not need
+        elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(
                 f"its file imports {alias.name} from {module}, which pasted code cannot import"
             )

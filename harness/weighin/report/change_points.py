@@ -13,9 +13,7 @@ import numpy as np
 
 from weighin.errors import extra
 
-_MAD_TO_SIGMA: Final = (
-    1.4826  # the ratio of sigma to the median absolute deviation in a normal distribution
-)
+_MAD_TO_SIGMA: Final = 1.4826  # sigma / median absolute deviation of a normal distribution
 
 
 def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[int]:

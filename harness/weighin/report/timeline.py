@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADROOM: Final = 1.4  # height of the axis / highest memory, so that the names of phases fit above
-_POINTS: Final = (
-    400  # about the width of a panel in pixels; more points would only make the SVG larger
-)
+_POINTS: Final = 400  # about the width of a panel in pixels; more points only enlarge the SVG
 _SHARED: Final = "shmem_bytes"
 _DOTS: Final = ".."  # 45 KiB in an SVG, which contains each dot; "...." would take 180 KiB
 _LEAST_APART: Final = 0.03  # between the texts of two marked lines, as a share of the panel's width

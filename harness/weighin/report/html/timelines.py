@@ -17,9 +17,7 @@ TOP: Final = 22.0
 BOTTOM: Final = 166.0
 _LEFT, _RIGHT = 40.0, 452.0
 _POINTS: Final = 200  # of a drawing, so that 60 drawings take less than 2 MB
-_HEADROOM: Final = (
-    1.18  # height of the axis / highest memory, so that the names of phases fit above
-)
+_HEADROOM: Final = 1.18  # height of the axis / highest memory, to leave room for names of phases
 _TARGET: Final = 4.0  # pixels, the smallest width that is easy to hit with a mouse
 _LETTER: Final = 6.2  # width of a letter in pixels
 _SECTIONS: Final = ("model", "device")
