@@ -1,7 +1,7 @@
-"""Compare predictions with measurements of published runs, from each run's predicted.json.
+"""Compare the measurements of published runs with predictions from the file predicted.json of each run.
 
-``weighin predict --check RUN --json FILE`` writes predicted.json. The file is stored with the run
-because a prediction takes minutes and differs by some MiB between machines.
+``weighin predict --check RUN --json FILE`` writes predicted.json. The file is published with the run,
+because a prediction takes minutes, and differs by some MiB between machines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ _NAMES: Final = 2
 
 
 def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
-    """Return a table with the largest differences between prediction and measurement of each run.
+    """Return a table of the largest difference between prediction and measurement in each run.
 
     Raises:
-        RecordError: a run has no predictions.
+        RecordError: the file predicted.json of a run cannot be read.
     """
     contents = {run: _read(run / FILE) for run in runs}
     rows = [_row(run, results, contents[run]) for run, results in runs.items()]
@@ -59,10 +59,9 @@ def _row(run: Path, results: Sequence[Result], content: Mapping[str, Any]) -> li
 def _floor_differences(
     checked: Sequence[Mapping[str, Any]], results: Sequence[Result]
 ) -> Iterator[tuple[int, str]]:
-    """Yield each difference in bytes between a measured and a predicted floor, and the strategy.
+    """Yield the difference in bytes between each measured and predicted RAM floor, with the strategy.
 
-    A prediction is of the memory that a load must have, not of its time: a floor below which the
-    load thrashes is left out.
+    A floor below which the load thrashes is left out, because only a time could predict it.
     """
     predicted = {
         (series["strategy"], series["format"]): series["floor_bytes"] for series in checked

@@ -1,8 +1,8 @@
-"""Print a page that helps to choose a loader: ``python -m pages.loaders RUN...``.
+"""Print docs/loaders.md, which helps to choose a loader: ``python -m pages.loaders RUN...``.
 
-The runs of a model become a table with one row for each strategy, the fastest of the first run first, and
-one time for each run. The floor is predicted; every other figure is the median of the ok repeats in the
-runs' own records. The page is printed to standard output.
+The page has a table for each model, with a row for each strategy and a time for each run. The fastest
+strategy of the first run comes first. RAM floors are predicted; every other figure is the median of
+the repeats that ended ok.
 """
 
 import sys
@@ -17,7 +17,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.repeats import middle
 from weighin.report import captions
-from weighin.report.markdown import by_reason, table_lines
+from weighin.report.markdown import by_reason, scaled, table_lines
 from weighin.report.rows import series
 from weighin.result import Outcome, Result
 from weighin.text import markdown as escaped
@@ -30,7 +30,7 @@ HEADINGS: Final = (
     "predicted floor MiB",
     "private memory left MiB",
 )
-"""Before the times; the memory is that of the first run."""
+"""The headings before those of the times; the memory is that of the first run."""
 _NAMES: Final = 2
 
 INTRODUCTION: Final = """\
@@ -60,9 +60,9 @@ class _Row:
 
 
 def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
-    """Return the page for these runs, each of which is a list of results.
+    """Return the page for ``runs``, each of which is the list of a run's results.
 
-    ``floors`` are the predicted floors, in bytes, of the cells' series.
+    ``floors`` has the predicted RAM floor of each measurement in bytes, by ``cell.series``.
     """
     models: dict[str, list[list[Result]]] = {}
     for results in runs:
@@ -102,7 +102,7 @@ def _cache(run: Sequence[Result]) -> str:
 def _rows(
     results: Sequence[Result], floors: Mapping[str, int | None]
 ) -> Iterator[tuple[tuple[str, str], _Row]]:
-    """Yield the row of each strategy that was ok, with its name and its format."""
+    """Yield the name, the format and the row of each strategy with at least one repeat that ended ok."""
     for name in dict.fromkeys(result.cell.series for result in results):
         good = [
             result
@@ -115,22 +115,22 @@ def _rows(
         cell = good[0].cell
         label = " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))])
         memory = (
-            _size(middle(map(METRICS["peak_rss"].read, good))),
-            _size(floors.get(name)),
-            _size(middle(map(_private_bytes, good))),
+            scaled(middle(map(METRICS["peak_rss"].read, good)), MIB, 0),
+            scaled(floors.get(name), MIB, 0),
+            scaled(middle(map(_private_bytes, good)), MIB, 0),
         )
         yield (label, cell.format), _Row(ready_ns, memory)
 
 
 def _repeats(measured: Sequence[Result]) -> str:
-    """Return how many ok repeats the rows have: "3 repeats", "1 to 2 repeats"."""
+    """Return the number of repeats that ended ok as text: "3 repeats", "1 to 2 repeats"."""
     good = Counter(result.cell.series for result in measured if result.outcome is Outcome.OK)
     least, most = min(good.values(), default=0), max(good.values(), default=0)
     return f"{least} to {most} repeats" if least != most else f"{most} repeat{'s' * (most != 1)}"
 
 
 def _left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the reasons why strategies have no row, each with the strategies that share it."""
+    """Yield the strategies that have no row, grouped by the reason."""
     reasons = [
         (result.cell.strategy, result.message or result.outcome)
         for result in results
@@ -142,11 +142,9 @@ def _left_out(results: Sequence[Result]) -> Iterator[str]:
 
 def _private_bytes(result: Result) -> int | None:
     left = METRICS["ready_anon"].of(result)
-    return None if left is None or not result.baseline else left - result.baseline.anon_bytes
-
-
-def _size(size: int | None) -> str:
-    return "-" if size is None else f"{max(0, size) / MIB:.0f}"
+    return (
+        max(0, left - result.baseline.anon_bytes) if left is not None and result.baseline else None
+    )
 
 
 def _time(duration_ns: int | None) -> str:

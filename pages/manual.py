@@ -33,10 +33,10 @@ _COMPLETION = (
 )
 
 _ENVIRONMENT = {
-    "WEIGHIN_CACHE": "Folder of generated checkpoints. Default: the user's cache folder.",
+    "WEIGHIN_CACHE": "Folder for generated checkpoints and the calibration. Default: the user's cache folder.",
     "WEIGHIN_BASE_IMAGE": "Base image of the Docker image that weighin builds.",
-    "WEIGHIN_LOCK": "File that a measuring run locks, so that only one run measures on a machine. A run removes the"
-    " cgroups and containers of dead runs that locked the same file.",
+    "WEIGHIN_LOCK": "File that a run locks while it measures, so that a machine measures one run at a time. A run removes the"
+    " cgroups and containers of killed runs that locked the same file.",
     "TMPDIR": "Folder to which measured saves write their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",
 }
@@ -57,7 +57,7 @@ def manual() -> str:
         ".PP",
         _text("weighin help VERB, or weighin VERB -h, shows the help of one verb."),
     ]
-    # click makes the help option of a verb once in a process, with the names of its first context.
+    # click creates the help option of a verb in its first context, so the context is as in the shell.
     with click.Context(app, info_name="weighin", **app.context_settings) as context:
         for heading, names in app.panels.items():
             lines.append(f'.SH "{heading.upper()}"')
@@ -67,7 +67,7 @@ def manual() -> str:
 
 
 def _verb(verb: click.Command, parent: click.Context) -> Iterator[str]:
-    """Yield the manual page's lines for one verb, or for each verb of a group."""
+    """Yield the lines of the manual page on one verb, or on each verb of a group."""
     settings = verb.context_settings
     with click.Context(verb, parent=parent, info_name=verb.name, **settings) as context:
         if isinstance(verb, Verbs):

@@ -1,8 +1,9 @@
-"""Compare the notebook's published figures with a run of configs/suites/notebook.yaml on a GPU.
+"""Compare the figures that a notebook published with a run of configs/suites/notebook.yaml on a GPU.
 
     python -m pages.notebook RUN
 
-The command prints the comparison as markdown.
+The command prints the comparison as Markdown. ``markdown_predicted`` compares the published GPU figures with
+predicted figures instead, which need no GPU.
 """
 
 import sys
@@ -14,13 +15,16 @@ from typing import Final
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from weighin.cell import ModelSpec
+from weighin.cell import Cell, ModelSpec
+from weighin.predict.client import predict
+from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
 from weighin.report import captions
-from weighin.report.markdown import table_lines
+from weighin.report.markdown import scaled, table_lines
 from weighin.report.rows import series
 from weighin.result import Outcome, Result
-from weighin.suite.registry import model
+from weighin.suite.matrix import Planned
+from weighin.suite.registry import model, strategy
 from weighin.text import markdown as escaped
 from weighin.units import GIB
 
@@ -29,15 +33,20 @@ ABOUT: Final = (
     " the notebook sampled RSS every 0.1 s from a thread of the process in which all methods ran one"
     " after the other; ours is the kernel's peak RSS of a fresh process for each method."
 )
-NAMES: Final = 2
-HEADINGS: Final = (
+_NAMES: Final = 2
+_HEADINGS: Final = (
     "method", "strategy", "GPU published GiB", "GPU GiB", "host published GiB",
     "host: peak RSS above import GiB", "anonymous (sampled) GiB", "file-backed (sampled) GiB",
 )  # fmt: skip
+_PREDICTED: Final = (
+    "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
+    "reserved GiB",
+)  # fmt: skip
+CAPTION: Final = "Predicted with the current code each time these pages are generated."
 
 
 class Method(BaseModel):
-    """One line of the notebook's table. ``phase`` is set if the figure is the peak of one phase."""
+    """One line of the notebook's table; ``phase`` is None unless the figure is the peak of one phase."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +59,7 @@ class Method(BaseModel):
 
 
 class Published(BaseModel):
-    """The table that the notebook published, and the table's model."""
+    """The table that the notebook published, and the name of the measured model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,13 +84,13 @@ def published() -> Published:
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
-    """Return the published table with measured figures and reasons for differences, as markdown."""
+    """Return the published table beside measured figures, with the reasons for differences, as Markdown."""
     reasons = [f"- **{name}**: {reason}" for name, reason in differences(results)]
     caption = escaped(captions.shared(series(results), results))
     lines = [
         ABOUT,
         "",
-        *table_lines(HEADINGS, rows(results), names=NAMES),
+        *table_lines(_HEADINGS, rows(results), names=_NAMES),
         "",
         *reasons,
         "",
@@ -98,14 +107,14 @@ def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
-    """Yield the rows of the table: a method, its published figures, and its measured figures."""
+    """Yield a row for each method, with its published figures and its measured figures."""
     for method, ours in _rows(results):
         yield [
-            *method_words(method),
+            *_words(method),
             f"{method.gpu_gib:.1f}",
             _both(ours.gpu_allocated_bytes),
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
-            *map(gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
         ]
 
 
@@ -147,18 +156,47 @@ def _measured(method: Method, result: Result | None) -> Ours:
     )
 
 
-def method_words(method: Method) -> tuple[str, str]:
-    """Return a method's two name columns: its description, and the strategy with the phase."""
+def _words(method: Method) -> tuple[str, str]:
+    """Return the description of a method, and its strategy with the phase."""
     return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
 
 
-def gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / GIB:.3f}"
+def _gib(size: int | None) -> str:
+    return scaled(size, GIB, 3)
 
 
 def _both(size: int | None) -> str:
-    """Return a size as the notebook prints it, followed by the size with weighin's digits."""
+    """Return a size in GiB with one digit, as the notebook prints it, and then with three digits."""
     return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"
+
+
+def markdown_predicted() -> str:
+    """Return the published table with predicted CUDA peaks, which takes 10 s."""
+    table = published()
+    predictions = {one.strategy: one for one in predict([*_planned(table)])}
+    rows = [
+        [*_words(method), f"{method.gpu_gib:.1f}", *_peaks(method, predictions[method.strategy])]
+        for method in table.methods
+    ]
+    return "\n".join([*table_lines(_PREDICTED, rows, names=_NAMES), "", CAPTION])
+
+
+def _planned(table: Published) -> Iterator[Planned]:
+    spec = model(table.model)
+    for name in dict.fromkeys(method.strategy for method in table.methods):
+        info = strategy(name)
+        cell = Cell(spec, name, "process", device="cuda", format=info.formats[0])
+        yield Planned.of(cell, info)
+
+
+def _peaks(method: Method, prediction: Prediction) -> list[str]:
+    """Return the predicted CUDA peaks of a load or of one of its phases; "-" without a prediction."""
+    phases = [phase for phase in prediction.phases if phase.name == method.phase]
+    owners: Sequence[Prediction | PredictedPhase] = phases if method.phase else [prediction]
+    kinds = ("allocated", "requested", "reserved")
+    return [
+        _gib(next((getattr(one, f"cuda_{kind}_bytes") for one in owners), None)) for kind in kinds
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write the keys of suite files into a page (``pages.tables``).
 
-A page contains blocks; the text between the two lines of a block is generated from the data model
-that reads suites, so that the page and the code cannot differ::
+The text between the two comments of a block is generated from the pydantic model that reads suite
+files, so that the page and the code cannot differ::
 
     <!-- keys of a suite -->
     ...

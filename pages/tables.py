@@ -1,16 +1,14 @@
 """Write published results into the project's pages: ``python -m pages.tables PAGE...``.
 
-The command also draws the pictures that the pages show, except timelines. ``make publish`` draws
-timelines, because they need samples, which are not kept.
+The command also draws the pictures of the pages from the published records. ``make publish`` draws
+the timelines, because a timeline needs samples, which are not published.
 
-A page contains blocks; the text between the two lines of a block is generated from records alone. A
-block names a run and a part of the run's report: ``relative`` for the table of all series with
-times as multiples, ``survival``, ``floors``, ``passes``, ``ranks``, ``models``, ``converting``,
-``disks``, ``uses`` or ``trained``, or no part for the table of all series. A run of runs.yaml that nobody has
-measured yet has a line that says so.
-A block may also name several floor searches, to compare their floors (``agreement``), or several
-runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
-the notebook's GPU table with predicted figures, because no GPU was available for measurements.
+The text between the two comments of a block is generated from records. A block names a run, and a key
+of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
+results. The block of a run in runs.yaml that has no records yet names the command that measures it.
+A block with the key ``agreement`` names several searches, whose RAM floors it compares. A block with
+the key ``checked`` names several runs, whose predictions it compares with their measurements. The
+block ``predicted`` has predicted figures of the notebook's GPU table, because no GPU was available.
 ``suite_keys`` fills the blocks with the keys of suites::
 
     <!-- results/published/gpt2-xl-8GiB -->
@@ -32,13 +30,15 @@ from pathlib import Path
 from typing import Final
 
 from pages import suite_keys
-from pages.agreement import markdown_agreement
 from pages.checked import markdown_checked
-from pages.converting import markdown_converting
-from pages.over_models import markdown_models
-from pages.predicted import markdown_predicted
-from pages.relative import markdown_relative
-from pages.trained import markdown_trained
+from pages.notebook import markdown_predicted
+from pages.run_tables import (
+    markdown_agreement,
+    markdown_converting,
+    markdown_models,
+    markdown_relative,
+    markdown_trained,
+)
 from weighin.records import run_folder
 from weighin.report import after_load, floors, passes, ranks, slow_disks, style, survival, writing
 from weighin.report.findings import markdown
@@ -71,7 +71,7 @@ _PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
 
 
 def fill(page: str, root: Path) -> str:
-    """Return the page with every block filled from the runs below ``root`` that the block names.
+    """Return the page with every block filled from the runs that the block names, below ``root``.
 
     Raises:
         RecordError: a block names a run that does not exist or is damaged.
@@ -94,14 +94,14 @@ def fill(page: str, root: Path) -> str:
 
 
 def _is_to_measure(run: str, root: Path) -> bool:
-    """Tell whether runs.yaml names a run of which there is no record yet."""
+    """Return whether runs.yaml names a run that has no record yet."""
     folder, _, name = run.rpartition("/")
     planned = root / folder / "runs.yaml"
     return not (root / run).exists() and planned.exists() and name in read_mapping(planned)
 
 
 def draw(page: str, root: Path) -> dict[Path, bytes]:
-    """Return the pictures of a page that are drawn from records alone, as SVG, by their paths.
+    """Return each picture of a page as SVG, by its path; timelines are left out, as they need samples.
 
     Raises:
         RecordError: a run whose picture the page shows does not exist or is damaged.

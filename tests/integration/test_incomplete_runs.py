@@ -89,13 +89,11 @@ def test_check_fails_and_makes_no_baseline(stopped: CommandLine) -> None:
     assert LINE in (stopped.folder / "check.xml").read_text()
     refused = stopped.run("check", "run", "--baseline", "part.yaml", "--update")
     assert (refused.code, refused.out) == (1, "")
-    assert refused.err == (
-        f"note: {SAID}\n"
-        "error: cannot make a baseline from a run of which cells are missing: run: 1 of 2 cells"
-        " measured\n"
-        "measure the missing cells: weighin bench --resume run; or add --partial to use the"
-        " measured cells alone\n"
+    assert refused.err.startswith(
+        f"note: {SAID}\nerror: cannot make a baseline from an incomplete run"
     )
+    for fact in ("run: 1 of 2 cells measured\n", "weighin bench --resume run;", "--partial"):
+        assert fact in refused.err
     assert not (stopped.folder / "part.yaml").exists()
 
 
@@ -141,8 +139,8 @@ def test_predict_check_says_it(stopped: CommandLine) -> None:
 def test_recommend_says_that_its_figures_are_from_a_part_of_a_run(stopped: CommandLine) -> None:
     ended = stopped.run("recommend", "gpt2-tiny", "--results", "run", "--json", "-")
     assert ended.code == 0, ended.err
-    notes = json.loads(ended.out)["notes"]
-    assert notes == ["Measured figures are from a part of a run: run: 1 of 2 cells measured."]
+    (note,) = json.loads(ended.out)["notes"]
+    assert note.endswith("are from a run that was stopped: run: 1 of 2 cells measured.")
 
 
 def test_a_run_that_is_complete_is_no_incomplete_run(stopped: CommandLine) -> None:

@@ -10,9 +10,8 @@ from sweeps import a_sweep, swept
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
-from pages.agreement import markdown_agreement
 from pages.notebook import markdown_notebook
-from pages.relative import markdown_relative
+from pages.run_tables import markdown_agreement, markdown_relative
 from weighin.records import run_folder
 from weighin.report import captions, floors, passes, survival
 from weighin.report.findings import markdown

@@ -155,7 +155,7 @@ def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
         2,
         "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
         " disk\n"
-        "measure the cell again first: a baseline without its figures would accept any figure",
+        "measure again: a baseline without these figures would accept any figure",
     )
     assert not path.exists()
 

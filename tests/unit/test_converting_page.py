@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from factories import make_cell, make_result, make_skipped
 
-from pages.converting import HEADINGS, markdown_converting
+from pages.run_tables import CONVERTING, markdown_converting
 from weighin.cell import ModelSpec
 from weighin.result import Memory, Peaks
 from weighin.units import MIB
@@ -19,7 +19,7 @@ def test_the_peaks_are_above_the_imports_and_in_multiples_of_the_result() -> Non
         peaks=Peaks(rss_bytes=450 * MIB, anon_sampled_bytes=320 * MIB),
     )
     heads, _, row, *others = markdown_converting([result, make_skipped()]).splitlines()
-    assert heads == f"| {' | '.join(HEADINGS).replace('_', chr(92) + '_')} |"
+    assert heads == f"| {' | '.join(CONVERTING).replace('_', chr(92) + '_')} |"
     assert "| fp8 to bfloat16 | transformers disable" in row
     assert "| ok | 100 | 1.200 | 1.500 |" in row
     assert not [line for line in others if line.startswith("|")]

@@ -8,7 +8,7 @@ import pytest
 from factories import make_cell, make_result
 from sweeps import a_sweep
 
-from pages import notebook, predicted
+from pages import notebook
 from pages.tables import draw, fill
 from weighin.errors import RecordError
 from weighin.predict.prediction import PredictedPhase, Prediction
@@ -120,7 +120,7 @@ def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPa
             for one in planned
         ]
 
-    monkeypatch.setattr(predicted, "predict", predict)
+    monkeypatch.setattr(notebook, "predict", predict)
     lines = fill(f"{PREDICTED}\nstale\n<!-- end -->\nb", ROOT).splitlines()
     assert lines[:2] == [
         PREDICTED,
@@ -134,7 +134,7 @@ def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPa
     assert lines[-5:] == [
         "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | - | - |",
         "",
-        predicted.CAPTION,
+        notebook.CAPTION,
         "<!-- end -->",
         "b",
     ]

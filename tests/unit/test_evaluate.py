@@ -246,7 +246,7 @@ def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged
     ]
     assert "ready" not in verdicts(judgement)
     assert judgement.notes == (
-        "times are not judged: the baseline is from another machine or other settings",
+        "times are not judged: the baseline was measured on another machine or with other settings",
     )
 
 

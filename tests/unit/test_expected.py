@@ -99,7 +99,7 @@ def test_a_series_that_is_broken_fails_where_nothing_covers_it(run: Path, tmp_pa
     code, text = typed("check", run, *budget, COLUMNS="200")
     assert code == 1
     assert "gate failed: 2 not ok, 1 within budget" in text
-    left = "note: not judged, because no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
+    left = "note: these failures are not judged, because no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
     assert left in text.splitlines()
     code, text = typed("check", run_of(tmp_path / "sound", ok(), killed()), *budget, COLUMNS="200")
     assert code == 0
@@ -216,11 +216,11 @@ def test_what_expect_says() -> None:
         (
             "lossy=wrong_weights",
             "--expect lossy=wrong_weights: wrong_weights cannot be expected:"
-            " a failed strategy fails every gate",
+            " a failed strategy always fails a check",
         ),
         (
             "x=measurement_failed",
-            "--expect x=measurement_failed: measurement_failed cannot be expected: it is not a finding",
+            "--expect x=measurement_failed: measurement_failed cannot be expected: it says nothing of the strategy",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
-from pages.agreement import markdown_agreement
+from pages.run_tables import markdown_agreement
 from weighin.report import html_page
 from weighin.report.findings import markdown
 from weighin.report.findings import terminal as findings_terminal
@@ -102,13 +102,13 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "again (0.00x the model); 9 major faults; waited for memory 0% of the load (all",
         "tasks 0%)",
         "broken: no floor: oom_killed without a limit: no",
-        "RAM floor: the smallest limit, swap off, under which three of three loads",
-        "survived, and every byte was read and compared. One step below, the load was",
-        "killed for lack of memory, thrashed or timed out. x: its time as a multiple of",
-        "the time without a limit.",
-        "(ends): the smallest limit under which three of three loads ended at all. They",
-        "thrash there, and the limit that they survive is larger: weighin floor finds it",
-        "without --thrashing.",
+        "RAM floor: the smallest RAM limit, with swap off, under which three of three",
+        "loads survived and all weights were right. Under the limit one step below, the",
+        "load was killed for lack of memory, thrashed or timed out. x: the time of the",
+        "load as a multiple of its time without a limit.",
+        "(ends): the smallest RAM limit under which three of three loads ended, although",
+        "they thrashed. Run weighin floor without --thrashing to find the larger limit",
+        "under which no load thrashes.",
         "above import: (floor - anonymous memory after `import torch`) / the model's",
         "size.",
         "ready: time until every byte was read once, in the median cell. The search ran",

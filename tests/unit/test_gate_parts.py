@@ -7,10 +7,9 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.errors import NoBaseline
-from weighin.gate import parts
 from weighin.gate.baseline import Baseline, default_rules
 from weighin.gate.budgets import parse
-from weighin.gate.check import MeasuredRuns, check, read_runs, update
+from weighin.gate.check import MeasuredRuns, check, narrowed, read_runs, update
 from weighin.gate.lines import LineVerdict
 from weighin.records import run_folder
 from weighin.records.series import Series, name_of
@@ -56,9 +55,7 @@ def test_a_part_becomes_no_baseline_unless_it_is_asked_for(
     tmp_path: Path, measured: MeasuredRuns
 ) -> None:
     path = tmp_path / "baseline.yaml"
-    with pytest.raises(
-        NoBaseline, match="cannot make a baseline from a run of which cells are missing"
-    ):
+    with pytest.raises(NoBaseline, match="cannot make a baseline from an incomplete run"):
         update(measured, path, accept=lambda _: True)
     assert not path.exists()
     assert update(measured, path, partial=True, accept=lambda _: True)
@@ -70,9 +67,7 @@ def test_what_concerns_only_cells_that_are_pending_is_left_out(measured: Measure
     known = dict.fromkeys((name_of(MEASURED), name_of(PENDING), other), ok)
     texts = ("peak_rss <= 1g", "base*: peak_rss <= 1g", "gone: peak_rss <= 1g")
     rules = replace(default_rules(), budgets=tuple(map(parse, texts)))
-    baseline, narrowed = parts.narrowed(
-        Baseline(rules, {}, known), rules, measured.series, measured.incomplete
-    )
+    baseline, judged = narrowed(Baseline(rules, {}, known), rules, measured)
     assert baseline and list(baseline.series) == [name_of(MEASURED), other]
-    assert [budget.pattern for budget in narrowed.budgets] == ["*", "gone"]
-    assert parts.narrowed(None, rules, measured.series, {}) == (None, rules)
+    assert [budget.pattern for budget in judged.budgets] == ["*", "gone"]
+    assert narrowed(None, rules, replace(measured, incomplete={})) == (None, rules)

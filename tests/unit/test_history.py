@@ -159,10 +159,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 def test_published_runs_are_left_out_unless_their_folder_is_named(tmp_path: Path) -> None:
     published = tmp_path / "published"
     write(published, [measured(1, GIB), measured(2, GIB)])
-    note = (
-        f"the 2 runs in {published} are left out, name the folder to see them:"
-        f" weighin history {published}"
-    )
+    note = f"the 2 runs in {published} are left out; to see these runs: weighin history {published}"
     with pytest.raises(ConfigError) as caught:
         history.read(tmp_path, "peak_rss")
     assert caught.value.message == f"{tmp_path} contains no run with a record; {note}"

@@ -25,11 +25,11 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 
 from weighin.cell import ModelSpec
-from weighin.report.columns import figures_of
 from weighin.report.html.facts import figures
 from weighin.report.html.geometry import Axis, pareto_front, place_labels
 from weighin.report.html_page import render
 from weighin.report.rows import series
+from weighin.report.tables import figures_of
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 
@@ -164,7 +164,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
     found = page(tmp_path, [])
     assert "A run without cells" in found.words()
     assert "No cells were measured." in found.words()
-    assert "There are no figures: the run has no record of a cell yet." in found.words()
+    assert "There are no figures, because the run has no record yet." in found.words()
     assert not found.having("svg")
 
 

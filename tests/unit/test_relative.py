@@ -2,7 +2,7 @@
 
 from factories import make_cell, make_result
 
-from pages.relative import markdown_relative
+from pages.run_tables import markdown_relative
 from weighin.result import Outcome, Result
 
 

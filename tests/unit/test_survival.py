@@ -147,7 +147,7 @@ def test_the_passes_of_each_series_as_markdown() -> None:
         "| mmap_assign | none | 2.00 s, 0 faults, 0.00x reread | 2.00 s, 0 faults, 0.00x reread |",
         "| mmap_assign | 4 GiB | 2.00 s, 120 faults, 0.60x reread | 2.00 s, 120 faults, 0.60x reread |",
         "",
-        "Each pass: its time, its major faults (waits for the disk), and the bytes read again as a multiple of the model (refaults: pages that had been in memory before).",
+        passes.NOTE,
         "",
         "gpt2-xl (6.290 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]

@@ -73,7 +73,7 @@ def test_the_terminal_table_of_a_run() -> None:
         "Sampled, so short spikes may be missed: anonymous.",
         "import: time of import torch, before the load; import transformers: of a model's class.",
         "load: time until the strategy returned; ready: time until every byte was read once.",
-        "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
+        "Not ok: the figures are the last readings before the end, and not the memory that a load needs.",
     ]
 
 
@@ -103,8 +103,8 @@ def test_a_table_of_saves_in_80_columns_keeps_names_whole_and_leaves_columns_out
         "Sampled, so short spikes may be missed: anonymous.",
         "save: time until the strategy returned; on the disk: time until every file was",
         "synced (fsync).",
-        "Not ok: the figures are the last readings before the cell ended, not the memory",
-        "it needs.",
+        "Not ok: the figures are the last readings before the end, and not the memory",
+        "that a load needs.",
     ]
 
 

@@ -9,8 +9,8 @@ import pytest
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
+from pages.run_tables import markdown_trained
 from pages.tables import fill
-from pages.trained import markdown_trained
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
 from weighin.records.floor import floors
@@ -87,7 +87,7 @@ def test_each_strategy_has_a_row_and_each_use_a_column() -> None:
         "| baseline | 1.00 | - | 1.00 1.00 | oom_killed | - |",
     ]
     text = " ".join(lines)
-    assert "the most during the use (sampled), then that at its end (exact)" in text
+    assert "the largest during the use (sampled), and the one at the end of the use (exact)" in text
     assert "fork: the private memory that each of two forked processes adds" in text
 
 

@@ -1,4 +1,4 @@
-"""Judge a run against a committed baseline file and budgets, and compare runs with each other.
+"""Judge a run against a baseline file and against budgets, and compare runs with each other.
 
-This package reads only records.
+This package reads nothing of a run but its records and its plan.
 """

@@ -1,11 +1,11 @@
-"""Read the baseline file: measured figures, and the rules for a comparison with these figures.
+"""Read the baseline file, which has measured figures and the rules to compare a run with them.
 
-The user edits the part above the line that begins with ``# measured``. ``--update`` writes the part
-below the line ``# measured`` (``weighin.gate.freeze``), sorted and with one figure per line, so
-that diffs are readable.
+The user edits the lines above the line that begins with ``# measured``. ``weighin check --update``
+writes the lines below (``weighin.gate.freeze``). The written figures are sorted, and each has a line
+of its own, so that ``git diff`` shows which figure changed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Final, Literal
@@ -26,19 +26,10 @@ from weighin.suite.yaml_file import read_mapping
 SCHEMA: Final = 1
 
 
-def _as_mapping(value: object) -> object:
-    return {} if value is None else value  # YAML reads a key without a value as None
-
-
-def _as_list(value: object) -> object:
-    return [] if value is None else value
-
-
-_Map = BeforeValidator(_as_mapping)
-
-
-def _as_choice(value: object) -> object:
-    return None if value in (False, "off") else value  # YAML reads a bare off as false
+# YAML reads a key without a value as null, and the word off as false.
+_Map = BeforeValidator(lambda value: {} if value is None else value)
+_List = BeforeValidator(lambda value: [] if value is None else value)
+_Off = BeforeValidator(lambda value: None if value in (False, "off") else value)
 
 
 class _Tolerance(config.Strict):
@@ -47,7 +38,7 @@ class _Tolerance(config.Strict):
     direction: Literal["lower", "higher", "both"] | None = None
 
 
-_Choice = Annotated[_Tolerance | None, BeforeValidator(_as_choice)]
+_Choice = Annotated[_Tolerance | None, _Off]
 _Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
 
 
@@ -70,7 +61,7 @@ class _Measured(config.Strict):
 class _File(config.Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
     metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
-    budgets: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list)
+    budgets: Annotated[list[str], _List] = Field(default_factory=list)
     expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
     measured: _Measured = _Measured()
@@ -78,20 +69,20 @@ class _File(config.Strict):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of the gate. ``tolerances`` contains only the metrics that the gate judges."""
+    """The rules of a comparison. A metric without a tolerance in ``tolerances`` is not compared."""
 
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
-    policies: dict[str, Policy] | None = None
+    policies: dict[str, Policy] = field(default_factory=dict)
     expected: tuple[Expectation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The content of a baseline file: its rules, and the measured series by name.
+    """The content of a baseline file: its rules, and the figures of each measurement by its name.
 
-    ``accepted`` contains the expected outcomes that ``--update`` wrote, which ``rules`` contains
-    too.
+    ``accepted`` has those expected outcomes that ``weighin check --update`` wrote. ``rules.expected``
+    has these outcomes, and those that the user wrote.
     """
 
     rules: Rules
@@ -101,7 +92,7 @@ class Baseline:
 
 
 def default_rules() -> Rules:
-    """Return the rules that hold without a baseline file: the default tolerance of every metric."""
+    """Return the rules of a check without a baseline file: the default tolerance of every metric."""
     return Rules({name: metric.tolerance for name, metric in METRICS.items()})
 
 
@@ -155,9 +146,9 @@ def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
 
 
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return the default tolerance with the chosen values.
+    """Return the tolerance of a metric as the baseline file changes it.
 
-    If only one of ``relative`` and ``absolute`` is chosen, the other is 0.
+    If the file has only one of ``relative`` and ``absolute``, the other one is 0.
     """
     result = metric.tolerance
     if chosen.relative is not None or chosen.absolute is not None:

@@ -4,10 +4,11 @@
 
     budget  = [pattern ":"] metric ("<=" | "<") term {"+" term} ["above import"]
     term    = size | duration | [number "x"] ("model" | "limit")
-    pattern = shell wildcards for any word of a series' name, such as the strategy
+    pattern = shell wildcards for any word of a measurement's name, such as the strategy
 
-``peak_rss <= 1.1 x model + 64 MiB above import`` does not count the memory of ``import torch``: it is
-the budget ``above_import <= 1.1 x model + 64 MiB``. ``str(budget)`` can be parsed again.
+The words "above import" mean that the memory of ``import torch`` does not count, so that
+``peak_rss <= 1.1 x model above import`` is the budget ``above_import <= 1.1 x model``. ``parse`` can
+read the text ``str(budget)``.
 """
 
 import re
@@ -36,7 +37,7 @@ _EXAMPLES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A fixed amount in the metric's unit, or a multiple of the model's size or the RAM limit."""
+    """One term of a sum: an amount in the unit of the metric, or a multiple of a model's size or a limit."""
 
     amount: int = 0
     factor: float = 0.0
@@ -45,7 +46,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """An upper bound of a metric for every series whose name ``pattern`` matches."""
+    """An upper bound of a metric for every measurement whose name ``pattern`` matches."""
 
     metric: Metric
     sign: Literal["<=", "<"]
@@ -53,17 +54,17 @@ class Budget:
     pattern: str = "*"
 
     def __str__(self) -> str:
-        """The budget as text in normal form, which ``parse`` can read."""
+        """The budget as text, which ``parse`` can read again."""
         scope = "" if self.pattern == "*" else f"{self.pattern}: "
         bound = " + ".join(self._shown(term) for term in self.terms)
         return f"{scope}{self.metric.name} {self.sign} {bound}"
 
     def covers(self, name: str) -> bool:
-        """Return whether the budget applies to the series with this name."""
+        """Return whether the budget applies to the measurement with this name."""
         return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
-        """Return the bound for a series in the metric's unit; None if a size in it is unknown."""
+        """Return the bound in bytes or nanoseconds; None if the size of the model or limit is unknown."""
         total = 0.0
         for term in self.terms:
             if term.reference is None:
@@ -76,7 +77,6 @@ class Budget:
         return round(total)
 
     def is_kept(self, value: int, bound: int) -> bool:
-        """Return whether a figure is within a bound."""
         return value <= bound if self.sign == "<=" else value < bound
 
     def _shown(self, term: Term) -> str:

@@ -8,26 +8,31 @@ from shlex import quote
 from weighin.errors import ConfigError, NoBaseline, RecordError
 from weighin.exit_codes import BROKEN
 from weighin.gate import baseline as baselines
-from weighin.gate import budgets, freeze, parts
+from weighin.gate import budgets, freeze
+from weighin.gate.baseline import Baseline, Rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import GateResult
+from weighin.gate.lines import GateResult, Line, LineVerdict
 from weighin.gate.tables import short_names
 from weighin.records import run_folder
 from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
-from weighin.records.series import Series, SeriesRun, summarise
-from weighin.result import Outcome, Result
+from weighin.records.repeats import grouped
+from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.result import Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """The series of one or more runs; a series has its repeats from all of these runs.
+    """The figures of one or more runs; repeats of a measurement count together, whatever their run.
 
-    ``machines`` are the fingerprints of the kinds of machine that measured, and ``nodes`` the names
-    of a fleet's machines. ``incomplete`` maps each run that lacks records of planned cells to the part
-    of its plan that was measured.
+    Attributes:
+        environment: the machine and software of the runs. A setting that differs has all of its values.
+        series: the figures of each measurement over its repeats, by the name of the measurement.
+        machines: the fingerprints of the kinds of machine on which the runs were measured.
+        nodes: the names of the machines, if a fleet measured the runs.
+        incomplete: for each run that lacks records of planned cells, how much was measured.
     """
 
     environment: dict[str, Setting]
@@ -39,7 +44,7 @@ class MeasuredRuns:
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
-    """Return the series of all runs; a series has its repeats from all of these runs.
+    """Return the figures of all runs together.
 
     Raises:
         RecordError: a folder is not a run, or contains no record.
@@ -49,31 +54,20 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
 
 
 def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
-    """Return the series of all runs for each kind of machine, by its fingerprint.
+    """Return the figures of all runs for each kind of machine, by the fingerprint of the machine.
 
-    Cells that were skipped belong to no machine. Raises errors as ``read_runs`` does.
+    Measurements that were skipped count for no machine.
+
+    Raises:
+        RecordError: a folder is not a run, or contains no record.
     """
     warnings, runs, _ = _read(folders)
-    machines: dict[str, None] = {}
+    machines: dict[str, list[SeriesRun]] = {}
     for run in runs:
-        machines |= dict.fromkeys(_machine_of(each) for each in run.results if each.environment)
-    return {
-        machine: _measured(
-            [
-                replace(
-                    run,
-                    results=[
-                        each
-                        for each in run.results
-                        if each.environment and _machine_of(each) == machine
-                    ],
-                )
-                for run in runs
-            ],
-            warnings,
-        )
-        for machine in machines
-    }
+        measured = [result for result in run.results if result.environment]
+        for machine, results in grouped(measured, lambda one: fingerprint(one.environment)).items():
+            machines.setdefault(machine, []).append(replace(run, results=results))
+    return {machine: _measured(ours, warnings) for machine, ours in machines.items()}
 
 
 def _read(
@@ -104,13 +98,9 @@ def _measured(runs: Sequence[SeriesRun], warnings: tuple[str, ...]) -> MeasuredR
         environment=settings_of(result.environment for result in measured),
         series=summarise(runs),
         warnings=warnings,
-        machines=tuple(dict.fromkeys(map(_machine_of, measured))),
+        machines=tuple(dict.fromkeys(fingerprint(one.environment) for one in measured)),
         nodes=tuple(sorted(nodes - {""})),
     )
-
-
-def _machine_of(result: Result) -> str:
-    return fingerprint(result.environment)
 
 
 def check(
@@ -125,9 +115,10 @@ def check(
     """Judge runs against a baseline file and budgets.
 
     Args:
-        metrics: the metrics to compare with the baseline file; all metrics if empty.
-        expected: expected outcomes, in addition to the expected outcomes in the baseline file.
-        partial: judge the measured cells of a run that is not complete, which otherwise fails.
+        extra_budgets: budgets in addition to those in the baseline file.
+        metrics: the metrics to compare with the baseline file; an empty sequence means all metrics.
+        expected: expected outcomes in addition to those in the baseline file.
+        partial: judge only the measured part of an incomplete run. Otherwise, such a run fails.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
@@ -147,11 +138,36 @@ def check(
     typed = _parsed(expected)
     rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
     if partial:
-        baseline, rules = parts.narrowed(baseline, rules, measured.series, measured.incomplete)
+        baseline, rules = narrowed(baseline, rules, measured)
     result = evaluate(baseline, rules, measured.environment, measured.series)
     if partial:
-        return replace(result, notes=(*result.notes, *parts.notes(measured.incomplete)))
-    return replace(result, lines=(*parts.lines(measured.incomplete), *result.lines))
+        parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
+        return replace(result, notes=(*result.notes, *parts))
+    missing = (
+        f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+        for run, covered in measured.incomplete.items()
+    )
+    failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
+    return replace(result, lines=(*failing, *result.lines))
+
+
+def narrowed(
+    baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
+) -> tuple[Baseline | None, Rules]:
+    """Return the baseline and the rules without all that concerns only planned, unmeasured cells."""
+    planned = {
+        name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
+    }
+    left = planned - measured.series.keys()
+    kept = tuple(
+        budget
+        for budget in rules.budgets
+        if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
+    )
+    if baseline:
+        series = {name: one for name, one in baseline.series.items() if name not in left}
+        baseline = replace(baseline, series=series)
+    return baseline, replace(rules, budgets=kept)
 
 
 def update(
@@ -164,9 +180,11 @@ def update(
 ) -> list[str]:
     """Write the measured figures into the baseline file, and return the lines of the diff.
 
-    ``expected`` outcomes are added to the file. ``accept`` gets one line for each series that is
-    not ok and whose outcome is not expected, and returns whether to expect these outcomes from now
-    on. ``partial`` writes a baseline of a run that is not complete.
+    Args:
+        expected: expected outcomes to write in addition to those that the file has.
+        partial: also write the figures of a run of which only a part was measured.
+        accept: a function that gets one line for each measurement with an unexpected outcome other
+            than ok, and returns whether to write these outcomes as expected.
 
     Raises:
         ConfigError: some cell could not be measured, or the file is invalid or not writable.
@@ -176,9 +194,9 @@ def update(
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
         raise NoBaseline(
-            f"cannot make a baseline from a run of which cells are missing: {run}: {covered}",
-            f"measure the missing cells: {covered.again}; or add --partial to use the measured"
-            " cells alone",
+            f"cannot make a baseline from an incomplete run: {run}: {covered}",
+            f"measure the missing cells: {covered.again}; or make a baseline of the measured cells alone:"
+            " add --partial",
         )
     _refuse(measured)
     typed = _parsed(expected)
@@ -192,7 +210,7 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "measure the cell again first: a baseline without its figures would accept any figure",
+                "measure again: a baseline without these figures would accept any figure",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(
@@ -213,7 +231,7 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the expectations that the series need beside ``known``, if the user accepts them."""
+    """Return the expected outcomes to add to ``known``, or raise NoBaseline if ``accept`` returns False."""
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:
@@ -222,15 +240,15 @@ def _accepted(
     mixed = [name for name in failed if not is_expected(name, series[name], wanted)]
     if mixed:
         raise NoBaseline(
-            f"more than one outcome that is not ok: {'; '.join(_described(measured, mixed))}",
-            "a baseline file has one outcome for each series: measure these series again, or leave"
-            " their strategies out",
+            f"repeats of one measurement failed in different ways: {'; '.join(_described(measured, mixed))}",
+            "a baseline file has one outcome for each measurement: measure again, or leave these"
+            " strategies out",
         )
     lines = _described(measured, failed)
     if not accept(lines):
         again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
         raise NoBaseline(
-            f"not ok, and not expected: {'; '.join(lines)}",
+            f"cannot make a baseline of outcomes that are not expected: {'; '.join(lines)}",
             f"if these outcomes are intended: {again} --expect-failures",
         )
     return wanted

@@ -1,7 +1,7 @@
-"""Compare the same series in several runs, such as two commits (``weighin compare``).
+"""Compare the same measurements in several runs, such as those of two commits (``weighin compare``).
 
-The comparison marks each change that exceeds the spread of the first run's repeats by more than the
-metric's tolerance. A comparison neither passes nor fails.
+The comparison marks a figure that lies outside the range of the first run's repeats by more than the
+tolerance of the metric. A comparison neither passes nor fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,10 +32,12 @@ _SHORT_COMMIT: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric of one series in every run. ``lines`` compare each later run with the first.
+    """One metric of one measurement in every run.
 
-    The text of a run is None if the run lacks the figure. A line is None if one of the two compared
-    runs lacks the figure.
+    Attributes:
+        texts: the figure of each run as text; None for a run without the figure.
+        lines: the comparison of the first run with each later run; None if one of the two runs lacks
+            the figure.
     """
 
     series: str
@@ -46,9 +48,9 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs: a heading for each run, and the runs' figures by row.
+    """Several runs side by side: a heading for each run, and a row for each metric of a measurement.
 
-    ``common`` contains the words that all series names share.
+    ``common`` has the words that occur in the names of all measurements, which ``rows`` leave out.
     """
 
     headings: tuple[str, ...]
@@ -60,8 +62,8 @@ class Comparison:
 def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
     """Compare the first run with each later run.
 
-    Series are matched by name. A word that is the same in all names of a run but differs between
-    runs, such as the isolation, is ignored in the match and becomes part of the run's heading.
+    Measurements with the same name are compared. A word that all names of a run share, such as the
+    isolation, may differ between runs: the comparison then shows the word in the heading of the run.
 
     Raises:
         ConfigError: fewer than two runs, or more than 26.
@@ -78,7 +80,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
 
 
 def compare_machines(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the first kind of machine in the runs with each other kind.
+    """Compare the figures of the first kind of machine in the runs with those of each other kind.
 
     Raises:
         ConfigError: all records come from one kind of machine, or from more than 26.
@@ -122,7 +124,7 @@ def _side_by_side(
 
 
 def _mixed(folder: Path, run: MeasuredRuns) -> str:
-    """Return a warning if one run was measured on several kinds of machine, or an empty text."""
+    """Return a warning if a run was measured on several kinds of machine, and otherwise an empty text."""
     if len(run.machines) < 2:
         return ""
     return (
@@ -132,7 +134,7 @@ def _mixed(folder: Path, run: MeasuredRuns) -> str:
 
 
 def terminal(comparison: Comparison) -> RenderableType:
-    """Return the comparison for a terminal: each value above its difference from the first run."""
+    """Return a table for a terminal, with the difference from the first run below each figure."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("series", overflow="fold")
     table.add_column("metric", no_wrap=True)
@@ -154,7 +156,7 @@ def terminal(comparison: Comparison) -> RenderableType:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as data for ``--json``, with a change and verdict per later run."""
+    """Return the comparison as data for ``--json``."""
     return {
         "runs": list(comparison.headings),
         "common": comparison.common,
@@ -183,7 +185,7 @@ def _compared(line: Line | None) -> dict[str, Any] | None:
 
 
 def write_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown; changes beyond the spread and tolerance are bold."""
+    """Return the comparison as Markdown, with changes beyond range and tolerance in bold."""
     heads = ["series", "metric", *_letters(comparison)]
     rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
     for row in comparison.rows:
@@ -249,7 +251,7 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the positions in series' names at which the word differs only between runs."""
+    """Return the positions of the words in names that are the same in each run, but differ between runs."""
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
     own = set()
@@ -261,12 +263,12 @@ def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
 
 
 def _key(name: str, own: set[int]) -> str:
-    """Return a series' name without the words at ``own``; other words keep their positions."""
+    """Return the name of a measurement with empty words at the positions ``own``."""
     return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
 
 
 def _headings(names: Sequence[str], runs: Sequence[MeasuredRuns], own: set[int]) -> Iterator[str]:
-    """Yield a heading for each run: its name, commit and differences from the first."""
+    """Yield a heading for each run: its name, its commit, and its differences from the first run."""
     for letter, name, run in zip(ascii_uppercase, names, runs, strict=False):
         words = next(iter(run.series)).split(" ")
         facts = [str(covered) for covered in run.incomplete.values()]

@@ -1,4 +1,4 @@
-"""Judge every series and metric against the baseline file and budgets; the worst line is first."""
+"""Compare every figure with the baseline file and the budgets, and order the lines by their verdict."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -20,15 +20,14 @@ def evaluate(
     environment: Mapping[str, Setting],
     series: Mapping[str, Series],
 ) -> GateResult:
-    """Judge the measured series against the rules' budgets, and against ``baseline`` if given."""
+    """Judge all measurements against the budgets, and against ``baseline`` if it is not None."""
     outcomes = Outcomes(
         baseline.series if baseline else None, series, rules.budgets, rules.expected
     )
     lines = list(outcomes.lines())
-    changes: list[Difference] = []
     notes = list(outcomes.notes())
     if baseline:
-        changes = differences(baseline.environment, environment, rules.policies or {})
+        changes = differences(baseline.environment, environment, rules.policies)
         lines += _settings(changes)
         tolerances = rules.tolerances
         concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
@@ -38,15 +37,14 @@ def evaluate(
                 notes.append(
                     "times are not judged: several cells ran at once (--jobs)"
                     if concurrent
-                    else "times are not judged: the baseline is from another machine or other settings"
+                    else "times are not judged: the baseline was measured on another machine or with other settings"
                 )
-        for name in baseline.series:
-            was, now = baseline.series.get(name), series.get(name)
-            lines += _figures(name, was, now, tolerances) if was and now else []
+        for name, was in baseline.series.items():
+            lines += _figures(name, was, series[name], tolerances) if name in series else []
     for budget in rules.budgets:
         if CONCURRENT in environment and not budget.metric.portable:
             raise ConfigError(
-                f"the budget {str(budget)!r} is on a time, and several cells ran at once (--jobs)",
+                f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (--jobs)",
                 "measure without --jobs, or leave the budget out",
             )
         lines += _budget(budget, series)
@@ -59,7 +57,7 @@ def evaluate(
         )
     notes += _noisy(baseline, rules) if baseline else []
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
-    return GateResult(tuple(ordered), tuple(changes), tuple(notes))
+    return GateResult(tuple(ordered), tuple(notes))
 
 
 def _settings(changes: Iterable[Difference]) -> Iterator[Line]:
@@ -76,7 +74,7 @@ def _figures(
         yield Line(LineVerdict.DIFFERS, name, "model", text)
         return
     if not (was.is_ok and now.is_ok):
-        return  # the peak of a cell that was cut off is not its need
+        return  # a load that was cut off may need more memory than its peak
     for metric_name, tolerance in tolerances.items():
         metric = METRICS[metric_name]
         before, after = was.figures.get(metric_name), now.figures.get(metric_name)
@@ -95,7 +93,7 @@ def judge_figure(
     now: Figure,
     phases: tuple[Growth, ...],
 ) -> Line:
-    """Judge the median of a figure's repeats against the range of the baseline's repeats."""
+    """Compare the median of the new repeats with the range of the baseline's repeats."""
     allowance = tolerance.allowance(was.median)
     above, below = now.median - was.high - allowance, was.low - allowance - now.median
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
@@ -118,7 +116,7 @@ def judge_figure(
 
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return the change of the metric's phase figure (``Metric.in_phase``) in each phase."""
+    """Return how much each phase changed, by the figure of a phase that explains the metric."""
     key = metric.in_phase
     highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
     growth = []
@@ -131,7 +129,7 @@ def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Judge one budget; if no series has the budget's figure, the verdict is "missing"."""
+    """Yield a line for each measurement under a budget; without a measured figure, a line "missing"."""
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
@@ -164,7 +162,7 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
 
 
 def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
-    """Return why a budget was compared with no series."""
+    """Return the reason why a budget was compared with no measurement."""
     if not series or any(map(budget.covers, series)):
         return "no measured series has this figure"
     strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
@@ -173,7 +171,7 @@ def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Return a note on covered series without the budget's figure, if other series have it."""
+    """Return a note on the measurements under a budget that lack its figure, if others have it."""
     names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
         name
@@ -186,7 +184,7 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
-    """Return a note for each range in the baseline that is wider than twice the tolerance."""
+    """Return a note for each figure whose repeats in the baseline spread by twice the tolerance or more."""
     notes = []
     for name, series in baseline.series.items():
         for metric_name, figure in series.figures.items():

@@ -1,7 +1,7 @@
-"""Expected outcomes other than ok: ``baseline: oom_killed`` in a baseline file, or ``--expect``.
+"""Parse expected outcomes other than ok: ``--expect baseline=oom_killed``, or from a baseline file.
 
-A selector matches words of a series' name with shell wildcards, as in a budget. If a selector has
-several words, separated by spaces, each word must match a word of the name: ``baseline ram=8GiB``.
+A selector is a pattern with shell wildcards, which matches a measurement if it matches a word of its
+name. Each word of a selector with several words, such as ``baseline ram=8GiB``, must match.
 """
 
 import re
@@ -30,23 +30,23 @@ _REPAIR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An outcome that is no failure in the selected series; ``source`` is its file or option."""
+    """An outcome that does not fail a check; ``source`` is the key or option that names the outcome."""
 
     selector: str
     outcome: Outcome
     source: str = "expect"
 
     def __str__(self) -> str:
-        """The expectation as text, which ``parse`` can read."""
+        """The expected outcome as text, which ``parse`` can read: "baseline=oom_killed"."""
         return f"{self.selector}={self.outcome}"
 
     def covers(self, name: str) -> bool:
-        """Return whether the selector matches the series with this name."""
+        """Return whether the selector matches the measurement with this name."""
         return selects(self.selector, name)
 
 
 def of_file(selector: str, outcome: str) -> Expectation:
-    """Return the expectation of one line in a baseline file's ``expect``.
+    """Return the expected outcome that one line under ``expect`` in a baseline file names.
 
     Raises:
         ConfigError: the outcome does not exist or cannot be expected.
@@ -55,7 +55,7 @@ def of_file(selector: str, outcome: str) -> Expectation:
 
 
 def parse(text: str) -> list[Expectation]:
-    """Parse one ``--expect``: ``baseline=oom_killed,sequential=oom_killed``.
+    """Parse the value of ``--expect``, such as ``baseline=oom_killed,sequential=oom_killed``.
 
     Raises:
         ConfigError: the text cannot be parsed, or an outcome cannot be expected.
@@ -74,17 +74,17 @@ def parse(text: str) -> list[Expectation]:
 
 
 def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> bool:
-    """Return whether every outcome of a series is ok or expected."""
+    """Return whether every repeat of a measurement ended ok or as expected."""
     allowed = {each.outcome.value for each in expected if each.covers(name)}
     return series.failures <= allowed and not series.failures & {*BROKEN}
 
 
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
-    """Return the shortest expectations that cover these failed series.
+    """Return the shortest expected outcomes that cover the failed measurements ``names``.
 
-    Each selector matches only series with the expected outcome. A selector is the strategy, or if
-    that is not enough the strategy with its limit, or else the whole name. A series is left out if
-    it has several outcomes, or an outcome that cannot be expected.
+    A selector is the name of the strategy, unless the strategy also has other outcomes. Then the
+    selector also has the memory limit, or is the whole name. A measurement with several outcomes, or
+    with an outcome that cannot be expected, is left out.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:
@@ -116,6 +116,10 @@ def _outcome(text: str) -> Outcome:
 def _checked(expectation: Expectation, shown: str) -> Expectation:
     outcome = expectation.outcome
     if outcome not in EXPECTABLE:
-        why = "a failed strategy fails every gate" if outcome in BROKEN else "it is not a finding"
+        why = (
+            "a failed strategy always fails a check"
+            if outcome in BROKEN
+            else "it says nothing of the strategy"
+        )
         raise ConfigError(f"{shown}: {outcome} cannot be expected: {why}", _REPAIR)
     return expectation

@@ -1,4 +1,4 @@
-"""Write measured figures and accepted outcomes into a baseline file."""
+"""Write the measured figures, and the outcomes that the user accepted, into a baseline file."""
 
 import json
 import sys
@@ -46,10 +46,10 @@ def update(
     series: Mapping[str, Series],
     expect: Sequence[Expectation] = (),
 ) -> list[str]:
-    """Write the measured figures into a baseline file, and return the lines of the diff, if any.
+    """Write the measured figures into a baseline file, and return the lines of the diff.
 
-    The part of the file that the user edits stays unchanged. Below that part, the outcomes
-    ``expect`` are added to the outcomes that the file already expects.
+    The lines above ``# measured``, which the user edits, stay as they are. The expected outcomes
+    ``expect`` are written below, beside earlier ones that are still needed.
 
     Raises:
         ConfigError: the file is invalid or cannot be written.
@@ -70,9 +70,9 @@ def update(
 def _accepted(
     baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
 ) -> dict[str, str]:
-    """Return the accepted outcomes to write: ``wanted``, and earlier ones that are still needed.
+    """Return the outcomes to write, by selector: ``wanted``, and earlier ones that still occur.
 
-    Outcomes that the user's part of the file contains are left out.
+    Outcomes that the user's lines of the file contain are left out.
     """
     failed = [name for name, entry in series.items() if not entry.is_ok]
     before = baseline.accepted if baseline else ()
@@ -85,7 +85,7 @@ def _accepted(
 
 
 def _head_of(text: str) -> str:
-    """Return the user's part of a file: all lines before ``# measured`` or ``measured:``."""
+    """Return the lines that the user edits: all lines before ``# measured`` or ``measured:``."""
     kept = []
     for line in text.splitlines(keepends=True):
         if line.startswith((_MARK, "measured:")):
@@ -104,7 +104,7 @@ def _lines(
     yield "measured:"
     yield "  environment:"
     for name, value in sorted(environment.items()):
-        if policy_of(name, rules.policies or {}) != "ignore":
+        if policy_of(name, rules.policies) != "ignore":
             yield f"    {_text(name)}: {_text(value)}"
     if accepted:
         yield "  expect:"
@@ -118,7 +118,7 @@ def _lines(
         if entry.model_bytes:
             yield f"      model_bytes: {entry.model_bytes}"
         if not entry.is_ok:
-            continue  # the peak of a cell that was cut off does not show how much memory it needs
+            continue  # a load that was cut off may need more memory than its peak
         yield "      figures:"
         for metric in judged:
             if figure := entry.figures.get(metric.name):
@@ -143,7 +143,7 @@ def _lines(
 
 
 def _text(value: Setting) -> str:
-    """Return a scalar as YAML; strings are quoted unless they are plain names."""
+    """Return a value as YAML; a string is quoted unless it is a plain name."""
     if not isinstance(value, str):
         return json.dumps(value)
     if value.replace("_", "a").isalpha() and value.isascii() and value.lower() not in _RESERVED:

@@ -1,11 +1,10 @@
-"""Define the gate's result: lines with their verdicts, and the growth of phases."""
+"""Define the result of ``weighin check``: lines with verdicts, and the growth of phases."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from weighin.records.machine import Difference
 from weighin.records.metrics import Metric
 
 
@@ -25,7 +24,7 @@ class LineVerdict(StrEnum):
 
 
 WITHIN_BUDGET: Final = "within budget"
-"""The word for people for the verdict "same" on a budget, which is compared with no earlier figure."""
+"""Tables show this instead of the verdict "same" for a budget, which has no earlier figure."""
 
 FAILING: Final = (
     LineVerdict.NOT_OK,
@@ -38,10 +37,10 @@ FAILING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The change of one phase's figure. ``was`` is None if the phase is new.
+    """The change of a figure in one phase; ``was`` is None for a phase that the baseline lacks.
 
-    The ``step`` of a new phase is the excess of its figure over the highest phase of the baseline,
-    or for a time the whole time of the phase.
+    The ``step`` is the difference to ``was``. For a phase that the baseline lacks, the step is the
+    difference to the highest phase of the baseline if the figure is a size, and to 0 if it is a time.
     """
 
     phase: str
@@ -52,12 +51,18 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One judged item. ``what`` names a metric, a budget, ``outcome`` or a setting.
+    """The verdict on one item of a check.
 
-    Without figures, ``metric`` and ``now`` are None, and ``text`` describes the item. ``was`` is
-    the baseline's figure or the budget's bound. ``allowed`` is the worst figure that passes.
-    ``excess`` is the distance from ``allowed`` to ``now`` as a share of ``was``, negative for a
-    pass.
+    Attributes:
+        series: the name of the measurement, or "environment", "budget" or "run".
+        what: the name of a metric, a budget or a setting, or "outcome".
+        text: the description of an item without figures.
+        metric: the metric of the figures; None for an item without figures.
+        was: the figure of the baseline, or the bound of a budget.
+        now: the measured figure.
+        allowed: the worst figure that passes.
+        excess: (``now`` - ``allowed``) / ``was``, which is negative if the item passes.
+        phases: the change of each phase, from which ``grown`` is found.
     """
 
     verdict: LineVerdict
@@ -72,22 +77,26 @@ class Line:
     phases: tuple[Growth, ...] = ()
 
     @property
+    def fails(self) -> bool:
+        return self.verdict in FAILING
+
+    @property
     def is_budget(self) -> bool:
-        """Whether the line judges a budget, so that ``was`` is the bound and no baseline figure."""
+        """Whether the line is on a budget: ``was`` is then the bound, and not a figure of the baseline."""
         return self.metric is not None and self.what != self.metric.title
 
     @property
     def title(self) -> str:
-        """The verdict as tables show it. JSON and JUnit XML have ``verdict`` itself."""
+        """The verdict as tables show it; JSON and JUnit XML contain ``verdict`` instead."""
         is_kept = self.is_budget and self.verdict is LineVerdict.SAME
         return WITHIN_BUDGET if is_kept else self.verdict.value
 
     @property
     def grown(self) -> Growth | None:
-        """The phase that explains the metric's growth: the first that grew by about as much.
+        """The phase that caused the growth of the metric; None without growth.
 
-        Memory that an early phase keeps also raises all later phases, so the first phase is the
-        cause.
+        Of all phases that grew by 0.5 to 1.5 times the growth of the metric, the first is the cause,
+        because memory that a phase does not free also raises the peaks of all later phases.
         """
         if self.was is None or self.now is None or self.now <= self.was or not self.phases:
             return None
@@ -102,12 +111,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The gate's result: all lines, the worst first, with the changed settings and notes."""
+    """The result of ``weighin check``: all lines, the worst first, and notes."""
 
     lines: tuple[Line, ...]
-    settings: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def failed(self) -> tuple[Line, ...]:
-        return tuple(line for line in self.lines if line.verdict in FAILING)
+        return tuple(line for line in self.lines if line.fails)

@@ -1,7 +1,7 @@
-"""Judge the outcome of every series: an outcome other than ok fails unless it is expected.
+"""Judge outcomes: a measurement with an outcome other than ok fails unless the outcome is expected.
 
-The gate judges all series if there is a baseline file, and otherwise the series that a budget
-selects. Wrong weights and failed strategies cannot be expected, and fail the gate in any series.
+With a baseline file, every measurement is judged. Without one, only measurements under a budget are
+judged. Wrong weights and failed strategies cannot be expected, and always fail.
 """
 
 import math
@@ -17,7 +17,7 @@ from weighin.records.series import Series
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes to judge and the expected outcomes. ``before`` is None without a baseline."""
+    """The measurements to judge, and the expected outcomes; ``before`` is None without a baseline file."""
 
     before: Mapping[str, Series] | None
     now: Mapping[str, Series]
@@ -25,9 +25,9 @@ class Outcomes:
     expected: Sequence[Expectation] = ()
 
     def lines(self) -> Iterator[Line]:
-        """Yield a line for each series.
+        """Yield a line for the outcome of each measurement.
 
-        Without a baseline file, a series that is ok has a line only if another outcome was
+        Without a baseline file, a measurement that is ok has a line only if another outcome was
         expected.
         """
         for name in dict.fromkeys([*(self.before or {}), *self.now]):
@@ -42,7 +42,7 @@ class Outcomes:
                 yield from self._not_ok(name, was, now)
 
     def notes(self) -> Iterator[str]:
-        """Yield a note for each expectation without a series, and a note on unjudged failures."""
+        """Yield notes: on expected outcomes that match no measurement, and on failures outside all budgets."""
         for each in self.expected:
             if not any(each.covers(name) for name in self.now):
                 yield f"{each.source} {each} matches no measured series"
@@ -52,7 +52,7 @@ class Outcomes:
             if not series.is_ok and not self._is_judged(name, series)
         ]
         if left:
-            yield f"not judged, because no budget covers them: {', '.join(left)}"
+            yield f"these failures are not judged, because no budget covers them: {', '.join(left)}"
 
     def _ok(self, name: str, was: Series | None) -> Iterator[Line]:
         unmet = next((each for each in self._unmet() if each.covers(name)), None)
@@ -90,7 +90,7 @@ class Outcomes:
         )
 
     def _unmet(self) -> list[Expectation]:
-        """Return each expectation whose outcome occurred in none of the series that it covers."""
+        """Return the expected outcomes that occurred in no measurement."""
         return [
             each
             for each in self.expected

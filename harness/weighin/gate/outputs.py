@@ -1,4 +1,4 @@
-"""Write a gate's result for other programs: GitHub annotations, JUnit XML and JSON."""
+"""Write the result of ``weighin check`` as GitHub annotations, as JUnit XML and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,14 +16,13 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 
 
 def describe(line: Line) -> str:
-    """Return a line as one sentence: the item, both figures, and the phase that grew."""
+    """Return a line as one sentence with the item, both figures, and the phase that grew."""
     metric = line.metric
-    if metric is None or line.was is None or line.now is None:
+    if metric is None or line.was is None or line.now is None or line.allowed is None:
         return one_line(line.text)
     words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
-    if line.allowed is not None:
-        words += f"; limit {metric.text(line.allowed)}"
-    if line.grown and line.verdict in FAILING:
+    words += f"; limit {metric.text(line.allowed)}"
+    if line.grown and line.fails:
         words += f"; grew in {one_line(line.grown.phase)} by {metric.change(0, line.grown.step).lstrip('+')}"
     return words
 
@@ -41,10 +40,10 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 
 
 def junit(judgement: GateResult) -> str:
-    """Return JUnit XML with one test case per line; the class of a test case is the series.
+    """Return JUnit XML, which Jenkins, GitLab and GitHub's test reporters read (junit-10.xsd).
 
-    The text of a failure lists the phases. Jenkins, GitLab and GitHub's test reporters read this
-    format (junit-10.xsd).
+    Each line is a test case, whose class is the name of the measurement. The text of a failure lists
+    the phases.
     """
     suite = ET.Element(
         "testsuite",
@@ -59,7 +58,7 @@ def junit(judgement: GateResult) -> str:
         case = ET.SubElement(
             suite, "testcase", classname=one_line(line.series), name=one_line(line.what), time="0"
         )
-        if line.verdict in FAILING:
+        if line.fails:
             failure = ET.SubElement(
                 case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
             )
@@ -73,11 +72,11 @@ def junit(judgement: GateResult) -> str:
 
 
 def as_json(judgement: GateResult) -> dict[str, Any]:
-    """Return the result for ``--json``: ``passed``, ``summary``, notes and every line with its figures."""
+    """Return the result as data for ``--json``."""
     lines = [
         {
             "verdict": line.verdict,
-            "failed": line.verdict in FAILING,
+            "failed": line.fails,
             "series": line.series,
             "metric": line.metric.name if line.metric else None,
             "unit": line.metric.unit if line.metric else None,

@@ -1,4 +1,4 @@
-"""Render the gate's result for a terminal, and as Markdown for GitHub's step summary."""
+"""Write the result of ``weighin check`` for a terminal, and as Markdown for GitHub's step summary."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from weighin.text import markdown, one_line
 _HEADINGS: Final = ("", "series", "what", "before", "now", "change", "limit", "grew in")
 _NUMBERS: Final = range(3, 7)
 _OF_BUDGETS: Final = {"change": "from limit"}
-"""Headings of a table that has only budgets, which have no figure before."""
+"""The headings that differ in a table of budgets alone, where no earlier figure exists."""
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     LineVerdict.CHANGED: "yellow",
     LineVerdict.IMPROVED: "green",
@@ -34,13 +34,13 @@ _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
 
 
 def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
-    """Return the result for a terminal; unchanged lines are included only if ``whole`` is True."""
+    """Return the result for a terminal; unchanged figures are included only if ``whole`` is True."""
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
-    parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
+    parts = [_sentence(line, names) for line in shown if not _has_figures(line) and line.fails]
     if figures := [line for line in shown if _has_figures(line)]:
         parts.append(_terminal_table(figures, names))
-    parts += [_sentence(line, names) for line in shown if not (_has_figures(line) or _fails(line))]
+    parts += [_sentence(line, names) for line in shown if not (_has_figures(line) or line.fails)]
     for line in _explained(judgement):
         parts.append(Text(f"{names[line.series]}, {line.what}, by phase", style="bold"))
         parts += [Text(f"  {text}") for text in phase_lines(line)]
@@ -52,7 +52,7 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
 
 
 def write_markdown(judgement: GateResult) -> str:
-    """Return the result as Markdown: failures first, unchanged lines in a collapsed section."""
+    """Return the result as Markdown, with the unchanged figures in a collapsed section."""
     names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
     parts = [f"## {mark} weighin check\n\n{markdown(summary(judgement))}"]
@@ -72,7 +72,7 @@ def write_markdown(judgement: GateResult) -> str:
 
 
 def summary(judgement: GateResult) -> str:
-    """Return the result in one line."""
+    """Return the result in one line: "gate failed: 1 regressed, 4 same"."""
     counts = Counter(line.title for line in judgement.lines)
     titles = [verdict.value for verdict in LineVerdict]
     titles.insert(titles.index(LineVerdict.SAME), WITHIN_BUDGET)
@@ -81,13 +81,13 @@ def summary(judgement: GateResult) -> str:
 
 
 def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Return a short name for each series, and the words that all names share."""
+    """Return a short name for each measurement, and the words that all names share."""
     full = {name: name.split(" ") for name in names}
     series = [words for words in full.values() if len(words) > FORMAT]  # not "environment"
     common = set(series[0]).intersection(*series[1:]) if series else set()
     common -= {"", *(words[STRATEGY] for words in series)}
     formats = {(words[STRATEGY], words[FORMAT]) for words in series}
-    # With one format per strategy, the name of the strategy is enough.
+    # The format is left out of the names if each strategy has only one format.
     implied = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
     short = {
         name: " ".join(
@@ -101,7 +101,7 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def phase_lines(line: Line) -> list[str]:
-    """Return an aligned table of the metric in each phase, with a mark at the phase that grew."""
+    """Return lines with the metric in each phase, and a mark at the phase that grew."""
     metric = line.metric
     assert metric is not None
     rows = [("phase", "before", "now", "change")]
@@ -119,7 +119,7 @@ def phase_lines(line: Line) -> list[str]:
 
 
 def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
-    """Return a table with several text lines per row, so that the table fits 80 columns."""
+    """Return a table that fits a terminal of 80 columns, with several lines of text in a row."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("", overflow="fold")
     table.add_column("what", overflow="fold", min_width=12)
@@ -149,7 +149,7 @@ def _only_budgets(lines: Sequence[Line]) -> bool:
 
 
 def _unremarkable(same: Sequence[Line]) -> str:
-    """Return how many figures are within their budgets, and how many are unchanged."""
+    """Return the number of figures that are within their budgets or unchanged, as text."""
     kept = sum(line.title == WITHIN_BUDGET for line in same)
     counts = {WITHIN_BUDGET: kept, "unchanged": len(same) - kept}
     words = [f"{count} {title}" for title, count in counts.items() if count]
@@ -160,19 +160,15 @@ def _has_figures(line: Line) -> bool:
     return line.now is not None
 
 
-def _fails(line: Line) -> bool:
-    return line.verdict in FAILING
-
-
 def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
     if whole:
         return judgement.lines
     notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
-    return notable or judgement.lines[:1]  # else the line that came nearest to its bound
+    return notable or judgement.lines[:1]  # if all passed, only the line nearest to its bound
 
 
 def _explained(judgement: GateResult) -> Iterator[Line]:
-    """Yield the worst failing line of each series, if its phases are known."""
+    """Yield the worst failing line of each measurement whose phases were measured."""
     seen = set()
     for line in judgement.failed:
         if line.phases and line.series not in seen:
@@ -181,22 +177,15 @@ def _explained(judgement: GateResult) -> Iterator[Line]:
 
 
 def _cells(line: Line, name: str) -> list[str]:
-    """Return the cells of a line after the verdict, as plain text."""
-    numbers, grew = ["", "", "", ""], ""
+    """Return the columns of a line after its verdict, as plain text."""
     metric = line.metric
-    if metric and line.now is not None:
-        if line.was is not None:
-            numbers = [
-                "" if line.is_budget else metric.text(line.was),  # the bound is in "limit"
-                metric.text(line.now),
-                metric.change(line.was, line.now),
-                "",
-            ]
-        if line.allowed is not None:
-            numbers[3] = metric.text(line.allowed)
-        if line.grown and line.verdict in FAILING:
-            grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
-    return [name, line.what if metric else one_line(line.text), *numbers, grew]
+    if metric is None or line.was is None or line.now is None or line.allowed is None:
+        return [name, one_line(line.text), "", "", "", "", ""]
+    was = "" if line.is_budget else metric.text(line.was)  # a bound is in the column "limit"
+    change, grew = metric.change(line.was, line.now), ""
+    if line.grown and line.fails:
+        grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
+    return [name, line.what, was, metric.text(line.now), change, metric.text(line.allowed), grew]
 
 
 def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Answer a question to ``weighin recommend`` as a table, as JSON, and as code to paste."""
+"""Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,11 +45,11 @@ from weighin.units import format_bytes
 from weighin.uses import FORWARD, TRAINING
 
 ALLOWED: Final = ("resave", "packages", "weighin")
-"""The words of --allow, which name requirements that a recommended strategy may have."""
+"""The words of --allow: each names a requirement that the recommended strategy may have."""
 
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 SHOWN: Final = 5
-"""The number of candidates that ``weighin recommend`` shows without --all."""
+"""The number of strategies that ``weighin recommend`` shows without --all."""
 _NO_SOURCE: Final = "-"
 _AS_IT_IS: Final = Pace()
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
@@ -57,12 +57,19 @@ _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The model to load, its device and dtype, the limits, and the allowed requirements.
+    """The model to load, the limits, and what a recommended strategy may require.
 
-    ``ranks`` is the number of processes that load the model at once under these limits. ``disk`` is the
-    disk on which the checkpoint lies; by default the disk of this machine's cache. ``use`` is the use
-    that follows the load under the same limits; it is empty for a load alone, and ``use_path`` is the
-    file of a user's own use.
+    Attributes:
+        checkpoint: the path of the user's checkpoint; None for a model that weighin builds.
+        selection: the part of the checkpoint that is loaded.
+        allow: the requirements that the strategy may have, from ``ALLOWED``.
+        results: a folder with runs of this machine, whose records replace predictions.
+        python_path: the folders from which the code of the model is imported.
+        ranks: the number of processes that load the model at once under the limits.
+        disk: the rate and latency of the checkpoint's disk; without both, this machine's own disk.
+        use: the name of a use, such as a training step, that must also fit under the limits; empty
+            for a load alone.
+        use_path: the file of a use that the user wrote.
     """
 
     model: ModelSpec
@@ -82,10 +89,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer: all candidates, best first, and the code of the best candidate.
+    """The answer: all judged strategies from the best to the worst, and the code of the best one.
 
-    ``incomplete`` has a text for each run among the sources that was stopped before its last cell,
-    and ``left_out`` one for each run that cannot be read.
+    Attributes:
+        incomplete: a text for each run with records of the model that was stopped before its end.
+        left_out: a text for each run whose records cannot be read.
     """
 
     question: Question
@@ -94,34 +102,37 @@ class Advice:
     incomplete: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     import_bytes: int | None = None
-    """The memory of the process after ``import torch``, which each candidate's memory includes."""
+    """The memory of a process after ``import torch``, which the memory of each strategy includes."""
     use_floors: tuple[int, ...] = ()
-    """The smallest RAM limit for the use, for each strategy that was predicted, in bytes."""
+    """The smallest RAM limit in bytes under which the use fits, for each predicted strategy."""
 
     @property
     def best(self) -> Candidate | None:
-        """The strategy to use; None if no strategy is sure to work."""
+        """The recommended strategy; None if no strategy is sure to work."""
         first = self.candidates[0] if self.candidates else None
         return first if first and first.verdict in _USABLE else None
 
     @property
     def saves_again(self) -> bool:
-        """Whether the best candidate reads another format than the checkpoint's."""
+        """Whether the recommended strategy reads another format than that of the user's checkpoint."""
         return self.best is not None and any(one.startswith(SAVED_AS) for one in self.best.asks)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on costs or steps that the answer leaves out, with the command for each."""
+        """Sentences on what the table leaves out, such as a checkpoint that must be converted first."""
         asked = self.question
-        notes = [f"Measured figures are from a part of a run: {text}." for text in self.incomplete]
+        notes = [
+            f"Some measured figures are from a run that was stopped: {text}."
+            for text in self.incomplete
+        ]
         notes += [
             f"A run was left out, because it cannot be read: {text}." for text in self.left_out
         ]
         if asked.model.builder == SYNTHESISED:
             notes.append(
-                f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
-                " the constructor, buffers that are not in the checkpoint, and earlier measurements of"
-                " the model's own code. To include them: weighin recommend --model package:builder"
+                f"{asked.model.name} is a checkpoint without the code of its model, so the answer leaves"
+                " out the cost of the constructor, buffers that are not in the checkpoint, and earlier"
+                " measurements of the model's own code. To include these: weighin recommend --model package:builder"
                 f" --checkpoint {asked.checkpoint}"
             )
         if self.best and asked.checkpoint and self.saves_again:
@@ -145,7 +156,7 @@ class Advice:
         return tuple(notes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole answer for ``--json``."""
+        """Return the answer as data for ``--json``."""
         asked = self.question
         return {
             "model": asked.model.title,
@@ -165,7 +176,7 @@ class Advice:
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the requirements that --allow names; raise UnknownName for any other word."""
+    """Return the words of --allow; raise UnknownName for a word that is not in ``ALLOWED``."""
     if list(words) == ["none"]:
         return ()
     for word in words:
@@ -176,7 +187,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """Predictions and earlier records of every strategy, which do not depend on the limits."""
+    """Predictions and records of every strategy, which are the same for all limits."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
@@ -187,19 +198,20 @@ class PriorKnowledge:
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate the machine if necessary.
+    """Predict every strategy, read earlier records, and calibrate a machine without a calibration.
 
     Raises:
-        HarnessError: the checkpoint, the model or a run's records cannot be used, or the weights are
-            quantised and no run has measured how transformers loads them.
+        HarnessError: the checkpoint, the model or the records of a run cannot be read.
+        HarnessError: the weights are quantised, and no run has measured how transformers loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
-    fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
+    # The selected part becomes a new file, because no strategy reads a part of a file.
+    fmt = "" if question.selection else fmt
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
     evidence = find([question.results], planned[0].cell, left_out.append)
     found = quantised.of_model(question.model)
-    if found and question.checkpoint and not (evidence or found.dequantises):  # nor a prediction
+    if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)
     predictions = predict(
         planned,
@@ -217,7 +229,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Return the candidates under the question's limits, best first, and the best one's code."""
+    """Judge every strategy under the limits of the question, and return the strategies best first."""
     records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
     measured = [
         (prediction, evidence)
@@ -250,7 +262,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
 
 
 def _code(advice: Advice, checkpoint_format: str) -> str:
-    """Return the code of the best candidate; empty without one."""
+    """Return the code of the recommended strategy; an empty text without a recommended strategy."""
     question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
     if not best:
         return ""
@@ -279,14 +291,14 @@ def _code(advice: Advice, checkpoint_format: str) -> str:
 
 
 def _folder(question: Question) -> str | None:
-    """Return the Hugging Face folder that a question names as its model; None for other models."""
+    """Return the path of the Hugging Face folder that is the model; None for another kind of model."""
     if library_of(question.model.builder) is None or question.checkpoint is None:
         return None
     return str(folder_of(question.checkpoint))
 
 
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
-    """Yield the parts of the answer that ``weighin recommend`` prints, with ``most`` candidates."""
+    """Yield what ``weighin recommend`` prints: a table of ``most`` strategies, notes, and the code."""
     asked = advice.question
     sources = [_sources(candidate) for candidate in advice.candidates]
     known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
@@ -301,7 +313,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
     if asked.disk:
-        notes.append("Ready: every byte of the model was read once, as the first pass needs it.")
+        notes.append("Ready: the time until every byte of the model was read once.")
     hidden = len(advice.candidates[most:]) if most else 0
     if hidden:
         notes.append(f"{hidden} more: --all")
@@ -336,7 +348,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
 
 
 def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
-    """Return a note on the memory that a use needs after any load."""
+    """Return a note on the memory that a use needs, whatever strategy loaded the model."""
     least, most = (format_bytes(size, digits=1) for size in (least_bytes, most_bytes))
     training = use in TRAINING
     begin = f"For training with {use}," if training else f"For the use {use},"
@@ -347,14 +359,14 @@ def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
 
 
 def _help(dtype: str) -> str:
-    """Return advice for a model of ``dtype`` that does not fit."""
+    """Return the advice for a model that does not fit under the limits."""
     if dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
     return "A higher limit may help."
 
 
 def _file_name(fmt: str) -> str:
-    """Return the file name of the checkpoint in pasted code and in the ``convert`` command."""
+    """Return the name of the checkpoint file in the printed code and in the command that converts it."""
     return f"weights{formats.named(fmt).SUFFIX}"
 
 
@@ -387,7 +399,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if not info.merges if adapter_of(question.model) else info.needs_adapter:
             continue
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
-            continue  # dequantised, the checkpoint is another one, up to 8 times as large
+            continue  # a dequantised checkpoint would be up to 8 times as large
         yield Planned.of(cell, info)
 
 

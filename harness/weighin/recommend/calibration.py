@@ -1,9 +1,8 @@
-"""Measure once how fast this machine reads, writes fresh memory, copies and initialises
-(calibration).
+"""Measure how fast this machine reads files, writes and copies memory, and initialises tensors.
 
-``weighin recommend`` predicts times from a calibration. Each figure is the best of three
-interleaved rounds, because other load can only slow a round down. Before a file is read, its pages
-are evicted from the page cache, and the eviction is verified.
+``weighin recommend`` predicts the times of loads from these speeds (the calibration). Each speed is
+the best of three rounds, because other programs can only slow a round down. Before each read, the
+pages of the file are evicted from the page cache, and the eviction is verified.
 """
 
 import ctypes
@@ -43,7 +42,7 @@ _TORCH_TIMEOUT_S: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The speeds of a machine, in bytes per second, and costs, in seconds: see ``_MEANINGS``."""
+    """The speeds of a machine in bytes per second, and its costs in seconds, as in ``_MEANINGS``."""
 
     read_bytes_per_s: float
     read_direct_bytes_per_s: float
@@ -55,7 +54,7 @@ class Calibration:
     module_s: float
 
     def slowed(self, times: float) -> "Calibration":
-        """Return the calibration of a machine that takes ``times`` times as long for everything."""
+        """Return the calibration of a machine on which all work takes ``times`` times as long."""
         return Calibration(**{
             name: value / times if name.endswith("_per_s") else value * times
             for name, value in asdict(self).items()
@@ -63,7 +62,7 @@ class Calibration:
 
 
 def stored() -> Calibration | None:
-    """Return the stored calibration; None if there is none or it is that of another machine."""
+    """Return the stored calibration; None without one, or if it was measured on another machine."""
     try:
         content = json.loads((cache.folder() / FILE).read_text())
         figures = {one.name: float(content["figures"][one.name]) for one in fields(Calibration)}
@@ -75,7 +74,7 @@ def stored() -> Calibration | None:
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine and store the figures in the cache folder, which takes about 10 s.
+    """Measure this machine, which takes about 10 s, and store the figures in the cache folder.
 
     Raises:
         ConfigError: the cache folder cannot be written, or is not on a disk.
@@ -98,7 +97,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
 
 
 def _round(path: Path) -> dict[str, float]:
-    """Return the figures that need no torch, measured once."""
+    """Measure once the figures that need no torch."""
     return {
         "read_bytes_per_s": _cold(path, _read_buffered),
         "read_direct_bytes_per_s": _cold(path, _read_direct),
@@ -120,12 +119,12 @@ def table(calibration: Calibration) -> Table:
 
 
 _MEANINGS: Final = {
-    "read_bytes_per_s": "reading a cold file: one thread, through the page cache",
-    "read_direct_bytes_per_s": "reading a cold file: eight threads, direct I/O, as streaming",
-    "map_bytes_per_s": "reading a cold file: pages of a map",
-    "fault_bytes_per_s": "writing to fresh memory, in pages of the usual size",
-    "copy_bytes_per_s": "copying memory that was used before",
-    "init_bytes_per_s": "drawing random numbers, as constructors do",
+    "read_bytes_per_s": "reading a file that is not in the page cache: one thread, buffered",
+    "read_direct_bytes_per_s": "reading a file that is not in the page cache: eight threads, O_DIRECT",
+    "map_bytes_per_s": "reading a file that is not in the page cache: through a mapping",
+    "fault_bytes_per_s": "writing to memory for the first time, without a request for huge pages",
+    "copy_bytes_per_s": "copying memory that was written before",
+    "init_bytes_per_s": "initialising a tensor with random numbers, as constructors do",
     "archive_s": "opening a file with torch.load",
     "module_s": "importing one Python module",
 }
@@ -138,11 +137,11 @@ def _machine() -> dict[str, Any]:
 
 @contextmanager
 def _file(folder: Path) -> Iterator[Path]:
-    """Yield a file of random bytes on the disk, and remove the file afterwards."""
-    block = os.urandom(MIB)  # repeated: no disk compresses across a MiB
+    """Yield the path of a file of random bytes on the disk, and remove the file afterwards."""
+    block = os.urandom(MIB)  # written 512 times, because no disk compresses repetitions 1 MiB apart
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:  # nameless, so that nothing is ever left
+        with tempfile.TemporaryFile(dir=folder) as file:  # it has no name, so a kill leaves no file
             for _ in range(_FILE_BYTES // MIB):
                 file.write(block)
             file.flush()
@@ -193,7 +192,7 @@ def _read_direct(path: Path) -> None:
 
 
 def _read_mapped(path: Path) -> None:
-    """Copy from a mapped file with one thread per processor, as the touch phase reads a model."""
+    """Copy a mapped file with one thread per processor, as weighin reads a loaded model."""
     threads = os.cpu_count() or 1
     with (
         path.open("rb") as file,
@@ -211,7 +210,7 @@ def _read_mapped(path: Path) -> None:
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(read, range(threads)))
-        del view  # the mapping cannot be closed while a pointer into it lives
+        del view  # a mapping with a pointer into it cannot be closed
 
 
 def _fault() -> float:
@@ -230,7 +229,7 @@ def _copy() -> float:
         start = time.perf_counter()
         ctypes.memmove(address + half, address, half)
         elapsed_s = time.perf_counter() - start
-        del view  # the mapping cannot be closed while a pointer into it lives
+        del view  # a mapping with a pointer into it cannot be closed
         return half / elapsed_s
 
 
@@ -241,7 +240,7 @@ def _fill(area: mmap.mmap) -> None:
 
 
 def _ask_torch() -> list[dict[str, float]]:
-    """Return the figures of each round that need torch, measured in a process that imports it."""
+    """Measure the figures that need torch in a process that imports torch, and return those of each round."""
     command = child_process.module("weighin.recommend.torch_costs")
     try:
         asked = child_process.ask(command, child_process.environment(), timeout_s=_TORCH_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Judge a strategy: whether its load fits under the limits, why, and how long it should take."""
+"""Judge a strategy: whether its load fits under the limits, and how long the load takes."""
 
 import statistics
 from collections.abc import Iterable
@@ -18,19 +18,19 @@ from weighin.units import MIB, format_bytes, format_exact
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
-"""Prefix of a requirement that is a checkpoint format."""
+"""The beginning of a requirement such as "saved as safetensors"."""
 OWN_CODE: Final = "code that builds the model"
-"""The requirement of strategies that do not load a Hugging Face folder in one call. All requirements
-without this name and without the prefix are packages."""
+"""The requirement of strategies that cannot load a Hugging Face folder in one call. A requirement that
+is neither this text nor begins with ``SAVED_AS`` is the name of a package."""
 
-_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
+_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted RAM floor
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
-"""The packages that every user of a Hugging Face folder has."""
+"""Packages that users of Hugging Face folders have, so that they are no requirements."""
 _OURS: Final = frozenset({"streaming"})
 
 
 class FitVerdict(StrEnum):
-    """Whether a strategy works under the limits; better verdicts come first."""
+    """Whether a strategy works under the limits; the order is from the best to the worst verdict."""
 
     FITS = "fits"
     THRASHES = "reads again and again"
@@ -42,7 +42,7 @@ class FitVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The memory that a load may use, in bytes; None is no limit."""
+    """The memory in bytes that a load may use; None means that there is no limit."""
 
     ram_bytes: int | None = None
     vram_bytes: int | None = None
@@ -59,13 +59,14 @@ class Candidate:
     """One strategy with its verdict.
 
     Attributes:
+        why: the reason of the verdict, such as "keeps two copies: 12.9 GiB".
         need_bytes: the smallest RAM limit under which the strategy works.
         margin_bytes: the RAM limit minus ``need_bytes``; None without a limit.
-        cuda_bytes: GPU memory that the allocator reserves.
-        ready_s: time until every byte was read once.
-        noise_s: median deviation of the repeats from ``ready_s``; None if there are no repeats.
-        memory_from, time_from: "measured" or "predicted"; empty if nothing is known.
-        asks: the strategy's requirements: another format than the checkpoint's, packages.
+        cuda_bytes: the GPU memory that the CUDA allocator reserves.
+        ready_s: the time until every byte of the model was read once.
+        noise_s: the median deviation of the repeats from ``ready_s``; None without repeats.
+        memory_from, time_from: "measured" or "predicted"; empty for a missing figure.
+        asks: the requirements of the strategy: packages, and another format than the checkpoint's.
     """
 
     strategy: str
@@ -90,7 +91,7 @@ def assess(
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
-    """Return one strategy with its verdict, given the format of the user's checkpoint."""
+    """Judge one strategy; ``checkpoint_format`` is the format of the user's checkpoint."""
     cell, ready_s, time_from = prediction.cell, None, ""
     measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
     if measured_s is not None:
@@ -124,7 +125,7 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return the predicted ready time of a load: the sum of all work at this machine's speeds."""
+    """Return the predicted time until every byte was read: each kind of work divided by its speed."""
     work, machine = prediction.work, calibration
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
@@ -136,16 +137,16 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
         + work.random_bytes / machine.init_bytes_per_s
         + work.archives * machine.archive_s
         + work.modules * machine.module_s
-        + stays_in_memory / machine.copy_bytes_per_s  # reading every byte once
+        + stays_in_memory / machine.copy_bytes_per_s  # the time to read every byte once
     )
 
 
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
-    """Return the median ratio of measured to predicted ready time; 1 if nothing was measured.
+    """Return the median ratio of measured to predicted times; 1 if nothing was measured.
 
-    Predicted times hold for the machine as it was during its calibration. Multiply a predicted time
-    by the returned ratio before comparing it with times that were measured while the machine was
-    busier. The ratio uses the times under the largest limit of each strategy.
+    The speeds of a machine change with its other load. A predicted time times this ratio can be
+    compared with measured times, even if the machine was less busy during its calibration. The ratio
+    uses the times that each strategy took under its largest RAM limit.
     """
     ratios = [
         seconds / predicted_s
@@ -177,7 +178,7 @@ def _verdict(
 
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
-    """Return the verdict under a RAM limit; ``tried`` is the result of ``Evidence.fits``."""
+    """Return the verdict under a RAM limit; ``tried`` tells whether a measured load worked under it."""
     least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE
@@ -189,11 +190,11 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
 
 
 def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
-    """Return two limits: below the first, every load is killed, and above the second, none is.
+    """Return two RAM limits: below the first, every load is killed; above the second, no load is.
 
-    Both limits are the predicted limits, unless ``need`` contradicts the prediction. Measurements
-    of one strategy differ by some MiB, and by more if its heap fragments differently. With measured
-    limits, a run that agrees with the prediction could therefore change the recommendation.
+    Both limits are predicted, unless the measured ``need`` contradicts the prediction. Measured
+    needs of one strategy differ by some MiB, or by more if the heap fragments differently. If the
+    measured need decided, another run of the same load could change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -202,7 +203,7 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return the possible error of a predicted floor in bytes, in both directions."""
+    """Return the largest error of a predicted RAM floor in bytes, upwards and downwards."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 
@@ -211,7 +212,7 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
     size, model = format_bytes(need, digits=1), prediction.model_bytes
     if _stays_mapped(prediction):
         return f"keeps {size} and mapped pages of the file"
-    # Memory of imports and objects is no part of a copy, but may exceed the size of a tiny model.
+    # The memory of imports is subtracted, because it may exceed the size of a tiny model.
     beside = (prediction.floor_bytes or 0) - prediction.tensors_with_use_bytes
     if not model or need - beside < model // 2:
         return f"keeps {size}"
@@ -224,7 +225,7 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
 
 
 def _stays_mapped(prediction: Prediction) -> bool:
-    """Return whether most of the loaded model consists of mapped pages of its file."""
+    """Return whether more than half of the loaded model is a mapping of its file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
     anonymous, mapped = prediction.tensors_with_use_bytes, prediction.work.mapped_bytes

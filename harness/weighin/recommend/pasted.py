@@ -1,16 +1,16 @@
-"""Define the function whose source replaces ``job.reset_buffers`` in pasted code.
+"""Define the function that replaces ``job.reset_buffers`` in the code that ``recommend`` prints.
 
-``job.reset_buffers`` builds the model again without writing any weight
-(``weighin.construction.skeleton``), which is too much code to paste. The function in this module instead
-drops each parameter as soon as the model's constructor registers it. The function has no
-annotations, so that pasted code stays short.
+``job.reset_buffers`` builds the model again without writing any weight, with code that is too long to
+paste (``weighin.construction.skeleton``). The function in this module moves each parameter to the meta
+device as soon as the constructor of the model registers it. The function has no annotations, so that
+the printed code is short.
 """
 
 import torch
 
 
 def reset_buffers(model, build_model, device, dtype):  # type: ignore[no-untyped-def]
-    """Give buffers that no checkpoint contains the values that the constructor gives them."""
+    """Give each non-persistent buffer the value that the model's constructor gives it."""
     if not any(module._non_persistent_buffers_set for module in model.modules()):
         return
 

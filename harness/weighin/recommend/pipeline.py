@@ -1,8 +1,8 @@
-"""Answer a question to ``weighin recommend`` for a whole pipeline: a strategy for each of its parts.
+"""Answer ``weighin recommend`` for a pipeline of diffusers, with a strategy for each of its parts.
 
-*Together*, a part is loaded while all other parts are in memory, so that its load has the limits minus
-the other parts' weights. *One after the other*, each part is freed before the next load, so that each
-load has the whole limits.
+"Together" means that all other parts are in memory while a part is loaded, so that the limit of the
+load is smaller by the weights of the other parts. "One after the other" means that each part is freed
+before the next part is loaded, so that each load has the whole limit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ _ONE_AFTER_THE_OTHER: Final = "one after the other"
 
 @dataclass(frozen=True, slots=True)
 class PipelineAdvice:
-    """The advice for each part by the part's name, for both ways to hold the parts."""
+    """The advice for each part of a pipeline, for parts that stay in memory together and for parts that do not."""
 
     title: str
     limits: Limits
@@ -34,7 +34,7 @@ class PipelineAdvice:
 
     @property
     def best(self) -> str:
-        """How the pipeline is sure to fit, "together" if possible; empty if it is not."""
+        """How the parts are sure to fit: "together", else "one after the other"; empty if neither is sure."""
         for held, advices in (
             (_TOGETHER, self.together),
             (_ONE_AFTER_THE_OTHER, self.one_after_the_other),
@@ -44,7 +44,7 @@ class PipelineAdvice:
         return ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole answer for ``--json``."""
+        """Return the answer as data for ``--json``."""
         return {
             "pipeline": self.title,
             "ram_limit_bytes": self.limits.ram_bytes,
@@ -65,10 +65,10 @@ class PipelineAdvice:
 def advise_pipeline(
     title: str, questions: Mapping[str, Question], say: Callable[[str], None]
 ) -> PipelineAdvice:
-    """Return the advice for the parts of a pipeline; ``questions`` has the whole limits for each part.
+    """Return the advice for each part of a pipeline; every question has the limits of the whole pipeline.
 
     Raises:
-        HarnessError: a part, or a run's records, cannot be used.
+        HarnessError: a part of the pipeline, or the records of a run, cannot be read.
     """
     prior = {
         name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
@@ -89,7 +89,7 @@ def advise_pipeline(
 
 
 def _left(question: Question, held_bytes: int) -> Limits:
-    """Return the limits of a load while other parts of this size are on its device."""
+    """Return the limits of a load while other parts take ``held_bytes`` on the same device."""
     ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
     if question.device == "cpu":
         return Limits(None if ram is None else max(1, ram - held_bytes), vram)

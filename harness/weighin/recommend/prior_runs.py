@@ -1,4 +1,4 @@
-"""Read earlier measurements of one model and device on this machine from the records of runs."""
+"""Read from the records of runs what this machine measured earlier for one model and device."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -14,21 +14,22 @@ from weighin.records.machine import CONCURRENT
 from weighin.records.repeats import middle
 from weighin.result import Outcome, Result
 
-_REPEATS: Final = 2  # the fewest repeats that show noise
+_REPEATS: Final = 2  # noise needs at least two repeats
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
 
 
 @dataclass(slots=True)
 class Evidence:
-    """The measurements of one strategy with one format.
+    """What was measured of one strategy with one checkpoint format.
 
     Attributes:
-        ok_limits: RAM limits under which a cell ended ok, in bytes; None is no limit.
-        killed_limits: RAM limits under which a cell was killed for lack of memory, in bytes.
-        anon_bytes: sampled maximum of anonymous memory, and of shared memory if there was any, over
-            the cells that ended ok; with a use, that of the load and the use.
-        ready_s: ready times of the cells that ended ok, by RAM limit.
-        incomplete: a text for each run among the sources that was stopped before its last cell.
+        ok_limits: the RAM limits in bytes under which a load ended ok; None is a load without a limit.
+        killed_limits: the RAM limits in bytes under which a load was killed for lack of memory.
+        anon_bytes: the sampled maximum of anonymous and shared memory over all loads that ended ok,
+            including the use after the load.
+        cuda_reserved_bytes: the bytes of GPU memory that the CUDA allocator reserved.
+        ready_s: the times in seconds until every byte was read, of loads that ended ok, by RAM limit.
+        incomplete: a text for each run that was stopped before its last measurement.
     """
 
     ok_limits: list[int | None] = field(default_factory=list)
@@ -39,7 +40,7 @@ class Evidence:
     incomplete: dict[str, None] = field(default_factory=dict)
 
     def take(self, result: Result, use: str = "") -> None:
-        """Add the record of one cell; of a cell with another use than ``use``, only its ready time."""
+        """Add a record; if the model was used otherwise than ``use``, add only the time of its load."""
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OK and result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
@@ -57,7 +58,7 @@ class Evidence:
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 
     def fits(self, limit_bytes: int) -> bool | None:
-        """Return whether the strategy works under a RAM limit; None if no record shows it."""
+        """Return whether records show that the strategy works under a RAM limit; None without such records."""
         if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
             return True
         if any(limit >= limit_bytes for limit in self.killed_limits):
@@ -65,18 +66,17 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median ready time under this RAM limit, or under the nearest measured limit.
+        """Return the median time in seconds under a RAM limit, or under the next larger measured limit.
 
-        The nearest limit is the smallest larger limit. The largest smaller limit is used only if no
-        larger limit was measured, because a load that thrashes under a smaller limit takes many
-        times as long.
+        If no larger limit was measured, the largest measured limit is used. Smaller limits come last,
+        because a load that thrashes takes many times as long.
         """
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of the ready times; None without repeats.
+        """Return the median absolute deviation of the times in seconds; None without repeats.
 
-        The median absolute deviation changes little if other load slows one repeat down.
+        One repeat that another program slowed down changes this deviation only a little.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:
@@ -99,11 +99,11 @@ def _size(limit_bytes: int | None) -> float:
 def find(
     folders: Iterable[Path], wanted: Cell, left_out: Callable[[str], None] = lambda _: None
 ) -> dict[tuple[str, str], Evidence]:
-    """Return the measurements of this machine in the runs of these folders, by strategy and format.
+    """Return what this machine measured in the runs of these folders, by strategy and format.
 
-    Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
-    options or environment variables; of a cell with another use than that of ``wanted``, only the ready time. ``left_out`` is called with the reason for each run that cannot be
-    read, among the runs of a folder.
+    A record counts if its model, device, dtype, page cache, ranks and disk are those of ``wanted``,
+    and if it has neither options nor environment variables. A record with another use counts only for
+    the time of the load. ``left_out`` is called with the reason why a run below a folder cannot be read.
 
     Raises:
         RecordError: one of the folders is itself a run, and cannot be read.
@@ -113,7 +113,8 @@ def find(
     for result, incomplete in _results(folders, left_out):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
-        same_machine &= CONCURRENT not in result.environment  # its times are not comparable
+        # The times of cells that ran at once are not comparable.
+        same_machine &= CONCURRENT not in result.environment
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
             cell.environment, cell.disk,
@@ -130,7 +131,7 @@ def find(
 def _results(
     folders: Iterable[Path], left_out: Callable[[str], None]
 ) -> Iterator[tuple[Result, tuple[str, ...]]]:
-    """Yield the results of all runs, each with a text if its run was stopped before its last cell."""
+    """Yield the results of all runs; a result of a run that was stopped has a text that says so."""
     for folder in folders:
         runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:

@@ -1,4 +1,4 @@
-"""Order candidates by verdict, so that fitting candidates come first, and then by ready time."""
+"""Order strategies by verdict, so that those that fit come first, and then by the time of the load."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,18 +6,18 @@ from typing import Final
 from weighin.recommend.candidates import MEASURED, Candidate, FitVerdict
 
 _DOUBT_TIMES: Final = 2.0
-"""A predicted time must be smaller than a measured time by this factor to come first."""
+"""A strategy with a predicted time comes before one with a measured time if it is faster by this factor."""
 _SAME_TIME: Final = 1.1
-"""Predicted times within this factor count as equal; their errors are similar for all loads."""
+"""Predicted times within this factor count as equal, because a prediction is not more accurate."""
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, best first: by verdict, then by ready time.
+    """Return the strategies from the best to the worst: by verdict, then by the time of the load.
 
-    A time measured on this machine comes before a predicted time, unless the predicted time is less
-    than half of the measured time. Candidates about as fast as the fastest candidate (within the
-    noise of its repeats, or within 10 % if it was not measured) are ordered by the number of their
-    requirements, then by RAM.
+    A strategy with a measured time comes before one with a predicted time, unless the predicted time
+    is less than half of the measured time. Strategies that are about as fast as the fastest one are
+    ordered by the number of their requirements, then by RAM. "About as fast" is within the noise of
+    the repeats of the fastest one, or within 10 % if the fastest one was not measured.
     """
     return [
         one
@@ -27,7 +27,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates of one verdict, best first."""
+    """Return the strategies of one verdict from the best to the worst."""
     is_any_measured = any(one.time_from == MEASURED for one in alike)
 
     def counted_s(candidate: Candidate) -> float:
@@ -41,7 +41,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[object, ...]:
         time_s = counted_s(candidate)
-        # The time of a load that thrashes differs between limits, so the time decides last.
+        # A load that thrashes takes another time under each limit, so its time decides last.
         if candidate.verdict is FitVerdict.THRASHES:
             return len(candidate.asks), candidate.need_bytes or 0, time_s, candidate.strategy
         is_slower = time_s > as_fast_s
@@ -53,7 +53,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _as_fast_s(fastest: Candidate, time_s: float) -> float:
-    """Return the longest time in seconds that counts as equal to the fastest candidate's time."""
+    """Return the longest time in seconds that counts as equal to the time of the fastest strategy."""
     if fastest.time_from == MEASURED:
         return time_s + (fastest.noise_s or 0.0)
     return time_s * _SAME_TIME

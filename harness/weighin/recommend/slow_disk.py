@@ -1,7 +1,8 @@
-"""Predict how fast each way to read a file is on a disk that answers late.
+"""Predict how fast each way to read a file is on a disk with a given rate and latency.
 
-A request waits for its latency, and then for its bytes at the rate, which all requests share. Whoever
-has n requests of 128 KiB under way at once gets n * 128 KiB in the time of one, and at most the rate.
+A request takes the latency, and then the time to transfer its bytes at the rate. A reader with n
+requests of 128 KiB at once reads n * 128 KiB in the time of one request, unless all requests together
+reach the rate of the disk.
 """
 
 import math
@@ -15,17 +16,17 @@ from weighin.loader.disk_readers import TimedRead, choose
 from weighin.recommend.calibration import Calibration
 
 READ_AHEAD: Final = 2
-"""The requests that the kernel has under way for one sequence of buffered reads or page faults: the one
-that is waited for, and the next."""
+"""The number of requests that the kernel sends at once for sequential reads: the one for which the
+reader waits, and the next one (read-ahead)."""
 
-_OPENING: Final = 6  # requests, one after the other: to open an archive and to read its index
+_OPENING: Final = 6  # requests in sequence, to open a file of torch.save and read its index
 
 
 def behind(calibration: Calibration, pace: Pace) -> Calibration:
-    """Return the calibration of this machine with such a disk."""
+    """Return the calibration of this machine as if its disk had this rate and latency."""
     if not pace:
         return calibration
-    mapped = READ_AHEAD * (os.cpu_count() or 1)  # a thread for each processor reads the pages
+    mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
     return replace(
         calibration,
         read_bytes_per_s=min(calibration.read_bytes_per_s, rate(pace, READ_AHEAD)),
@@ -38,14 +39,14 @@ def behind(calibration: Calibration, pace: Pace) -> Calibration:
 
 
 def rate(pace: Pace, requests: int) -> float:
-    """Return the bytes per second of a reader that has ``requests`` under way at once."""
+    """Return the bytes per second of a reader that sends ``requests`` requests at once."""
     request_s = _request_s(pace, LARGEST_READ_BYTES)
     of_requests = requests * LARGEST_READ_BYTES / request_s if request_s else math.inf
     return min(pace.bytes_per_s or math.inf, of_requests)
 
 
 def _direct_requests(pace: Pace) -> int:
-    """Return the threads with which ``load_streaming`` reads from such a disk."""
+    """Return the number of threads with which ``load_streaming`` reads from such a disk."""
     sizes = (4096, LARGEST_READ_BYTES)
     return choose([TimedRead(size, round(_request_s(pace, size) * 1e9)) for size in sizes]).threads
 

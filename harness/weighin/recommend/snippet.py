@@ -1,7 +1,7 @@
-"""Write the code to paste: a strategy's ``load`` as a plain function without a job object.
+"""Write the function ``load`` of a strategy as code that a user can paste, without weighin's ``job``.
 
-Short helpers that the strategy imports from weighin become part of the code. A strategy that uses
-weighin's own loader keeps its import of the loader.
+The written code contains the short helpers that the strategy imports from weighin. A strategy that
+uses weighin's own loader still imports the loader.
 """
 
 import ast
@@ -18,20 +18,20 @@ from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
-"""Modules that are too large to include in pasted code, so that the code imports them."""
+"""The written code imports these modules, because they are too large to paste."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
-"""Packages to install if the code imports them, even if the strategy does not declare them."""
+"""Packages that the first line of the code installs although the strategy does not declare them."""
 
 
 class CannotWriteOut(Exception):
-    """The strategy uses its job object or weighin in a way that a plain function cannot do."""
+    """The strategy cannot become a plain function, because it uses ``job`` or weighin in another way."""
 
 
 def snippet(
     info: StrategyInfo, *, device: str = "cpu", dtype: str = "float32", checkpoint: str = "model.pt"
 ) -> str:
-    """Return the strategy as Python code that runs without changes.
+    """Return the code of a strategy as a Python program that runs without changes.
 
     Raises:
         CannotWriteOut: the strategy cannot become a plain function; the message says why.
@@ -72,12 +72,15 @@ def pretrained_snippet(
     gguf_file: str = "",
     extra: str = TRANSFORMERS.extra,
 ) -> str:
-    """Return the code that loads the folder of a library with a strategy that renames keys.
+    """Return the code that loads a folder of transformers, diffusers or timm in one call.
 
-    ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the model's code is in its library. ``is_chosen`` tells whether the class is another one
-    than the folder names. ``gguf_file`` is the name of the weights' GGUF file; empty for other weights.
-    ``extra`` is the extra of weighin for the folder's library.
+    Args:
+        auto: the class of transformers that runs the model's code in the folder, such as
+            "AutoModelForCausalLM"; empty if transformers itself has the code of the model.
+        variant: the variant of the weights in the names of the files, such as "fp16".
+        is_chosen: whether the user chose another class than config.json names.
+        gguf_file: the name of the GGUF file with the weights; empty for other weights.
+        extra: the optional dependency of weighin for the library, as in ``pip install weighin[...]``.
     """
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
@@ -105,7 +108,7 @@ def pretrained_snippet(
 
 
 def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
-    """Return the packages to install beside torch, which the strategy declares or imports."""
+    """Return the packages beside torch that the strategy declares or imports."""
     declared = {name_of(package) for package in info.packages}
     imported = {line.split()[1].partition(".")[0] for line in lines}
     others = [name for name in _INSTALLED if name in imported and name not in declared]
@@ -113,7 +116,7 @@ def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """Return the import lines to keep and the source of functions to include, for one import."""
+    """Return the import lines that the code keeps, and the functions that replace other imports."""
     if isinstance(node, ast.Import):
         return [ast.unparse(node)], []
     module = node.module or ""
@@ -126,9 +129,9 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.construction.tied_weights":
             written.append(_source(source, alias.name))
-        elif source != "weighin.strategy":  # a plain function needs no types of jobs
+        elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(
-                f"its file imports {alias.name} from {module}, which a function to paste cannot have"
+                f"its file imports {alias.name} from {module}, which pasted code cannot import"
             )
     return kept, written
 
@@ -158,7 +161,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
 
 
 class _Plain(ast.NodeTransformer):
-    """Remove the job object from a function: drop phases, and turn attributes into arguments."""
+    """Remove ``job`` from a function: ``job.phase`` disappears, and ``job.device`` becomes ``device``."""
 
     def __init__(self, *, convert: bool) -> None:
         self.job: str | None = None
@@ -180,7 +183,7 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             return self.visit(default)  # type: ignore[no-any-return]
-        # job.build_model applies the cell's dtype; a user's builder does not.
+        # job.build_model applies the dtype, but the function of a user does not.
         if ast.unparse(node.func) == "load_streaming":
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
         node.keywords = [

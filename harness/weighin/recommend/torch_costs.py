@@ -1,6 +1,6 @@
-"""Measure the costs that need torch, for a calibration: ``python -m weighin.recommend.torch_costs``.
+"""Measure the speeds of this machine that need torch: ``python -m weighin.recommend.torch_costs``.
 
-Each round runs in a process of its own, which has imported torch, and sends one event, ``costs``.
+Each round runs in a forked process, because the import of a module can be timed only once in a process.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Final
 from weighin.parent_process import Parent, end_with_parent
 
 if __name__ == "__main__":
-    end_with_parent()  # before the imports that take seconds
+    end_with_parent()  # before the import of torch, which takes seconds
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ _WEIGHTS: Final = 32 * 1024**2
 
 
 def main() -> None:
-    """Send the costs of each round."""
+    """Measure each round in a forked process, which sends the costs to the parent as one event."""
     parent = Parent()
     for _ in range(ROUNDS):
         child = os.fork()
@@ -32,16 +32,16 @@ def main() -> None:
             parent.send("costs", **measure())
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            sys.exit(1)  # the child has printed its error
+            sys.exit(1)  # the forked process has printed its error
 
 
 def measure() -> dict[str, float]:
     """Return ``archive_s``, ``module_s`` and ``init_bytes_per_s`` of a ``Calibration``."""
     modules_before = len(sys.modules)
     start = time.perf_counter()
-    nn.Embedding(1, 1, device="meta")  # imports a part of torch
+    nn.Embedding(1, 1, device="meta")  # imports modules of torch that are needed only now
     module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - modules_before)
-    with tempfile.TemporaryFile() as file:  # nameless, so that nothing is ever left
+    with tempfile.TemporaryFile() as file:  # it has no name, so a kill leaves no file
         path = f"/proc/self/fd/{file.fileno()}"
         torch.save(torch.zeros(1), path)
         torch.load(path, weights_only=True)

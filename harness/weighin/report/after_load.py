@@ -1,6 +1,6 @@
-"""Tabulate what the use of a model costs after its load: one row for each strategy, one column for each use.
+"""Tabulate the memory of a model's use, such as a training step, with a row for each strategy.
 
-Memory is a multiple of the model's size, above the memory after the imports.
+Figures are (anonymous memory - anonymous memory after the imports) / the size of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,26 +10,25 @@ from weighin.records import after_load
 from weighin.records.metrics import ready_anon
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import Row, series, split, values, varying
+from weighin.report.tables import HEADINGS, name_text
 from weighin.result import Outcome, Result
 from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
 NOTE: Final = (
-    "Anonymous memory, which the kernel cannot reclaim, above that after the imports, as a multiple of"
-    " the model. Each column of a use: the most during the use (sampled), then that at its end (exact)."
+    "Figures are anonymous memory, which the kernel cannot reclaim, less the anonymous memory after the"
+    " imports, as multiples of the model's size. A use has two figures: the largest during the use"
+    " (sampled), and the one at the end of the use (exact)."
 )
-_NOTE_FORK: Final = (
-    "fork: the private memory that each of two forked processes adds to this (exact)."
-)
+_NOTE_FORK: Final = "fork: the private memory that each of two forked processes adds (exact)."
 _READY: Final = "loaded"
 _MISSING: Final = "-"
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table; none if every model was used by forward passes alone."""
+    """Return the table of uses; an empty list if every model was used by forward passes alone."""
     if not any(result.cell.use for result in results):
         return []
     loads = [one for one in results if one.cell.operation == "load"]
@@ -48,7 +47,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[str]) -> list[str]:
-    """Return the memory of one strategy after the load, and then for each use."""
+    """Return the memory of one strategy after the load, followed by its memory in each use."""
     of_use = {row["use"]: groups[row["group"]] for row in rows}
     everything = [result for group in of_use.values() for result in group]
     texts = [_use_text(of_use.get(use, [])) for use in uses]
@@ -67,6 +66,6 @@ def _use_text(repeats: Sequence[Result]) -> str:
 
 
 def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
-    """Return (the median of a figure - the baseline) / the model's size."""
+    """Return the median over ``results`` of (a size - anonymous memory after the imports) / the model's size."""
     found = middle(after_load.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"

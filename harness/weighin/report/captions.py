@@ -1,4 +1,4 @@
-"""Write the captions of a report: the properties that all cells share, and notes on figures."""
+"""Write the captions of a report: the properties that all measurements share, and notes on figures."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from weighin.text import few
 from weighin.units import format_bytes, format_exact
 from weighin.uses import FORWARD, NONE
 
-# Environment keys that a caption prints, each with its prefix; any key may be missing.
+# The keys of a record's environment that a caption prints, each with the text before its value.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
 _COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
@@ -28,12 +28,12 @@ BELOW_IMPORT: Final = (
 
 
 def size(value: int | None) -> str:
-    """Return a limit as text for a sentence: "8 GiB", "6500 MiB"."""
+    """Return a memory limit as text for a sentence: "8 GiB", "6500 MiB"."""
     return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(int(value))) if value else "none"
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return a dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
+    """Return a property of a measurement as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
     if name == "operation":
         return operations.KINDS[value].doing
     if name == "model":
@@ -50,18 +50,18 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def has_uses(rows: Sequence[Row]) -> bool:
-    """Return whether a model of these series was used in another way than by forward passes."""
+    """Return whether a model in these rows was used in another way than by forward passes."""
     return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 
 def model_size(rows: Sequence[Row]) -> int | None:
-    """Return the model's size in bytes, or None if no row has it or the rows differ."""
+    """Return the size of the model in bytes; None if the rows have several sizes or none."""
     sizes: set[int | None] = {*values(rows, "model_bytes")} - {None}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def apart(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Split the series by these columns, and yield the title and the rows of each group."""
+    """Split the rows by the columns ``names``, and yield the title and the rows of each group."""
     for found, group in split(rows, names).items():
         size = model_size(group)
         pairs = zip(names, found, strict=True)
@@ -89,16 +89,13 @@ def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str
 
 
 def code(results: Sequence[Result]) -> str:
-    """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23".
-
-    Skipped cells are ignored, because they were not measured.
-    """
+    """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23"."""
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
     return when_and_what([(result.environment, result.started_at) for result in measured])
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the commits and days in ``made``, a sequence of environments and times, as text."""
+    """Return the commits and days of ``made`` as text; each item is an environment and a start time."""
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
@@ -112,7 +109,7 @@ def _commit(environment: Mapping[str, Any]) -> str:
 
 
 def doing(rows: Sequence[Row]) -> str:
-    """Return the operations of the cells: "loading", "saving", or "loading and saving"."""
+    """Return what the measurements did: "loading", "saving", or "loading and saving"."""
     return " and ".join(kind.doing for kind in operations.of(rows)) if rows else ""
 
 
@@ -124,14 +121,14 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def ending(row: Mapping[str, Any]) -> str:
-    """Return the outcome of a series, followed by the phase in which a load was cut off."""
+    """Return the outcome of a row, followed by the phase in which it ended: "oom_killed in load"."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the machine and software of the cells, without values that differ between cells."""
+    """Return the machine and software on which all measurements agree."""
     described = [environment for environment in environments if environment]
     words = []
     for key, before in _MACHINE.items():
@@ -142,14 +139,16 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     return words
 
 
-def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning if cells of one run were measured with different machines or software."""
-    seen: dict[str, list[str]] = {}
+def _mixed_machines(results: Sequence[Result]) -> list[str]:
+    """Return a warning if the measurements of a run have different machines or software."""
+    seen: dict[str, dict[str, None]] = {}
     compared = cache(lambda name: name == "git_commit" or policy_of(name, {}) != "ignore")
-    for name, value in (pair for one in environments for pair in settings_of([one]).items()):
-        # A skipped cell does not record every setting, so a missing value is not a difference.
-        if value is not None and compared(name) and str(value) not in seen.setdefault(name, []):
-            seen[name].append(str(value))
+    for result in results:
+        for name, value in settings_of([result.environment]).items():
+            is_set_by_ranks = name == "threads" and result.cell.ranks > 1
+            # A missing value is no difference, because a skipped measurement lacks some settings.
+            if value is not None and compared(name) and not is_set_by_ranks:
+                seen.setdefault(name, {})[str(value)] = None
     differing = [
         f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1
     ]
@@ -162,26 +161,17 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
-    """Return the warnings of a run: first on its records file, then on machines, then on cells."""
+    """Return the warnings of a run: about records.jsonl, then about machines, then about measurements."""
     cells_of: dict[str, list[str]] = {}
     for result in results:
         for warning in result.warnings:
             cells_of.setdefault(warning, []).append(result.cell.id)
     of_cells = [f"{text} ({few(cells)})" for text, cells in cells_of.items()]
-    mixed = mixed_machines([_comparable(result) for result in results])
-    return [*of_the_file, *mixed, *of_cells]
-
-
-def _comparable(result: Result) -> Mapping[str, Any]:
-    """Return a cell's environment without the number of threads, which ranks set as torchrun does."""
-    environment = dict(result.environment)
-    if result.cell.ranks > 1:
-        environment.pop("threads", None)
-    return environment
+    return [*of_the_file, *_mixed_machines(results), *of_cells]
 
 
 def note_figures(rows: Sequence[Row]) -> list[str]:
-    """Return explanations of the figures of these series and their accuracy, one per line."""
+    """Return lines that explain the figures of these rows and how accurate each figure is."""
     if not rows:
         return []
     kinds = operations.of(rows)
@@ -192,7 +182,7 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
         *(BELOW_IMPORT if kind is left_out else kind.computed for kind in kinds if kind.computed),
         *sampled,
         *(line for kind in kinds for line in kind.times),
-        "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
+        "Not ok: the figures are the last readings before the end, and not the memory that a load needs.",
     ]
     if has(rows, "peak_cuda_allocated_bytes"):
         lines[1:1] = [
@@ -206,12 +196,12 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
             "Exact: cgroup peak, of all ranks together, counts each page once. Exact when all ranks were"
             " ready: PSS of all ranks.",
             "Misleading: sum of peaks adds the ranks' peak RSS, and so counts shared pages once per rank;"
-            " other tools print it. peak RSS, load and ready are those of the rank with the largest value.",
+            " other tools print this sum. peak RSS, load and ready are those of the rank with the largest value.",
         ]
     if has_uses(rows):
         lines.append(
-            "use: time of the use after the load; peak RSS of use: exact. Above the anonymous memory after"
-            " the imports: most in use (sampled), after use (exact)."
+            "use: time of the use after the load; peak RSS of use: exact. most in use (sampled) and after use"
+            " (exact): anonymous memory less the anonymous memory after the imports."
         )
     if (repeats := max(row["repeats"] for row in rows)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
@@ -219,7 +209,7 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
 
 
 def note_unused(results: Sequence[Result]) -> list[str]:
-    """Return a note for each model that was not called although a forward pass was requested."""
+    """Return a note for each model whose requested forward pass was not run."""
     builders = {
         result.cell.model.name: result.cell.model.builder.partition(":")[0]
         for result in results

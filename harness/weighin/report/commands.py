@@ -1,4 +1,4 @@
-"""Tell who used the memory of a command: its processes, their files and stacks, and who was killed."""
+"""Tabulate the processes of a command that used the memory, and the processes that were killed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,14 @@ from weighin.records.floor import searched
 from weighin.records.repeats import grouped, latest
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
-from weighin.report.markdown import plain
+from weighin.report.markdown import plain, scaled
 from weighin.result import Kill, OpenFile, Process, Result, Stack
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_seconds
 
-_MOST_FILES: Final = 3  # of one process, in a table
+_MOST_FILES: Final = 3  # in a table, of one process
 _MOST_PROCESSES: Final = 20
-_LEAST_SHARE: Final = 0.01  # of the memory of all processes
+_LEAST_SHARE: Final = 0.01  # of the memory of all processes; a smaller process has no row
 _MOST_NAMES: Final = 8
 _COMMAND_LENGTH: Final = 80
 PROCESSES_NOTE: Final = (
@@ -25,19 +25,21 @@ PROCESSES_NOTE: Final = (
 )
 _SIZES: Final = ("anonymous\nMiB", "file\nMiB", "shared\nMiB")
 KILLS_NOTE: Final = (
-    "From the kernel's log, at the instant of the kill. Memory is that of the process."
+    "The memory is that of the killed process at the instant of the kill, from the kernel's log."
 )
+STACKS: Final = "Stacks at the peak"
+_LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
 
 
 def listings(results: Sequence[Result]) -> Iterator[Found]:
-    """Yield the tables for which these results have data."""
+    """Yield the tables of killed processes, processes and marked lines that have at least one row."""
     for build in (kills, processes, marks):
         if found := build(results):
             yield found
 
 
 def processes(results: Sequence[Result]) -> Found | None:
-    """Return the processes that ran when each command used most memory; None if none is known."""
+    """Return a table of the processes that ran when a command used most memory; None without one."""
     chosen = _largest(results)
     rows, notes = [], [PROCESSES_NOTE]
     for title, result in chosen:
@@ -57,7 +59,7 @@ def processes(results: Sequence[Result]) -> Found | None:
 
 
 def kills(results: Sequence[Result]) -> Found | None:
-    """Return the processes that the kernel killed for lack of memory; None if there is none."""
+    """Return a table of the processes that the kernel killed for lack of memory; None without one."""
     chosen = _chosen(results)
     rows = [
         [title, *_kill_row(kill)]
@@ -69,7 +71,7 @@ def kills(results: Sequence[Result]) -> Found | None:
 
 
 def stacks(results: Sequence[Result]) -> str:
-    """Return the stacks of each command at its peak as text; empty if none was read."""
+    """Return the Python stacks of each command when it used most memory; empty without a stack."""
     parts = []
     for title, result in _chosen(results):
         for stack in stacks_at_peak(result):
@@ -81,14 +83,14 @@ def stacks(results: Sequence[Result]) -> str:
 
 
 def stacks_at_peak(result: Result) -> list[Stack]:
-    """Return the stacks that were read at the instant at which the command used most memory."""
+    """Return the Python stacks that were read when the command used most memory."""
     found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
     most = max((stack.usage_bytes for stack in found), default=0)
     return [stack for stack in found if stack.usage_bytes == most]
 
 
 def marks(results: Sequence[Result]) -> Found | None:
-    """Return the marked lines of each command's output with their times; None if there is none."""
+    """Return a table of the marked lines of output, with the time of each line; None without one."""
     chosen = _largest(results)
     rows = []
     for title, result in chosen:
@@ -103,12 +105,8 @@ def marks(results: Sequence[Result]) -> Found | None:
     return _found("Marked lines of output", ["of", "line", "after"], 2, rows, [], chosen)
 
 
-STACKS: Final = "Stacks at the peak"
-_LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
-
-
 def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
-    """Return the first repeat of each series of a command, with a title that tells them apart."""
+    """Return the first repeat of each measured command and limit, with a title for each."""
     first: dict[str, Result] = {}
     for result in latest(results):
         if result.ran:
@@ -117,7 +115,7 @@ def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
 
 
 def _largest(results: Sequence[Result]) -> list[tuple[str, Result]]:
-    """Return of each command the cell that used most memory, under whatever limit."""
+    """Return for each command the measurement that used most memory, whatever its RAM limit was."""
     by_command = grouped(_chosen(results), lambda one: searched(one[1].cell).series)
     return [max(cells, key=lambda one: _need(one[1])) for cells in by_command.values()]
 
@@ -127,7 +125,7 @@ def _need(result: Result) -> int:
 
 
 def _shown(at_peak: Sequence[Process]) -> list[Process]:
-    """Return the processes that hold a share worth a row, the largest first."""
+    """Return the processes that get a row: those with at least 1 % of the memory, or with open files."""
     ordered = sorted(at_peak, key=_held, reverse=True)
     least = _LEAST_SHARE * sum(map(_held, at_peak))
     return [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
@@ -147,32 +145,36 @@ def _found(
     notes: Sequence[str],
     chosen: Sequence[tuple[str, Result]],
 ) -> Found | None:
-    """Return a table, without its first column if it is about one command; None without rows."""
+    """Return a table, without its first column if a single command was measured; None without rows."""
     start = 0 if len(chosen) > 1 else 1
     fields = of_texts([row[start:] for row in rows])
     return Found(label, heads[start:], fields, names - start, notes=notes) if rows else None
 
 
 def _process_row(process: Process) -> list[str]:
-    figures = (process.anon_bytes, process.file_bytes, process.shmem_bytes)
     return [
         _short(process.command),
         "; ".join(_read(each) for each in process.files[:_MOST_FILES]) or "-",
         str(process.pid),
         str(process.parent_pid),
-        *map(_mib, figures),
+        *_sizes(process),
     ]
 
 
 def _kill_row(kill: Kill) -> list[str]:
     limit = _LIMITS.get(kill.limit_of, kill.limit_of)
-    figures = (kill.anon_bytes, kill.file_bytes, kill.shmem_bytes)
     who = "the first process" if kill.is_main else "another process"
-    return [_short(kill.command), who, plain(limit), str(kill.pid), *map(_mib, figures)]
+    return [_short(kill.command), who, plain(limit), str(kill.pid), *_sizes(kill)]
+
+
+def _sizes(owner: Process | Kill) -> list[str]:
+    """Return the anonymous, file-backed and shared memory of a process in MiB."""
+    sizes = (owner.anon_bytes, owner.file_bytes, owner.shmem_bytes)
+    return [scaled(size, MIB, 1) for size in sizes]
 
 
 def _read(file: OpenFile) -> str:
-    """Return how far a file was read, or how much of it was mapped."""
+    """Return the name of a file, with the bytes that were read or mapped: "w.pt, 1.2 GiB of 3.1 GiB"."""
     name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes, digits=1)
     if file.position_bytes is None:
         text = f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
@@ -182,14 +184,14 @@ def _read(file: OpenFile) -> str:
 
 
 def _named(others: Sequence[Process]) -> str:
-    """Return the programs of processes with their numbers: "sh (12 times), cat"."""
+    """Return the names of the programs that ran, with the number of processes: "sh (12 times), cat"."""
     counts = Counter(_short(each.command).partition(" ")[0] or "unknown" for each in others)
     texts = [f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()]
     return few(texts, _MOST_NAMES)
 
 
 def _short(command: str) -> str:
-    """Return a command line without the folder of its program, and not too long."""
+    """Return a command line without the folder of its program, cut off after 80 characters."""
     program, _, arguments = plain(command).partition(" ")
     text = f"{PurePath(program).name} {arguments}".strip()
     return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"
@@ -197,7 +199,3 @@ def _short(command: str) -> str:
 
 def _held(process: Process) -> int:
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0) + (process.file_bytes or 0)
-
-
-def _mib(value: int | None) -> str:
-    return "-" if value is None else f"{value / MIB:.1f}"

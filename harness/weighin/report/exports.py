@@ -1,17 +1,20 @@
 """Export a run for other programs: benchmark dashboards, Prometheus, and data frames.
 
-A series has the same name as in ``weighin check``. The figures of a series are the median, the
-lowest and the highest value of its ok repeats. Repeats that are not ok are only counted.
+All exports name the repeats of one measurement (a series) as ``weighin check`` does. A figure is
+exported as the median, the lowest and the highest value of the repeats that ended ok. Repeats that
+did not end ok are only counted.
 
-``missing`` is the number of cells that a run's plan has and its records lack: 0 for a complete run,
-None for a run without a plan. The exports carry it as ``missing_cells``, so that the figures of a run
-that was stopped do not pass for those of a complete run.
+The parameter ``missing`` is the number of planned measurements (cells) without a record: 0 for a
+complete run, None for a run without a plan. Every export contains this number as ``missing_cells``,
+because a run that was stopped would otherwise look complete.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 _NOT_OK: Final = "not_ok_repeats"
 _MISSING: Final = "missing_cells"
 _RUN: Final = "run"
-"""The name of the benchmark that has the number of missing cells."""
+"""The name under which the exports contain the number of missing cells."""
 _NS: Final = 1e9
 
 
@@ -90,30 +93,28 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
         ConfigError: prometheus_client is not installed.
     """
     with extra("dashboards", "openmetrics"):
-        from prometheus_client import CollectorRegistry
         from prometheus_client.openmetrics.exposition import generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(_families(_run(results), missing)))
+    registry = SimpleNamespace(collect=lambda: _families(_run(results), missing))
     text: bytes = generate_latest(registry)
     return text.decode()
 
 
 def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
-    """Return a Parquet file with one row per cell: the columns of ``rows.cells``, unrounded.
+    """Return a Parquet file with one row per measurement, whose columns are those of ``rows.cells``.
 
-    Every row also has the run's number of missing cells.
+    The figures are not rounded. The column ``missing_cells`` has the same number in every row.
 
     Raises:
         ConfigError: pyarrow is not installed.
     """
     with extra("parquet", "parquet"):
-        import pyarrow  # noqa: F401  # an extra, because it takes 170 MB and few users need it
-    import pandas as pd  # imported here: it takes half a second, and no other format needs it
+        import pyarrow  # noqa: F401  # an optional dependency, because it takes 170 MB
+    import pandas as pd  # imported here, because the import takes half a second
 
     rows = cells(results)
     names = operations.concerning(rows, OF_CELLS)
-    # As objects: pandas would convert integers beside None to floats, which cannot hold 2**53 + 1.
+    # dtype=object: pandas would convert integers beside None to floats, and round 2**53 + 1.
     table = pd.DataFrame(
         [[row[name] for name in names] for row in rows], columns=names, dtype=object
     )
@@ -124,16 +125,6 @@ def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
     file = BytesIO()
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()
-
-
-class _Collected:
-    """The collector interface that prometheus_client requires."""
-
-    def __init__(self, families: Iterable["Family"]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> Iterator["Family"]:
-        yield from self._families
 
 
 def _families(results: Sequence[Result], missing: int | None) -> Iterator["Family"]:
@@ -178,7 +169,7 @@ def _families(results: Sequence[Result], missing: int | None) -> Iterator["Famil
 
 
 def _labels(cell: Cell) -> dict[str, str]:
-    """Return the properties that identify a series, as labels; every series has the same keys."""
+    """Return the labels by which Prometheus tells the measurements apart, with the same keys for all."""
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),
@@ -196,12 +187,11 @@ def _labels(cell: Cell) -> dict[str, str]:
 
 
 def _label_name(key: str) -> str:
-    letters = [letter if letter.isascii() and letter.isalnum() else "_" for letter in key]
-    return "".join(letters).lstrip("0123456789_") or "setting"
+    return re.sub(r"[^0-9A-Za-z]", "_", key).lstrip("0123456789_") or "setting"
 
 
 def _run(results: Sequence[Result]) -> list[Result]:
-    """Return the last record of each cell that was run, without skipped cells."""
+    """Return the last record of each measurement, without the measurements that were skipped."""
     return [result for result in latest(results) if result.outcome is not Outcome.SKIPPED]
 
 
@@ -213,6 +203,6 @@ def _outcomes(results: Sequence[Result]) -> dict[str, Counter[Outcome]]:
 
 
 def _not_ok(results: Sequence[Result]) -> dict[str, int]:
-    """Return the number of repeats that are not ok, by the name of their series."""
+    """Return the number of repeats that did not end ok, by the name of the repeated measurement."""
     counts = _outcomes(_run(results))
     return {name: count.total() - count[Outcome.OK] for name, count in counts.items()}

@@ -1,6 +1,6 @@
-"""Define the figures of a cell in one table: how each is read from its record, and its column in tables.
+"""Define how each figure is read from the record of a measurement, and the column that shows it.
 
-Bytes are integers, times are unrounded seconds, and a figure that was not measured is None.
+Sizes are integers in bytes, and times are floats in seconds. A figure that was not measured is None.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,20 @@ from weighin.units import GIB
 
 _GIB: Final = "GiB"
 _MODEL: Final = "x model"
-_DIGITS: Final = {_GIB: 3, "": 0}  # of a unit; else two
+_DIGITS: Final = {_GIB: 3, "": 0}  # after the decimal point, by unit; two for other units
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure, and its column of numbers.
+    """One figure of a measurement, and the column of numbers that shows it in tables.
 
     Attributes:
-        key: the figure's name in rows and in summary.csv; the figure is in bytes if the unit is GiB.
-        heading: empty for a figure that has no column.
-        accuracy: "exact" or "sampled", and by whom.
-        at_least: the rows' column that tells whether the figure is only a lower bound.
-        is_usual: whether a table has the column even if no cell has the figure.
+        key: the name of the figure in rows and in summary.csv.
+        unit: the unit in tables. A figure whose unit is GiB is in bytes in rows and in summary.csv.
+        heading: the heading of the column; an empty heading means that tables have no such column.
+        accuracy: "exact" or "sampled", followed by the source of an exact figure.
+        at_least: the name of the column of rows that tells whether the figure is only a lower bound.
+        is_usual: whether tables have the column even if the figure was never measured.
     """
 
     key: str
@@ -41,11 +42,11 @@ class Column:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the figure of a cell is an integer: bytes, or a number without a unit."""
+        """Whether the figure is an integer: a size in bytes, or a number without a unit."""
         return self.unit in _DIGITS
 
     def text(self, value: float | None) -> str:
-        """Return a value as text without its unit; "-" if it is missing."""
+        """Return a value as text without the unit; "-" if the value is None."""
         scale = GIB if self.unit == _GIB else 1
         return "-" if value is None else f"{value / scale:.{_DIGITS.get(self.unit, 2)}f}"
 
@@ -68,22 +69,22 @@ def _above_import_per_model(result: Result) -> float | None:
 COLUMNS: Final = {
     column.key: column
     for column in (
-        Column("import_s", "s", "import", _seconds(lambda one: one.cost.import_ns if one.cost else None), "exact, clock", "time of import torch, before the load"),
-        Column("import_transformers_s", "s", "import transformers", _seconds(_import_transformers_ns), "exact, clock", "time of the import of the model's class, before the load"),
-        Column("load_s", "s", "load", _seconds(lambda one: one.load_ns), "exact, clock", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", is_usual=True),
-        Column("ready_s", "s", "ready", _seconds(lambda one: one.ready_ns), "exact, clock", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", is_usual=True),
+        Column("import_s", "s", "import", _seconds(lambda one: one.cost.import_ns if one.cost else None), "exact, clock", "time of import torch, which ends before the load begins"),
+        Column("import_transformers_s", "s", "import transformers", _seconds(_import_transformers_ns), "exact, clock", "time of the import of the model's class from transformers, which ends before the load begins"),
+        Column("load_s", "s", "load", _seconds(lambda one: one.load_ns), "exact, clock", "time until the strategy returned, without the pauses in which weighin reads the peaks", is_usual=True),
+        Column("ready_s", "s", "ready", _seconds(lambda one: one.ready_ns), "exact, clock", "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", is_usual=True),
         Column("ready_and_pass_s", "s", "ready + first pass", _seconds(lambda one: through_first_pass_ns(one) if one.cell.disk else None), "exact, clock", "ready plus the time of the first forward pass"),
-        Column("use_s", "s", "use", _seconds(after_load.used_ns), "exact, clock", "time of the use of the ready model, in a phase of its own"),
-        Column("peak_rss_bytes", _GIB, "peak RSS", lambda one: one.peaks.rss_bytes, "exact, kernel", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", is_usual=True),
+        Column("use_s", "s", "use", _seconds(after_load.used_ns), "exact, clock", "time of the use of the loaded model, such as a training step"),
+        Column("peak_rss_bytes", _GIB, "peak RSS", lambda one: one.peaks.rss_bytes, "exact, kernel", "the kernel's high-water mark of the resident set size (VmHWM) until every byte was read; for a killed load, the last reading", is_usual=True),
         Column("above_import_bytes", _GIB, "", lambda one: one.above_import_bytes),
         Column("anon_sampled_bytes", _GIB, "anonymous (sampled)", lambda one: one.peaks.anon_sampled_bytes, "sampled", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", is_usual=True),
         Column("file_sampled_bytes", _GIB, "page cache (sampled)", lambda one: one.peaks.file_sampled_bytes, "sampled", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", is_usual=True),
-        Column("peak_cgroup_bytes", _GIB, "cgroup peak", lambda one: one.peaks.cgroup_bytes, "exact, kernel", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much"),
+        Column("peak_cgroup_bytes", _GIB, "cgroup peak", lambda one: one.peaks.cgroup_bytes, "exact, kernel", "highest memory charge of the cgroup of the load, including the page cache of files that it read first; a peak at the limit does not show that the load needs so much"),
         Column("peak_cuda_requested_bytes", _GIB, "CUDA requested", lambda one: one.peaks.cuda_requested_bytes, "exact, allocator", "peak of the bytes that tensors on the GPU requested during the load"),
-        Column("peak_cuda_allocated_bytes", _GIB, "CUDA allocated", lambda one: one.peaks.cuda_allocated_bytes, "exact, allocator", "the same, with each request rounded up to the allocator's blocks"),
+        Column("peak_cuda_allocated_bytes", _GIB, "CUDA allocated", lambda one: one.peaks.cuda_allocated_bytes, "exact, allocator", "peak of the bytes that the allocator gave to tensors on the GPU: each request is rounded up to a block"),
         Column("peak_cuda_reserved_bytes", _GIB, "CUDA reserved", lambda one: one.peaks.cuda_reserved_bytes, "exact, allocator", "peak of the bytes that the allocator reserved from the driver"),
-        Column("cuda_driver_sampled_bytes", _GIB, "CUDA driver (sampled)", lambda one: one.peaks.cuda_driver_sampled_bytes, "sampled", "sampled maximum of the driver's own figure, which includes the CUDA context and buffers of libraries"),
-        Column("peak_pinned_bytes", _GIB, "pinned", lambda one: one.peaks.pinned_bytes, "exact, its allocator", "peak of page-locked host memory"),
+        Column("cuda_driver_sampled_bytes", _GIB, "CUDA driver (sampled)", lambda one: one.peaks.cuda_driver_sampled_bytes, "sampled", "sampled maximum of the GPU memory that the driver reports, which includes the CUDA context and buffers of libraries"),
+        Column("peak_pinned_bytes", _GIB, "pinned", lambda one: one.peaks.pinned_bytes, "exact, its allocator", "peak of page-locked (pinned) host memory"),
         Column("baseline_rss_bytes", _GIB, "", lambda one: one.baseline.rss_bytes if one.baseline else None),
         Column("model_bytes", _GIB, "", lambda one: one.model_bytes),
         Column("written_bytes", _GIB, "written", lambda one: one.written.file_bytes if one.written else None, "exact", "total size of the files"),
@@ -92,16 +93,16 @@ COLUMNS: Final = {
         Column("unreclaimable_sampled_bytes", _GIB, "unreclaimable (sampled)", lambda one: one.peaks.unreclaimable_sampled_bytes, "sampled", "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim"),
         Column("pss_bytes", _GIB, "PSS of all ranks", lambda one: one.peaks.pss_bytes, "exact, kernel", "sum of the ranks' proportional set sizes when all ranks were ready"),
         Column("sum_of_peaks_bytes", _GIB, "sum of peaks (misleading)", sum_of_peaks, "exact, computed", "sum of the ranks' peak RSS, which counts shared pages once per rank"),
-        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the most anonymous and shared memory of all processes together, without page cache, which can be given back: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
+        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the largest sum of the anonymous and shared memory of all processes, without page cache, which the kernel can reclaim: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
         Column("shmem_sampled_bytes", _GIB, "shared (sampled)", lambda one: one.peaks.shmem_sampled_bytes, "sampled", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm"),
-        Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "of the first process; 128 + n for signal n"),
+        Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "exit code of the first process, or 128 + n if signal n ended the process"),
         Column("use_peak_rss_bytes", _GIB, "peak RSS of use", after_load.peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),
-        Column("use_peak_cgroup_bytes", _GIB, "cgroup peak of use", after_load.peak_cgroup_bytes, "exact, kernel", "highest charge of the cell's cgroup during the use"),
+        Column("use_peak_cgroup_bytes", _GIB, "cgroup peak of use", after_load.peak_cgroup_bytes, "exact, kernel", "highest memory charge of the cgroup during the use"),
         Column("use_anon_bytes", _GIB, "", after_load.anon_bytes),
         Column("use_anon_sampled_bytes", _GIB, "", after_load.most_anon_bytes),
-        Column("use_child_bytes", _GIB, "forked process", after_load.child_private_bytes, "exact at that instant", "private dirty memory of the forked process with the most, after it wrote every weight"),
+        Column("use_child_bytes", _GIB, "forked process", after_load.child_private_bytes, "exact at that instant", "largest private dirty memory of a forked process, after the process wrote every weight"),
         Column("above_import_per_model", _MODEL, "above import", _above_import_per_model, "exact, computed", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True),
-        Column("use_most_per_model", _MODEL, "most in use", lambda one: after_load.per_model(one, after_load.most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, less that after the imports, divided by the model's size"),
-        Column("use_anon_per_model", _MODEL, "after use", lambda one: after_load.per_model(one, after_load.anon_bytes(one)), "exact", "anonymous memory at the end of the use, less that after the imports, divided by the model's size"),
+        Column("use_most_per_model", _MODEL, "most in use", lambda one: after_load.per_model(one, after_load.most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, less the anonymous memory after the imports, divided by the size of the model"),
+        Column("use_anon_per_model", _MODEL, "after use", lambda one: after_load.per_model(one, after_load.anon_bytes(one)), "exact", "anonymous memory at the end of the use, less the anonymous memory after the imports, divided by the size of the model"),
     )
 }  # fmt: skip

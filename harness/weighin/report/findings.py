@@ -1,4 +1,4 @@
-"""A finding of a report: one table, which the terminal, report.md and report.html show."""
+"""Define a table that the terminal, report.md and report.html show in their own forms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a table. A line break in its text is shown in the terminal only.
+    """One field of a table. Only the terminal shows the line breaks of the text.
 
     Attributes:
-        kind: the verdict, or another word by which report.html colours the field.
-        sign: precedes the text in report.html.
-        mark: precedes the text in report.md.
-        tip: the text that report.html shows on hover.
+        kind: a word that selects the colour of the field, such as the verdict "thrashes".
+        sign: the character before the text in report.html.
+        mark: the character before the text in report.md.
+        tip: the text that report.html shows when the mouse is over the field.
     """
 
     text: str
@@ -35,15 +35,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A table: the first ``names`` columns are names, the other columns are figures.
+    """A table whose first ``names`` columns are names and whose other columns are figures.
 
     Attributes:
         label: the name of the table.
-        heads: the headings; a line break in one is shown in the terminal only.
-        caption: the properties that all measured cells share.
-        notes: what the figures mean.
-        reasons: the figures behind the verdicts, one line for each.
-        details: further reasons, for report.md only; report.html shows them on hover.
+        heads: the headings of the columns. Only the terminal shows the line breaks of a heading.
+        caption: the properties that all measurements in the table share.
+        notes: sentences that explain the figures.
+        reasons: a line for each verdict, with the figures that caused the verdict.
+        details: further reasons, which only report.md lists. In report.html, they are tips of fields.
     """
 
     label: str
@@ -66,7 +66,7 @@ class Found:
         return Group(table, *map(Text, self.reasons), *(Text(line, "dim") for line in said))
 
     def markdown(self, *, reasons: bool = True) -> str:
-        """Return the table with its notes and caption, and with the reasons as a list below them."""
+        """Return the table in Markdown, followed by its notes, its caption and a list of the reasons."""
         heads = [_one_line(head) for head in self.heads]
         rows = [[one.mark + _one_line(one.text) for one in row] for row in self.rows]
         lines = [*table_lines(heads, rows, names=self.names)]
@@ -78,17 +78,17 @@ class Found:
 
 
 def of_texts(rows: Sequence[Sequence[str]]) -> list[list[Entry]]:
-    """Return the rows of a table whose fields have no verdict."""
+    """Return rows of fields that are plain text, without colours."""
     return [[Entry(text) for text in row] for row in rows]
 
 
 def terminal(found: Sequence[Found]) -> RenderableType:
-    """Return the tables of a finding for a terminal."""
+    """Return several tables for a terminal, one below the other."""
     return Group(*(one.terminal() for one in found))
 
 
 def markdown(found: Sequence[Found], *, reasons: bool = True) -> str:
-    """Return the tables of a finding as markdown."""
+    """Return several tables in Markdown, one below the other."""
     return "\n\n".join(one.markdown(reasons=reasons) for one in found)
 
 

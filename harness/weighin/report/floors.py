@@ -1,4 +1,4 @@
-"""Tabulate RAM floors."""
+"""Tabulate RAM floors: the smallest RAM limit under which each strategy loads the model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -7,6 +7,7 @@ from weighin.records.floor import Aim, Floor, Life, floors
 from weighin.records.series import label_among
 from weighin.report import captions, operations
 from weighin.report.findings import Entry, Found
+from weighin.report.markdown import scaled
 from weighin.report.operations import Kind
 from weighin.report.rows import series
 from weighin.report.survival import SIGNS
@@ -16,16 +17,16 @@ from weighin.units import GIB, MIB, format_seconds
 _PER_MODEL: Final = "floor\nx model"
 _ABOVE_IMPORT: Final = "above\nimport\nx model"
 ENDS: Final = "\n(ends)"
-"""Marks a floor under which a load thrashes, but ends."""
+"""Added to the smallest RAM limit of a load that ends under it, but thrashes."""
 
 
 def has_data(results: Sequence[Result]) -> bool:
-    """Return whether these results contain at least one floor."""
+    """Return whether a search found the smallest RAM limit of at least one strategy."""
     return any(floor.bytes is not None for floor in floors(results))
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table of floors, whose reasons are the figures behind each verdict."""
+    """Return the table of RAM floors, with the reason of each verdict on a load below the table."""
     searched = floors(results)
     columns = _columns(searched)
     rows = [[entry(floor) for entry in columns.values()] for floor in searched]
@@ -35,7 +36,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
-    """Return a floor for ``--json``: bytes and nanoseconds; None means not found."""
+    """Return a RAM floor for ``--json``, in bytes and nanoseconds; None means that no floor was found."""
     cell = floor.cell
     lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
     return {
@@ -77,7 +78,7 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
 
 
 def _reasons(searched: Iterable[Floor]) -> list[str]:
-    """Return a line with the reason for each missing floor, and the figures behind each verdict."""
+    """Return a line for each strategy without a floor, and a line with the reason of each verdict."""
     lines = []
     for floor in searched:
         if floor.message:
@@ -108,13 +109,13 @@ def _notes(searched: Sequence[Floor]) -> list[str]:
 
 
 def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
-    """Return the columns of these floors by heading; without a model, no figure is a multiple of it."""
+    """Return the columns of the table by heading; multiples of a model need a model."""
     kind = _kind(searched)
     columns: dict[str, Callable[[Floor], Entry]] = {
         kind.words["what"]: lambda one: Entry(label(one, searched)),
-        "RAM\nfloor\nGiB": lambda one: Entry(_scaled(one.bytes, GIB, 3) + _ending(one)),
-        _PER_MODEL: lambda one: Entry(_scaled(one.per_model, 1, 2)),
-        _ABOVE_IMPORT: lambda one: Entry(_scaled(one.above_import_per_model, 1, 2)),
+        "RAM\nfloor\nGiB": lambda one: Entry(scaled(one.bytes, GIB, 3) + _ending(one)),
+        _PER_MODEL: lambda one: Entry(scaled(one.per_model, 1, 2)),
+        _ABOVE_IMPORT: lambda one: Entry(scaled(one.above_import_per_model, 1, 2)),
         "one\nstep\nbelow": lambda one: Entry(_below(one)),
         "at\nthe\nfloor\nready": lambda one: _lived(one.at_floor),
         "at\n1.1x\nready": lambda one: _lived(one.with_room),
@@ -136,20 +137,20 @@ def _kind(searched: Sequence[Floor]) -> Kind:
 
 
 def _is_below_import(searched: Sequence[Floor]) -> bool:
-    """Return whether every model is smaller than the import."""
+    """Return whether every model is smaller than the memory of ``import torch``."""
     sizes = [(floor.model_bytes, floor.import_bytes) for floor in searched]
     known = [(model, imported) for model, imported in sizes if model and imported]
     return bool(known) and all(model < imported for model, imported in known)
 
 
 def _below(floor: Floor) -> str:
-    """Return the size of the step below the floor, and how the load failed one step below."""
+    """Return the size of the last step of the search, and how the load ended one step below its floor."""
     how = floor.below.replace("out after ", "out\nafter\n")
-    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
+    return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
-    """Return the strategy's name, with the properties that distinguish floors of the same strategy."""
+    """Return the name of the strategy, with the properties that tell apart floors of one strategy."""
     cell, cells = floor.cell, [each.cell for each in searched]
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [label_among(cell, cells)]
@@ -160,10 +161,6 @@ def label(floor: Floor, searched: Sequence[Floor]) -> str:
     if any(other.after_load != cell.after_load for other in same):
         words.append(cell.after_load)
     return " ".join(words)
-
-
-def _scaled(value: float | None, scale: int, digits: int) -> str:
-    return "-" if value is None else f"{value / scale:.{digits}f}"
 
 
 def _lived(life: Life | None) -> Entry:

@@ -1,4 +1,4 @@
-"""Compute the history of a metric over the runs of a folder, and the metric's steps."""
+"""Compute a metric over all runs of a folder, and the runs at which the metric changed its level."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from weighin.report.change_points import find_steps
 from weighin.report.findings import Found, of_texts
 
 _COMMIT_LETTERS: Final = 9
-_PUBLISHED: Final = "published"  # the folder of a project for runs that its pages show
-_SEVERAL: Final = 2  # runs that a step must last, for metrics with noise
+_PUBLISHED: Final = "published"  # a folder of this name has the runs that a project publishes
+_SEVERAL: Final = 2  # the number of runs for which a new level of a metric with noise must last
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One run in a history: its folder's name, its start, and its machine and software."""
+    """One run in a history: the name of its folder, its start, and its machine and software."""
 
     name: str
     started_at: str
@@ -35,7 +35,7 @@ class Moment:
 
     @property
     def commit(self) -> str:
-        """The first characters of the commit, and a + if tracked files differed from the commit."""
+        """The first nine characters of the commit; a + follows if tracked files were changed."""
         commit = str(self.settings.get("git_commit") or "")[:_COMMIT_LETTERS]
         return commit + ("+" if commit and self.settings.get("git_dirty") else "")
 
@@ -46,7 +46,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """One series in one run; ``figure`` is None if no repeat was ok."""
+    """The repeats of a measurement in one run; ``figure`` is None if no repeat ended ok."""
 
     moment: Moment
     outcome: str
@@ -55,10 +55,12 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A lasting change of a series that begins at its run ``index``.
+    """A lasting change of a metric that begins at the run with the number ``index``.
 
-    Figures are the medians before and after the step. ``moved`` contains the differences between
-    the two runs at the step: machine, torch, commit.
+    Attributes:
+        was: the median of the metric over the runs before the change, back to an earlier change.
+        now: the median of the metric over the runs from ``index`` to the next change.
+        moved: the settings, such as torch, that differ between the run ``index`` and the run before.
     """
 
     index: int
@@ -69,18 +71,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SeriesHistory:
-    """One series over the runs in which it was measured."""
+    """One measurement in each of the runs that repeated it."""
 
     series: str
     points: list[HistoryPoint]
     steps: list[Step]
     turns: list[tuple[int, str, str]]
-    """Changes of the outcome, as (index in ``points``, old outcome, new outcome)."""
+    """For each change of the outcome: the index in ``points``, the old and the new outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A metric over runs, in the order in which they started."""
+    """A metric in several runs, which are in the order of their starts."""
 
     metric: Metric
     moments: list[Moment]
@@ -91,13 +93,13 @@ class History:
 def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
-    The history has the series whose names contain all ``words``. Runs in folders called
-    "published", which others measured, are left out unless ``folder`` is in such a folder. These
-    folders, and runs that cannot be read, cause warnings.
+    Only measurements whose names contain all ``words`` are in the history. Runs in a folder called
+    "published" are left out unless ``folder`` lies in such a folder, because other people measured
+    them. Runs that were left out, and runs that cannot be read, cause warnings.
 
     Raises:
-        UnknownName: no metric has this name.
-        ConfigError: the folder has no run, or no series contains all words.
+        UnknownName: no metric has the name ``metric``.
+        ConfigError: the folder has no run, or no measurement has all ``words`` in its name.
     """
     chosen = named(metric)
     runs, warnings = _runs(folder)
@@ -123,7 +125,7 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
 
 
 def terminal_table(history: History) -> RenderableType:
-    """Return a table with each series' first and last figure, and a list of steps below it."""
+    """Return a table of the first and last figure of each measurement, with all steps below the table."""
     rows, texts = [], []
     for line in history.lines:
         figures = [point.figure.median for point in line.points if point.figure]
@@ -147,7 +149,7 @@ def terminal_table(history: History) -> RenderableType:
 
 
 def describe(line: SeriesHistory, metric: Metric) -> list[str]:
-    """Return a sentence for each step and each change of outcome of a series."""
+    """Return a sentence for each lasting change of the metric, and for each change of the outcome."""
     sentences = []
     for step in line.steps:
         before, after = (line.points[index].moment for index in (step.index - 1, step.index))
@@ -164,21 +166,21 @@ def describe(line: SeriesHistory, metric: Metric) -> list[str]:
 
 
 def notes(history: History) -> list[str]:
-    """Return explanations of the figures and steps."""
+    """Return sentences that explain the figures and the steps of a history."""
     how = "exact" if history.metric.exact else "sampled"
     lines = [
         f"{history.metric.name}: {how}; each figure is the median of a run's ok repeats.",
-        "Steps: change points larger than the tolerance of weighin check (PELT, least squares).",
+        "Steps: lasting changes beyond the tolerance of weighin check (change points by PELT, least squares).",
     ]
     if history.metric.unit == "ns":
         lines.append(
-            "Times of different runs differ for many reasons: a step is a hint, not a proof."
+            "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
         )
     return lines
 
 
 def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
-    """Read every run below a folder, and return the runs, the oldest first, with warnings."""
+    """Read every run below a folder, and return the runs from the oldest to the newest, with warnings."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder", "name a folder that contains runs, such as results"
@@ -204,7 +206,7 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
         started = min((r.started_at for r in results if r.started_at), default="")
         runs.append((Moment(name, started, settings_of(environments)), results))
     warnings += [
-        f"the {count} runs in {path} are left out, name the folder to see them:"
+        f"the {count} runs in {path} are left out; to see these runs:"
         f" weighin history {quote(str(path))}"
         for path, count in left_out.items()
     ]
@@ -236,7 +238,7 @@ def _line(name: str, points: list[HistoryPoint], metric: Metric) -> SeriesHistor
 
 
 def _changes(moments: Sequence[Moment]) -> list[str]:
-    """Return a line for each run whose machine or software differs from that of the run before."""
+    """Return a line for each run whose machine or software differs from the run before it."""
     return [
         f"machine or software changed since {after.name}: {'; '.join(map(str, moved))}"
         for before, after in pairwise(moments)
@@ -245,7 +247,7 @@ def _changes(moments: Sequence[Moment]) -> list[str]:
 
 
 def changed(before: Moment, after: Moment) -> list[Difference]:
-    """Return the settings of machine and software that both runs record with different values."""
+    """Return the settings of machine and software that both runs recorded with different values."""
     return [
         difference
         for difference in differences(before.settings, after.settings, {})

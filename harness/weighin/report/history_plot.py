@@ -1,4 +1,4 @@
-"""Draw a history with one panel per setting, and one line per strategy with the line's steps."""
+"""Draw a metric over several runs, with one line per strategy and a mark at each lasting change."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKERS: Final = "osD^vP*X<>hp"
-_LABELS: Final = 24  # the largest number of runs whose names fit below an axis
+_LABELS: Final = 24  # the names of more runs do not fit below an axis
 _NS: Final = 1e9
 
 
@@ -36,7 +36,7 @@ def draw(history: History, path: Path) -> Path:
 
 
 def save(history: History, file: BinaryIO, kind: str) -> None:
-    """Write the drawing of a history as ``kind``: png or svg."""
+    """Write the drawing of a history to a file; ``kind`` is png or svg."""
     panels = _panels(history.lines)
     drawn = dict(list(panels.items())[: look.MAX_PANELS])
     figure, grid = look.new_figure(2.6 * len(drawn) + 0.7, len(drawn), 1, sharex=True)
@@ -56,7 +56,7 @@ def save(history: History, file: BinaryIO, kind: str) -> None:
 
 
 def _panels(lines: Sequence[SeriesHistory]) -> dict[str, list[SeriesHistory]]:
-    """Group series that differ only in strategy and format into one panel."""
+    """Return the lines of each panel: lines of one panel differ only in strategy and format."""
     panels: dict[str, list[SeriesHistory]] = {}
     for line in sorted(lines, key=lambda line: line.series):
         words = line.series.split(" ")
@@ -104,7 +104,7 @@ def _series(
 
 
 def _changes(axes: "Axes", history: History) -> None:
-    """Mark changes of the machine or its software, which can cause a step instead of the code."""
+    """Draw a line where the machine or its software changed, because such a change can cause a step."""
     for place, (before, after) in enumerate(pairwise(history.moments), start=1):
         if changed(before, after):
             axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)

@@ -1,8 +1,8 @@
-"""Render a run as one HTML file that needs no network, no other file, and no library.
+"""Write the report of a run as one HTML file that needs no network, no other file, and no library.
 
-The drawings are SVG and HTML boxes, which this package computes. ``templates/script.js`` sorts and
-filters tables, and explains a mark on hover or with the arrow keys. The page can be read without
-scripts.
+The modules of ``weighin.report.html`` compute the coordinates of the drawings, and the templates draw
+them as SVG. ``templates/script.js`` sorts and filters the table of results. The script also explains
+the mark under the mouse pointer. A browser without scripts shows the same figures.
 """
 
 import base64
@@ -19,15 +19,15 @@ from weighin.report.html import bars, facts, scatter, table, timelines
 from weighin.report.rows import has, series
 from weighin.result import Result
 
-_PACKAGE = "weighin.report.html"  # where the templates are
+_PACKAGE = "weighin.report.html"  # the package that contains the folder of templates
 
-if TYPE_CHECKING:  # a tenth of a second to import
+if TYPE_CHECKING:  # the import of jinja2 takes a tenth of a second
     from jinja2 import Environment
     from markupsafe import Markup
 
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
-    """Return the report of a run as HTML; ``run`` is the folder that has its samples."""
+    """Return the report of a run as HTML; ``run`` is the folder of the run, which has the samples."""
     rows = series(results)
     ids = table.ids(rows)
     parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
@@ -60,7 +60,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
 def _templates() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    # Names and messages are foreign input, so all text is escaped unless a template says otherwise.
+    # autoescape: names and error messages may contain HTML, which a browser must not run.
     return Environment(
         autoescape=True,
         loader=PackageLoader(_PACKAGE),
@@ -72,13 +72,13 @@ def _templates() -> "Environment":
 
 @cache
 def _part(name: str) -> "Markup":
-    """Return a file of weighin as a part of the page, without escaping."""
+    """Return one of weighin's own template files, which jinja2 must not escape."""
     from markupsafe import Markup
 
     text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
-    return Markup(text)  # noqa: S704  # weighin's own file, without foreign input
+    return Markup(text)  # noqa: S704  # the file is part of weighin
 
 
 def _hash(script: str) -> str:
-    """Return the hash by which the page's content security policy allows this script."""
+    """Return the hash of a script, which the page's content security policy names as allowed."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""Escape text for markdown, and format tables."""
+"""Write tables and lists in Markdown."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,14 +6,19 @@ from weighin.text import markdown as escaped
 
 
 def plain(text: str) -> str:
-    """Return a text as one line of printable characters, because a message may be foreign input."""
+    """Return a text as one line of printable characters, because an error message may contain anything."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def scaled(value: float | None, scale: float | None, digits: int) -> str:
+    """Return ``value / scale`` as text; "-" without a value, or if the scale is None or 0."""
+    return "-" if value is None or not scale else f"{value / scale:.{digits}f}"
 
 
 def table_lines(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int
 ) -> Iterator[str]:
-    """Yield the lines of a table; the first ``names`` columns are text, others are numbers."""
+    """Yield the lines of a table; the first ``names`` columns are aligned left, the others right."""
     yield _line(map(escaped, heads))
     yield _line("---" if index < names else "---:" for index in range(len(heads)))
     for row in rows:
@@ -21,10 +26,10 @@ def table_lines(
 
 
 def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each reason, with all names that share it.
+    """Yield a list item for each different reason in ``reasons``, with all names that have this reason.
 
-    A reason may begin with the name that it belongs to, or repeat it: "dcp divides a load" and
-    "staggered divides a load" are one reason.
+    The name itself does not distinguish reasons: "dcp divides a load" and "staggered divides a load"
+    become one item.
     """
     groups: dict[str, dict[str, None]] = {}
     for name, reason in reasons:

@@ -1,6 +1,7 @@
-"""Define how reports speak of loads, saves and commands, and which figures each of them has.
+"""Define the words and figures with which reports describe loads, saves and commands.
 
-No other module of the reports asks which operation a cell has: it asks here for a column or a word.
+No other module of the reports tests whether a measurement is a load, a save or a command. The other
+modules use the words and columns of its ``Kind`` instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,46 +17,48 @@ _LOST: Final = (
     f" limit, or read more than {MOST_REREAD:g}x the model again"
 )
 _FLOOR: Final = (
-    "RAM floor: the smallest limit, swap off, under which three of three loads survived, and every"
-    " byte was read and compared. One step below, the load was killed for lack of memory, thrashed or"
-    " timed out. x: its time as a multiple of the time without a limit."
+    "RAM floor: the smallest RAM limit, with swap off, under which three of three loads survived and"
+    " all weights were right. Under the limit one step below, the load was killed for lack of memory,"
+    " thrashed or timed out. x: the time of the load as a multiple of its time without a limit."
 )
 _FLOOR_ENDS: Final = (
-    "(ends): the smallest limit under which three of three loads ended at all. They thrash there, and"
-    " the limit that they survive is larger: weighin floor finds it without --thrashing."
+    "(ends): the smallest RAM limit under which three of three loads ended, although they thrashed. Run"
+    " weighin floor without --thrashing to find the larger limit under which no load thrashes."
 )
 _FLOOR_READY: Final = "ready: time until every byte was read once, in the median cell."
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The words and the figures of one operation.
+    """The words and figures of one operation: a load, a save or a command.
 
     Attributes:
-        doing: what a report says of the operation: "Peak memory while loading".
-        subject: whose memory the axes of plots show.
-        until: the event at which the measurement of a cell ends.
-        words: the words of a summary in sentences.
-        figures: the keys of the number columns, in order.
-        headings: the headings of columns that have another heading for other operations.
-        lacks: the columns of rows that say nothing of this operation.
-        held: the column and the name of the memory that a bar shows first.
-        cached: the name of the memory that a bar shows next to it.
-        peak: the column and the name of the figure that a bar's marker shows.
-        peak_accuracy: how that figure was measured.
-        marker: the meaning of the marker, in a caption.
-        phase_peak: the name of the exact peak of a phase in a timeline.
+        doing: the participle for titles such as "Peak memory while loading".
+        subject: the processes whose memory the plots show, for the title of an axis.
+        until: the event at which the measurement ends, for a caption.
+        words: nouns and verbs for the sentences of the summary.
+        figures: the keys of the columns of numbers, in order.
+        headings: the headings of columns that other operations give another heading.
+        lacks: the columns of rows that are always empty for this operation.
+        held: the column and the name of the memory that the left part of a bar shows.
+        cached: the name of the memory that the right part of a bar shows.
+        peak: the column and the name of the figure that the marker on a bar shows.
+        peak_accuracy: whether the marker shows an exact figure or a lower bound.
+        marker: the meaning of the marker on a bar, for a caption.
+        phase_peak: the name of the exact peak of a phase, for a timeline.
         axis: the title of the memory axis of a timeline.
-        zero: the event at which time starts in a timeline.
-        outside: what the sampler observes.
-        life: the meaning of the times in a survival matrix.
-        lost: when a cell thrashes.
-        floor, floor_ends, floor_ready: the meaning of a RAM floor, of a floor under which a load
-            ends, but thrashes, and of the times beside it.
-        computed, times: explanations of figures, one line each.
-        accuracy: what is exact and what is sampled, one line each.
-        meanings: of the figures that mean something else than ``figures.COLUMNS`` says.
-        outcome: the meaning of the outcomes.
+        zero: the event at which the time axis of a timeline begins.
+        outside: the process or processes that the sampler observes.
+        life: the meaning of the times in a table of survival.
+        lost: the conditions under which a measurement thrashes.
+        floor: the meaning of a RAM floor.
+        floor_ends: the meaning of a RAM floor under which a load ends, but thrashes.
+        floor_ready: the meaning of the times in a table of RAM floors.
+        computed: an explanation of the figure that is computed from other figures.
+        times: explanations of the times, one line each.
+        accuracy: lines that list which figures are exact and which are sampled.
+        meanings: explanations that replace those of ``figures.COLUMNS``, by the key of the figure.
+        outcome: an explanation of the outcomes.
     """
 
     doing: str
@@ -87,13 +90,13 @@ class Kind:
 
 
 ABOVE_IMPORT: Final = "above_import_per_model"
-# Times of imports, which end before a load begins.
+# The times of imports are no part of a load, because imports end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
 OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
     "use_child_bytes",
 )  # fmt: skip
-"""The figures of the use after a load; they are shown if a use is more than forward passes."""
+"""Columns on the use of a model after its load; tables have them if a use was not only forward passes."""
 _OF_MODELS: Final = (
     "load_s", "ready_s", "ready_and_pass_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", "pss_bytes", "sum_of_peaks_bytes",
@@ -143,7 +146,7 @@ _SAVE: Final = Kind(
     subject="the saving process",
     until="every byte was on the disk",
     words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
-    figures=_OF_MODELS,  # a save begins with the model in memory, after the imports
+    figures=_OF_MODELS,  # a save has no times of imports, which end before a save begins
     lacks=_NOT_OF_MODELS | _USED,
     headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
     accuracy=_ACCURACY,
@@ -174,15 +177,15 @@ _COMMAND: Final = Kind(
     outside="the command",
     life="Time: until the first process of the command ended",
     lost=f"waited for memory for {STALLED_SHARE:.0%} of the time or more",
-    floor="RAM floor: the smallest limit, swap off, under which the command succeeded three times out of"
-    " three, and did not thrash. One step below, it was killed for lack of memory, thrashed or timed out."
-    " x: its time as a multiple of the time without a limit.",
+    floor="RAM floor: the smallest RAM limit, with swap off, under which the command succeeded three times"
+    " out of three and did not thrash. Under the limit one step below, the command was killed for lack of"
+    " memory, thrashed or timed out. x: the time of the command as a multiple of its time without a limit.",
     floor_ready="ready: time until the command ended, or until its server was ready, in the median cell.",
     accuracy=(
-        "needs: the most anonymous and shared memory of all processes together; ≥: at least, because it"
-        " was sampled and a short spike may be missed. Page cache can be given back, so it is no need.",
-        "Exact, the kernel's high-water mark: cgroup peak. It includes page cache: a peak at the limit is"
-        " not a need.",
+        "needs: the largest sum of the anonymous and shared memory of all processes, without page cache,"
+        " which the kernel can reclaim. ≥ marks a lower bound, because samples may miss a short spike.",
+        "Exact, the kernel's high-water mark: cgroup peak. The cgroup peak includes page cache, so a cgroup"
+        " peak at the limit does not show that the command needs so much.",
         "Sampled, so short spikes may be missed: anonymous, shared (tmpfs too), page cache.",
     ),
     times=("time: from the start of the command to the end of its first process.",),
@@ -190,30 +193,30 @@ _COMMAND: Final = Kind(
         "ready_s": "from the start of the command to the end of its first process",
         "anon_sampled_bytes": "sampled maximum of the anonymous memory of all processes",
         "file_sampled_bytes": "sampled maximum of the page cache that is charged to the command, which the kernel can reclaim; without a cgroup, of the mapped files",
-        "peak_cgroup_bytes": "highest charge of the cgroup of all processes, including page cache that they were first to read: a peak at the limit does not show that the command needs so much",
+        "peak_cgroup_bytes": "highest memory charge of the cgroup of all processes, including the page cache of files that they read first; a peak at the limit does not show that the command needs so much",
     },
     outcome="ok: exit code 0. oom_killed: the kernel killed at least one process for lack of memory, by its own counter. command_failed: another exit code, or a signal",
 )  # fmt: skip
 KINDS: Final[Mapping[str, Kind]] = {"load": _LOAD, "save": _SAVE, "command": _COMMAND}
 USUAL: Final = "load"
-"""The operation of a run without cells."""
+"""The operation whose words a report uses for a run without measurements."""
 UNNAMED: Final = ("load", "command")
-"""The operations that a caption does not name: a load is usual, and a command has a label."""
+"""Captions do not name these operations: most measurements are loads, and commands have labels."""
 
 
 def of(rows: Sequence[Row]) -> list[Kind]:
-    """Return the operations of these series; those of loads if there is no series."""
+    """Return the words of each operation in these rows; without rows, the words of a load."""
     names = {row["operation"] for row in rows} or {USUAL}
     return [kind for name, kind in KINDS.items() if name in names]
 
 
 def first_of(rows: Sequence[Row]) -> Kind:
-    """Return the operation of these series; of several operations, that of the first series."""
+    """Return the words of the operation of the first row; without rows, the words of a load."""
     return KINDS[rows[0]["operation"] if rows else USUAL]
 
 
 def concerning(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return the columns to export: those that an operation of these cells or series has."""
+    """Return those of ``columns`` that are not always empty for the operations in these rows."""
     absent = frozenset.intersection(*(kind.lacks for kind in of(rows)))
     names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
     return [name for name in columns if name not in names]

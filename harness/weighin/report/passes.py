@@ -5,22 +5,22 @@ from typing import Final
 
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, name_text
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series, varying
+from weighin.report.tables import HEADINGS, name_text
 from weighin.result import Phase, Result
 from weighin.units import format_seconds
 
 NOTE: Final = (
-    "Each pass: its time, its major faults (waits for the disk), and the bytes read again as a multiple"
-    " of the model (refaults: pages that had been in memory before)."
+    "A forward pass has three figures: its time, its major page faults (waits for the disk), and the bytes"
+    " of evicted pages that it read again (refaults), as a multiple of the model's size."
 )
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the passes of each series; none if every model was called at most once.
+    """Return a table of the forward passes; an empty list if every model was called at most once.
 
-    A row shows the repeat whose passes took the median time.
+    Of several repeats, the table shows the repeat whose passes took the median time.
     """
     if not any(len(_passes(result)) > 1 for result in results):
         return []

@@ -1,6 +1,6 @@
-"""Draw the peak memory of a run as bars.
+"""Draw the peak memory of each strategy as a bar, with a marker at the exact peak RSS.
 
-Bars are the sampled maxima of anonymous and file-backed memory; a marker is the exact peak RSS.
+The two parts of a bar are the sampled maxima of anonymous and of file-backed memory.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from weighin.report.rows import Row, has, series
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import
+if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _ROW_IN: Final = 0.42
-_MARGIN: Final = 1.3  # room right of the bars for the outcomes
+_MARGIN: Final = 1.3  # width of the axis / longest bar, so that the outcomes fit right of the bars
 
 
 def draw_peaks(results: Sequence[Result]) -> "Figure":
-    """Return bars of each series' memory, with the exact peak, the limit and the model's size."""
+    """Return a figure of bars, with lines at the RAM limit and at the size of the model."""
     rows = series(results)
     if not rows:
         return look.empty_figure("Memory while loading")
@@ -68,7 +68,7 @@ def _panel(axes: "Axes", group: Sequence[Row], right: float) -> None:
 
 
 def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
-    """Draw one series: both parts of its bar, the exact peak with its range, and the outcome."""
+    """Draw one bar, with the exact peak, the range of the exact peaks, and the outcome if it is not ok."""
     shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     kind = operations.KINDS[row["operation"]]
@@ -80,7 +80,7 @@ def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
     peak = row[kind.peak[0]]
     words = [] if peak is None else [f"{peak / GIB:.2f}"]
     words += [] if is_ok else [captions.ending(row)]
-    # On a white box, because the text may cross the line of the limit.
+    # The text has a white box, because the line of the RAM limit may cross it.
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     label = look.verbatim("  ".join(words))
     gap = right * 0.015
@@ -90,7 +90,7 @@ def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
 
 
 def _marks(axes: "Axes", place: int, row: Row) -> tuple[float, float]:
-    """Draw the exact peaks, and return the largest peaks of the process and of the GPU, in GiB."""
+    """Draw the exact peaks, and return the highest peak of the process and of the GPU in GiB."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
     key, name = operations.KINDS[row["operation"]].peak
@@ -105,7 +105,7 @@ def _marks(axes: "Axes", place: int, row: Row) -> tuple[float, float]:
 
 
 def _references(axes: "Axes", group: Sequence[Row], right: float) -> None:
-    """Draw the model's size and the RAM limit as lines with labels above the panel."""
+    """Draw a line at the size of the model and at the RAM limit, with labels above the panel."""
     limit, model = group[0]["ram_limit_bytes"], captions.model_size(group)
     across = axes.get_xaxis_transform()
     style: dict[str, Any] = {"transform": across, "va": "bottom", "fontsize": 8, "color": look.INK}

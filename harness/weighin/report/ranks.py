@@ -1,4 +1,4 @@
-"""Tabulate the memory of cells of several ranks, and draw it over the number of ranks."""
+"""Tabulate the memory of loads by several ranks, and draw the memory over the number of ranks."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -9,6 +9,7 @@ from weighin.records.series import label_among
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.findings import Found, of_texts
+from weighin.report.markdown import scaled
 from weighin.report.rows import series
 from weighin.result import Result
 from weighin.units import GIB
@@ -38,7 +39,7 @@ RULE: Final = (
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the memory of all ranks of each series; none if no cell of several ranks ended ok."""
+    """Return a table of the memory of all ranks; an empty list if no load by several ranks ended ok."""
     rows = of_texts(_rows(results))
     caption, notes = captions.shared(series(results), results), [NOTE, RULE]
     return [Found("Memory of all ranks", HEADINGS, rows, 2, caption, notes)] if rows else []
@@ -82,16 +83,17 @@ def _rows(results: Sequence[Result]) -> list[list[str]]:
     for each in measured:
         for ranks, repeats in each.by_ranks.items():
             charge = each.charges.get(ranks)
-            above = _multiple([charge], each.model_bytes)
             rows.append(
                 [
                     label_among(each.cell, cells),
                     str(ranks),
-                    _gib([one.peaks.cgroup_bytes for one in repeats]),
-                    above,
-                    _multiple([unreclaimable(one) for one in repeats], each.model_bytes),
-                    _gib([one.peaks.pss_bytes for one in repeats]),
-                    _gib([sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats]),
+                    scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
+                    scaled(charge, each.model_bytes, 2),
+                    scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
+                    scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
+                    scaled(
+                        middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3
+                    ),
                     _growth(each) if ranks == max(each.by_ranks) else "",
                 ]
             )
@@ -102,13 +104,3 @@ def _growth(each: RankSeries) -> str:
     if each.growth is None:
         return "-"
     return f"{each.growth} ({each.copies_per_rank:.2f}x a rank)"
-
-
-def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:
-    size = middle(sizes)
-    return f"{size / model_bytes:.2f}" if size is not None and model_bytes else "-"
-
-
-def _gib(sizes: Sequence[int | None]) -> str:
-    size = middle(sizes)
-    return "-" if size is None else f"{size / GIB:.3f}"

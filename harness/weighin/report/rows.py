@@ -1,6 +1,6 @@
-"""Convert results to rows for tables: one row per cell, or one row per series of repeats.
+"""Convert records to rows of tables: a row per measurement (cell), or a row per group of repeats (series).
 
-The figures of a row are those of ``figures.COLUMNS``.
+A row has the figures that ``figures.COLUMNS`` defines.
 """
 
 import json
@@ -15,7 +15,7 @@ from weighin.units import format_exact, format_latency, format_rate
 
 Row = dict[str, Any]
 
-# Properties that together with the strategy identify a series, in the order of columns.
+# Measurements with the same strategy and the same values of these properties are repeats (one series).
 DIMENSIONS: Final[dict[str, Callable[[Result], Any]]] = {
     "operation": lambda one: one.cell.operation,
     "model": lambda one: one.cell.model.title,
@@ -44,20 +44,20 @@ OF_SERIES: Final = (
 
 
 def cells(results: Iterable[Result]) -> list[Row]:
-    """Return one row per cell, in the order of the records.
+    """Return one row per measurement (cell), in the order of the records.
 
-    If a cell has several records, the last record is used. ``above_import_bytes`` is the exact peak
-    RSS minus the RSS after ``import torch`` (for a save: minus the RSS with the model in memory).
-    ``above_import_per_model`` is ``above_import_bytes`` divided by the model's size.
+    If a cell was measured again, the row has the figures of the last record. ``above_import_bytes`` is
+    the exact peak of the resident set size, minus the resident set size after ``import torch``. For
+    a save, the resident set size with the model in memory is subtracted instead.
     """
     return [_row(result) for result in latest(results)]
 
 
 def series(results: Iterable[Result]) -> list[Row]:
-    """Return one row per series: the median of each figure over its repeats, and the range.
+    """Return one row for the repeats of each measurement, with the median and range of every figure.
 
-    The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
-    figures cover only these repeats, and ``outcome`` counts all repeats: "ok 2, timeout 1".
+    The columns ``x_min`` and ``x_max`` have the range of a figure ``x``. If some repeats ended ok, only
+    these repeats count for the figures. ``outcome`` counts all repeats: "ok 2, timeout 1".
     """
     return [
         _summary(group) for group in grouped(latest(results), lambda one: one.cell.series).values()
@@ -65,24 +65,24 @@ def series(results: Iterable[Result]) -> list[Row]:
 
 
 def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """Return the different values of a column, None among them, in the order of the rows."""
+    """Return each different value of a column once, in the order of the rows; None is a value too."""
     return list(dict.fromkeys(row[name] for row in rows))
 
 
 def has(rows: Iterable[Row], name: str) -> bool:
-    """Return whether one of the rows has a value in a column."""
+    """Return whether a column has a value other than None in at least one row."""
     return any(row[name] is not None for row in rows)
 
 
 def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows in groups with the same values in the columns ``names``, in their order."""
+    """Group the rows by their values in the columns ``names``, and keep the order of the rows."""
     return grouped(rows, lambda row: tuple(row[name] for name in names))
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the dimensions in which the rows differ.
+    """Return the names of the properties in which the rows differ, such as the model or the RAM limit.
 
-    The format is left out if each strategy has only one format.
+    The checkpoint format is not returned if each strategy was measured with only one format.
     """
     of_strategies = split(rows, ["strategy"]).values()
     return [
@@ -94,9 +94,9 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def is_below_import(rows: Iterable[Row]) -> bool:
-    """Return whether every model of these loads is smaller than the memory of ``import torch``.
+    """Return whether every loaded model is smaller than the memory of ``import torch``.
 
-    Memory above the import, divided by the size of such a model, does not count copies of the model.
+    For so small a model, the memory above the import does not show how often the model was copied.
     """
     sizes = [
         (row["model_bytes"], row["baseline_rss_bytes"])
@@ -140,7 +140,7 @@ def _summary(group: Sequence[Result]) -> Row:
 
 
 def _options(cell: Cell) -> Iterator[str]:
-    """Yield settings that are no dimension: soft limit, strategy options, environment variables."""
+    """Yield a text for the soft RAM limit, each strategy option and each environment variable of a cell."""
     if cell.ram_high_bytes is not None:
         yield f"ram_high={format_exact(cell.ram_high_bytes)}"
     yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))

@@ -1,6 +1,6 @@
-"""Convert a run, its floors, or a history to data for ``--json``.
+"""Convert a run, its RAM floors, or the history of a metric to data for ``--json``.
 
-Bytes are integers. None means that a figure was not measured.
+Sizes are integers in bytes. None means that a figure was not measured.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ def of_run(
     warnings: Sequence[str] = (),
     missing: int | None = None,
 ) -> dict[str, Any]:
-    """Return a run: the rows of its summary.csv as ``series``, and the paths of written files.
+    """Return the rows of summary.csv as ``series``, with the warnings and the written files of a run.
 
-    ``missing`` is the number of planned cells without a record. For a run of one command, ``answer``
-    is the explanation in words, a list of lines.
+    ``missing`` is the number of planned measurements without a record. If the run measured a single
+    command, ``answer`` explains its memory in words, as a list of lines.
     """
     is_one_command = len(results) == 1 and bool(results[0].cell.command)
     rows = series(results)
@@ -43,7 +43,7 @@ def of_run(
 
 
 def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> dict[str, Any]:
-    """Return the RAM floors that a search found, and the paths of written files."""
+    """Return the smallest RAM limits that a search found, and the paths of the written files."""
     return {
         "run": str(run),
         "floors": [as_dict(floor) for floor in floors(results)],
@@ -52,7 +52,7 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
 
 
 def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
-    """Return a metric over runs: all points, and the runs where its level or an outcome changed."""
+    """Return a metric in each of several runs, and the runs at which the metric or an outcome changed."""
     return {
         "metric": history.metric.name,
         "unit": history.metric.unit,
@@ -91,7 +91,7 @@ def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a row's value for JSON, and a whole float as an integer."""
+    """Return a value for JSON, in which a float without a fraction becomes an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""Define the sections of a run's report, which terminal, report.md and report.html share."""
+"""Define the sections of a report; the terminal, report.md and report.html show the same sections."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 FIGURES: Final = "How to read the figures"
 Block = tuple[str, Any]
-"""A template of report.html, and what the template draws."""
+"""The name of a template of report.html, and the data for the template."""
 Pictures = Sequence["tuple[str, Callable[[], Figure]]"]
-"""The names of pictures, each with the function that draws the picture."""
+"""The name of each picture, with the function that draws the picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section: its heading, and its content for the terminal, report.md and report.html.
+    """One section of a report, with functions that write it for the terminal, report.md and report.html.
 
-    ``is_found`` marks a finding; other sections are in the report of every run.
+    ``is_found`` is True for a section that only some runs have, such as RAM floors or survival.
     """
 
     heading: str
@@ -57,7 +57,7 @@ class Section:
 
 
 def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
-    """Return the report of a run for a terminal; the findings come last, just above the prompt."""
+    """Return the report of a run for a terminal, where the most important sections are printed last."""
     parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
     for section in sorted(of(results, warnings), key=lambda section: section.is_found):
         parts += [Text(section.heading, style="bold"), section.terminal()]
@@ -65,9 +65,9 @@ def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "
 
 
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
-    """Return the sections of a run in order; ``warnings`` are the warnings of its records file.
+    """Return the sections of a report in order; ``warnings`` are warnings about records.jsonl.
 
-    Findings come before the long table, because a reader looks for findings first.
+    Sections that only some runs have, such as RAM floors, come before the long table of all results.
     """
     rows = series(results)
     if not rows:
@@ -85,11 +85,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the findings for which a run has data: ranks, uses, passes, slow disks, survival, floors."""
-    pictures = (
-        ("survival", partial(survival_plots.draw_survival, results)),
-        ("time-over-limit", partial(survival_plots.draw_times, results)),
-    )
+    """Yield a section for each of ranks, uses, passes, slow disks, floors and survival with data."""
     tables_drawn: list[tuple[list[Found], Pictures]] = [
         (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
         (after_load.found(results), ()),
@@ -99,9 +95,13 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
     for found, drawn in tables_drawn:
         if found:
             yield _tables(found[0].label, found, is_found=True, pictures=drawn)
-    if floors.has_data(results):  # a search's rows have different limits, unlike a sweep's
+    if floors.has_data(results):  # the limits of a search for floors form no matrix
         yield _tables("RAM floors", floors.found(results), is_found=True)
     elif found := survival.found(results):
+        pictures = (
+            ("survival", partial(survival_plots.draw_survival, results)),
+            ("time-over-limit", partial(survival_plots.draw_times, results)),
+        )
         yield _tables("Survival", found, is_found=True, pictures=pictures)
 
 
@@ -128,19 +128,23 @@ def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
 
 
 def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> Iterator[Section]:
-    """Yield a list of names and texts as a section, unless it is empty."""
-    lines = [": ".join(filter(None, item)) for item in items]
+    """Yield a section that lists these names and texts, unless the list is empty."""
     if items:
-        yield Section(
-            heading,
-            lambda: Group(*(Text(line, style=style) for line in lines)),
-            lambda: "\n".join(f"- {escaped(line)}" for line in lines),
-            lambda: [("items.html", items)],
-        )
+        lines = [": ".join(filter(None, item)) for item in items]
+        yield _of_lines(heading, lines, style, [("items.html", items)])
+
+
+def _of_lines(heading: str, lines: Sequence[str], style: str, html: list[Block]) -> Section:
+    return Section(
+        heading,
+        lambda: Group(*(Text(line, style=style) for line in lines)),
+        lambda: "\n".join(f"- {escaped(line)}" for line in lines),
+        lambda: html,
+    )
 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the allocator's summary for each strategy that ran out of GPU memory."""
+    """Yield the summary of the CUDA allocator for each strategy that ran out of GPU memory."""
     refused = [result for result in results if result.allocator_summary]
     for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
         heading = f"{strategy} ran out of GPU memory: the allocator's summary"
@@ -148,7 +152,7 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the processes, kills, marks and stacks of commands."""
+    """Yield the processes, kills, marked lines and stacks of commands that ``weighin run`` measured."""
     for found in commands.listings(results):
         yield _tables(found.label, [found])
     if text := commands.stacks(results):
@@ -156,7 +160,7 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _verbatim(heading: str, text: str) -> Section:
-    """Return a section with the output of another program."""
+    """Return a section that shows the output of another program unchanged."""
     return Section(
         heading,
         partial(Text, text),
@@ -167,20 +171,12 @@ def _verbatim(heading: str, text: str) -> Section:
 
 def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
     unused = captions.note_unused(results)
-    notes = [*unused, *captions.note_figures(rows)]
-    return Section(
-        FIGURES,
-        lambda: Group(*(Text(line, style="dim") for line in notes)),
-        lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [*_items(unused), ("explained.html", facts.figures(rows))],
-    )
-
-
-def _items(lines: Sequence[str]) -> list[Block]:
-    return [("items.html", [("", line) for line in lines])] if lines else []
+    html: list[Block] = [("items.html", [("", line) for line in unused])] if unused else []
+    html.append(("explained.html", facts.figures(rows)))
+    return _of_lines(FIGURES, [*unused, *captions.note_figures(rows)], "dim", html)
 
 
 def _preformatted(text: str) -> str:
-    """Return a text of several lines in a form that a code block can contain."""
+    """Return a text without backticks and control characters, which would end a code block."""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
     return "\n".join(line.replace("`", "'") for line in lines)

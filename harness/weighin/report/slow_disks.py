@@ -29,12 +29,12 @@ NOTE: Final = (
 _BY: Final = ("rate", "latency")
 _LINE: Final = "Dotted: the model's size divided by the rate."
 _Disk = tuple[int | None, int | None]
-"""A rate in bytes per second and a latency in ns; None is that of the disk itself."""
+"""A rate in bytes per second and a latency in nanoseconds; None means that the disk was not slowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The repeats of one strategy in one scene, by the disk that they were loaded from."""
+    """The repeats of one strategy with one model and RAM limit (``scene``), grouped by disk."""
 
     name: str
     scene: str
@@ -42,7 +42,7 @@ class _Row:
     by_disk: dict[_Disk, list[Result]]
 
     def seconds(self, disk: _Disk) -> float | None:
-        """Return the median time until ready and through the first pass; None if no repeat is ok."""
+        """Return the median time until the end of the first forward pass; None if no repeat ended ok."""
         repeats = self.by_disk.get(disk, ())
         good = (each for each in repeats if each.outcome is Outcome.OK)
         time_ns = middle(map(through_first_pass_ns, good))
@@ -55,7 +55,7 @@ class _Row:
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the time of each strategy on each disk; none if every disk was as fast as it is."""
+    """Return a table of the time of each strategy on each disk; an empty list if no disk was slowed."""
     if not any(result.cell.disk for result in results):
         return []
     disks, rows = _disks(results), _rows(results)
@@ -72,7 +72,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
-    """Return the pictures for which these results have at least two rates or two latencies."""
+    """Return a picture over the rate and over the latency, for each of which two or more were measured."""
     disks = _disks(results)
     rates, latencies = ({disk[part] for disk in disks} - {None} for part in (0, 1))
     return [
@@ -90,7 +90,7 @@ def _field(row: _Row, disk: _Disk) -> str:
 
 
 def _draw(results: Sequence[Result], over: int) -> "Figure":
-    """Draw the times over the rate (0) or the latency (1), a panel for each value of the other one."""
+    """Draw times over the rate (``over`` 0) or the latency (1), with a panel for each latency or rate."""
     rows = _rows(results)
     others = sorted({disk[1 - over] for disk in _disks(results)}, key=lambda value: value or 0)
     scenes = list(dict.fromkeys(row.scene for row in rows))
@@ -145,7 +145,7 @@ def _rows(results: Sequence[Result]) -> list[_Row]:
 
 
 def _scene(cell: Cell) -> str:
-    """Return the properties of a cell that are neither its strategy nor its disk."""
+    """Return a title with the properties of a measurement other than its strategy and its disk."""
     limit = captions.dimension("ram_limit_bytes", cell.ram_limit_bytes)
     ranks = [f"{cell.ranks} ranks"] if cell.ranks > 1 else []
     return ", ".join([cell.model.title, cell.dtype, limit, cell.isolation, *ranks])

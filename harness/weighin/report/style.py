@@ -1,6 +1,6 @@
 """Define the style that all figures share: size, colours, title above, caption below.
 
-Every strategy has the same colour in all figures. No information is shown by colour alone.
+A strategy has the same colour in all figures. No information is shown by colour alone.
 """
 
 import hashlib
@@ -14,20 +14,20 @@ from weighin.report import captions, operations
 from weighin.report.rows import DIMENSIONS, Row, values, varying
 from weighin.units import GIB
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import
+if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN: Final = 9.0  # 1800 pixels at this resolution: sharp at a README's width of 900
+WIDTH_IN: Final = 9.0  # 1800 pixels, twice the width of a README on a page
 DPI: Final = 200
 MAX_PANELS: Final = 12
 INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
-# Each combination of these properties has its own panel; row labels show formats and options.
+# Each combination of these properties has a panel; formats and options are in the labels of rows.
 SCENE: Final = tuple(name for name in DIMENSIONS if name not in ("format", "options"))
 
-# Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted colours for other names.
+# The colours of Okabe and Ito, then of Tol, which colour-blind readers can tell apart.
 _COLOURS: Final = {
     "baseline": GREY,
     "sequential": "#E69F00",
@@ -79,7 +79,7 @@ def colour(strategy: str) -> str:
 
 
 def tint(shade: str) -> tuple[float, float, float]:
-    """Return a light version of a colour, for file-backed memory."""
+    """Return a light version of a colour, which is the colour of file-backed memory."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (1 - 0.38 * (1 - part) for part in to_rgb(shade))
@@ -92,7 +92,7 @@ def verbatim(text: str) -> str:
 
 
 def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
-    """Write ``figure`` as ``kind``: png, or svg that keeps text as text and has no date."""
+    """Write a figure as ``kind``: png, or an svg with text as text and without a date."""
     from matplotlib import rc_context
 
     about = {"Date": None} if kind == "svg" else None
@@ -103,14 +103,15 @@ def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
 
 
 def _rounded(svg: bytes) -> bytes:
-    """Return an SVG with its coordinates rounded from millionths to hundredths of a point."""
+    """Return an SVG whose coordinates are rounded to hundredths of a point, because it is then smaller."""
     return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
-    """Return a figure of ``WIDTH_IN``, without pyplot's global state, and its axes as an array.
+    """Return a figure of the width ``WIDTH_IN`` in inches, and its axes as an array.
 
-    ``height_in`` is the height of the panels; ``dress`` adds room for the texts around the panels.
+    The figure is no part of pyplot's global state. ``height_in`` is the height of all panels in inches,
+    to which ``dress`` adds room for the texts around the panels.
     """
     from matplotlib.figure import Figure
 
@@ -119,13 +120,13 @@ def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tup
 
 
 def tidy(axes: "Axes") -> None:
-    """Remove the lines of a panel that carry no data."""
+    """Remove the upper and the right border of a panel."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=INK)
 
 
 def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = False) -> None:
-    """Label the axes of a panel of curves, and draw its grid; times can have a logarithmic axis."""
+    """Label the axes of a panel of curves and draw its grid, with a logarithmic axis if requested."""
     from matplotlib.ticker import FixedLocator
 
     if log_seconds:
@@ -141,7 +142,7 @@ def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = Fals
 
 
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
-    """Put the title and the legend above the panels, and the caption below the panels."""
+    """Write the title and the legend above the panels, and the caption below the panels."""
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
     columns = len(handles) if len(handles) <= 4 else 3
     legend_rows = -(-len(handles) // columns) if handles else 0
@@ -162,7 +163,7 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
 
 
 def headline(rows: Sequence[Row], subject: str) -> str:
-    """Return the figure's title: the subject, and the model and the limit if all rows share them."""
+    """Return the title of a figure: ``subject``, and the model and RAM limit if all rows have the same."""
     changing, first = varying(rows), rows[0]
     size = captions.model_size(rows)
     changing += [name for name in operations.first_of(rows).lacks if name == "model"]
@@ -172,24 +173,24 @@ def headline(rows: Sequence[Row], subject: str) -> str:
 
 
 def scenes(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Split the series into comparable groups, and yield the title and the rows of each group."""
+    """Split the rows into groups with comparable figures, and yield the title and rows of each group."""
     changing = varying(rows)
     yield from captions.apart(rows, [name for name in SCENE if name in changing])
 
 
 def extent_gib(group: Sequence[Row]) -> float:
-    """Return the largest value that a panel's axis must show, in GiB."""
+    """Return the largest memory in GiB that the axis of a panel must show."""
     kind = operations.first_of(group)
     marks = (f"{kind.peak[0]}_max", "peak_cuda_allocated_bytes", "model_bytes")
     bars = ((row[kind.held[0]] or 0) + (row["file_sampled_bytes"] or 0) for row in group)
     data: int = max(*bars, *(row[name] or 0 for row in group for name in marks))
     limit: int = group[0]["ram_limit_bytes"] or 0
-    # A limit far beyond the data would squeeze the bars; a label at the edge names it instead.
+    # A limit above twice the data is only named at the edge, because its line would shorten the bars.
     return max(data, limit if limit <= 2 * data else 0) / GIB or 1.0
 
 
 def empty_figure(title: str) -> "Figure":
-    """Return a figure for a run without cells."""
+    """Return a figure with the words "no cells were measured"."""
     figure, grid = new_figure(0.8, 1, 1)
     grid[0][0].axis("off")
     grid[0][0].text(0.5, 0.5, "no cells were measured", ha="center", va="center", color=INK)
@@ -198,7 +199,7 @@ def empty_figure(title: str) -> "Figure":
 
 
 def row_labels(group: Sequence[Row]) -> list[str]:
-    """Return a label for each row: the strategy, with format and options if these vary."""
+    """Return a label for each row: the strategy, with the format and options if they differ."""
     labels = []
     for row in group:
         same = [other for other in group if other["strategy"] == row["strategy"]]

@@ -1,4 +1,4 @@
-"""Summarise a run in sentences: the strategies that work under each limit, and the fastest one."""
+"""Summarise a run in sentences, such as "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl"."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -12,7 +12,7 @@ from weighin.report.rows import Row, is_below_import, values, varying
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 
-_MOST: Final = 16  # paragraphs; a longer text would not be a summary
+_MOST: Final = 16  # paragraphs
 _ENDINGS: Final = {
     Outcome.OOM_KILLED: "Killed by the kernel for lack of memory",
     Outcome.CHILD_KILLED: "Lost a process for lack of memory",
@@ -29,10 +29,10 @@ _ENDINGS: Final = {
 
 
 def paragraphs(rows: Sequence[Row], results: Sequence[Result] = ()) -> list[str]:
-    """Return one paragraph for each limit, device and other setting of a run.
+    """Return one paragraph for each combination of RAM limit, device and other settings of a run.
 
-    For a search for RAM floors, return the floors and the cells without a limit. Verdicts and
-    floors are computed from ``results``.
+    If the run searched the smallest RAM limits, the paragraphs name these limits, and describe the
+    measurements without a limit. ``results`` are the records from which ``rows`` were made.
     """
     if not rows:
         return ["No cells were measured."]
@@ -59,7 +59,7 @@ def _paragraph(group: Sequence[Row], changing: Sequence[str]) -> str:
 
 
 def _works(group: Sequence[Row], changing: Sequence[str]) -> str:
-    """Return the number of series that work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
+    """Return how many strategies work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
     row = group[0]
     limit = row["ram_limit_bytes"]
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
@@ -69,7 +69,7 @@ def _works(group: Sequence[Row], changing: Sequence[str]) -> str:
     start += f" ({', '.join(setting)})" if setting else ""
     run = [one for one in group if one["outcome"] != Outcome.SKIPPED]
     good = [one for one in run if one["ok"] == one["repeats"]]
-    # A strategy with several formats or options has several rows.
+    # Rows are called variants if a strategy has several rows, one for each format or option.
     noun = words["several"] if len(values(run, "strategy")) == len(run) else words["variants"]
     model = f" {row['model']}" if row["model"] else ""
     if not run:
@@ -88,7 +88,7 @@ def _works(group: Sequence[Row], changing: Sequence[str]) -> str:
 
 
 def _best(group: Sequence[Row]) -> Iterator[str]:
-    """Yield the fastest working series, and the working series with the smallest peak RSS."""
+    """Yield a sentence on the fastest strategy, and a sentence on the one with the smallest peak memory."""
     good = [row for row in group if row["ok"] > 0 and row["ok"] == row["repeats"]]
     labels = style.row_labels(good)
     good = [row | {"label": label} for row, label in zip(good, labels, strict=True)]
@@ -115,7 +115,7 @@ def _best(group: Sequence[Row]) -> Iterator[str]:
 
 
 def _others(group: Sequence[Row]) -> Iterator[str]:
-    """Yield the outcomes of the series that work in no repeat or only in some repeats."""
+    """Yield a sentence for each outcome other than ok, with the strategies that ended so."""
     labels = style.row_labels(group)
     pairs = [(label, row["outcome"]) for label, row in zip(labels, group, strict=True)]
     for outcome, words in _ENDINGS.items():
@@ -129,7 +129,7 @@ def _others(group: Sequence[Row]) -> Iterator[str]:
 
 
 def _floors(results: Sequence[Result]) -> str:
-    """Return the RAM floors in sentences, the smallest first; empty if the run found none."""
+    """Return sentences on the smallest RAM limit of each strategy; empty if the run found no limit."""
     searched = all_floors(results) if floors.has_data(results) else []
     sized = sorted((floor for floor in searched if floor.bytes), key=lambda one: one.bytes or 0)
     if not sized:

@@ -1,4 +1,4 @@
-"""Tabulate the survival matrix."""
+"""Tabulate survival: which strategy survives, thrashes or is killed under which RAM limit."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -16,7 +16,7 @@ MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KI
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return a table for each matrix; none for a run under fewer than two limits."""
+    """Return a table of strategies and RAM limits for each model; none for fewer than two limits."""
     return [
         Found(
             "Survival under each limit",
@@ -39,7 +39,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def _reasons(matrix: Matrix) -> Iterator[tuple[Verdict, str]]:
-    """Yield each verdict, and a line with the figures behind it."""
+    """Yield each verdict, with a line that explains the verdict by measured figures."""
     for (row, column), field in sorted(matrix.fields.items()):
         if judgement := field.judgement:
             under = f"{matrix.label(row)} under {captions.size(matrix.limits[column])}"
@@ -51,7 +51,7 @@ def heading(limit: int | None) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return explanations of the fields of a survival matrix."""
+    """Return sentences that explain the fields of the table of survival."""
     passes = max((result.cell.passes for result in results), default=0)
     used = {0: "", 1: " and for one forward pass"}.get(passes, f" and for {passes} forward passes")
     if any(result.cell.use for result in results):
@@ -59,23 +59,18 @@ def notes(results: Sequence[Result]) -> list[str]:
     kinds = operations.of(series(results))
     return [
         f"{kinds[0].life}{used}. killed: by the kernel, for lack of memory.",
-        rule(kinds[0]),
+        f"thrashes: the cell's memory reached the limit, and it either {kinds[0].lost}.",
     ]
 
 
-def rule(kind: Kind) -> str:
-    """Return when a cell thrashes."""
-    return f"thrashes: the cell's memory reached the limit, and it either {kind.lost}."
-
-
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:
-    """Return the properties that all cells of a matrix share, without the limit."""
+    """Return the properties that all measurements of a matrix share, without the RAM limit."""
     cells = [field.result for field in matrix.fields.values()]
     return captions.shared(series(cells), results, without=("ram_limit_bytes", "format", "options"))
 
 
 def kind_of(matrix: Matrix) -> Kind:
-    """Return the operation of a matrix's cells."""
+    """Return whether a matrix is of loads, of saves or of commands, with the words for a report."""
     return operations.KINDS[matrix.scene.operation]
 
 

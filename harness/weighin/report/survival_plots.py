@@ -1,4 +1,4 @@
-"""Draw the survival matrix as a picture, and curves of time over the limit."""
+"""Draw which strategy survives which RAM limit, and the time of each strategy over the RAM limit."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,17 +12,17 @@ from weighin.report.survival import caption, heading, kind_of, notes
 from weighin.result import Outcome, Result
 from weighin.units import GIB, format_seconds
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import
+if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Tints of Okabe and Ito's colours; each verdict is also written as text.
+# Light forms of Okabe and Ito's colours, which colour-blind readers can tell apart.
 FILLS: Final = {Verdict.SURVIVES: "#BFE5D8", Verdict.THRASHES: "#F7D488", Verdict.KILLED: "#EDB9A0"}
 _UNJUDGED: Final = "#F2F2F2"
 
 
 def draw_survival(results: Sequence[Result]) -> "Figure":
-    """Return the matrices as a figure: a field for each strategy and limit, coloured by verdict."""
+    """Return a figure with a field for each strategy and RAM limit, coloured by the verdict."""
     drawn = matrices(results)[: look.MAX_PANELS]
     heights = [0.55 * len(matrix.rows) + 0.7 for matrix in drawn]
     figure, grid = look.new_figure(sum(heights), len(drawn), 1, height_ratios=heights)
@@ -40,7 +40,7 @@ def draw_survival(results: Sequence[Result]) -> "Figure":
 
 
 def draw_times(results: Sequence[Result]) -> "Figure":
-    """Return a figure of each strategy's time over the limit; lines end where loads are killed."""
+    """Return a figure of the time of each strategy over the RAM limit; a line ends at a kill."""
     drawn = matrices(results)[: look.MAX_PANELS]
     figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
     handles: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
 
 
 def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
-    """Yield the column whose limit is the first that is smaller than the model, with words for it."""
+    """Yield the column of the first RAM limit that is smaller than the model, with a text for the figure."""
     size = matrix.model_bytes
     for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
         if size and right is not None and right < size <= (left or float("inf")):
@@ -90,7 +90,7 @@ def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
 
 
 def field_words(field: Field | None) -> tuple[str, str]:
-    """Return a field's two lines: time and bytes read again, or the outcome and its phase."""
+    """Return the two lines of text in a field, such as a time and the share of the model read again."""
     if field is None:
         return "-", ""
     result, verdict = field.result, field.judgement and field.judgement.verdict
@@ -110,7 +110,7 @@ def field_words(field: Field | None) -> tuple[str, str]:
 
 
 def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
-    """Draw one line per strategy, and return the legend's handles by name."""
+    """Draw one line per strategy, and return the entries of the legend by the name of the strategy."""
     columns, handles = len(matrix.limits), {}
     for row, cell in enumerate(matrix.rows):
         shade, name = look.colour(cell.strategy), matrix.label(row)

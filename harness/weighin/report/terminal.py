@@ -1,4 +1,4 @@
-"""Render the tables of a run for a terminal's width, without cutting a figure."""
+"""Print the tables of a run so that they fit the width of a terminal and no number is cut off."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,33 +12,32 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, LEFT_OUT_FIRST
 from weighin.report.rows import Row
-from weighin.report.tables import TextTable, text_tables
+from weighin.report.tables import HEADINGS, LEFT_OUT_FIRST, TextTable, text_tables
 from weighin.result import Outcome, Result
 
 T = TypeVar("T")
 
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-# Columns without a heading, whose values are shown below the strategy's name.
+# The values of these columns are printed below the name of the strategy, to save width.
 _BELOW_NAME: Final = frozenset(("format", "options"))
 _LEFT_OUT: Final = "Left out at {} columns: {}. All columns are in report.md and --json."
 _ANY_WIDTH: Final = 10_000  # columns
 
 
 class _Layout(NamedTuple):
-    """How a table saves width."""
+    """One way to save width in a table."""
 
     apart: int = 0  # spaces on the left and right of a column
     range_rows: bool = True  # "from" and "to" are rows of their own
 
 
-# The first layout that fits is used.
+# A table uses the first of these layouts that fits the terminal.
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout())
 
 
 def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
-    """Return one row per series, in one table per operation, model and device."""
+    """Return a table for each operation, model and device, with a row for each repeated measurement."""
     parts: list[RenderableType] = []
     for table in map(_stacked, text_tables(rows)):
         if table.heading:
@@ -49,9 +48,10 @@ def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table that chooses a layout for the width of its console, and leaves out columns if it must.
+    """A table that fits itself to the width of the console when it is printed.
 
-    A table that fits in no layout is left to the console, which must cut no figure.
+    The table tries each layout, and then leaves out columns. If even the narrowest table is too wide,
+    the whole table is printed, because a cut number would be wrong.
     """
 
     section: TextTable
@@ -70,7 +70,7 @@ class _Fitted:
 
 
 def _narrower(section: TextTable) -> Iterator[tuple[list[str], TextTable]]:
-    """Yield the section, and then sections with ever fewer columns, with the headings left out."""
+    """Yield the table, then the table with ever fewer columns, each with the headings left out."""
     yield [], section
     headings = [heading for heading, _ in section.columns]
     left_out = [heading for heading in LEFT_OUT_FIRST if heading in headings]
@@ -84,7 +84,7 @@ def _table(section: TextTable, layout: _Layout) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True)
     for index, (heading, unit) in enumerate(section.columns):
         is_name = index < section.names
-        # Narrow headings, so that eight columns of numbers fit a terminal.
+        # A heading has one word per line, so that eight columns of numbers fit a terminal.
         label = Text("\n".join([*heading.split(), unit]) if unit else heading)
         side: Literal["left", "right"] = "left" if is_name else "right"
         stays = not is_name or heading in HEADINGS.values()
@@ -100,7 +100,7 @@ def _table(section: TextTable, layout: _Layout) -> Table:
             for what, ends in (("from", lows), ("to", highs)):
                 table.add_row(*ends[:outcome], what, *ends[section.names :], style="dim")
     for column in table.columns:
-        if column.no_wrap:  # rich would measure the words of "x model" one by one
+        if column.no_wrap:  # rich would allow a break between the words of "x model"
             lines = "\n".join(map(str, (column.header, *column.cells))).split("\n")
             column.min_width = max(map(cell_len, lines))
     return table
@@ -112,7 +112,7 @@ def _styled(text: str, spread: str = "") -> Text:
 
 
 def _stacked(section: TextTable) -> TextTable:
-    """Return the section with formats and options below the strategies' names, to save width."""
+    """Return the table with formats and options below the names of the strategies, to save width."""
     below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
     rows = []
     for row in section.rows:
@@ -122,7 +122,7 @@ def _stacked(section: TextTable) -> TextTable:
 
 
 def _without_columns(section: TextTable, places: Sequence[int]) -> TextTable:
-    """Return the section without the columns at ``places``; the caller keeps ``names`` right."""
+    """Return the table without the columns at ``places``; the caller sets the number of name columns."""
     return replace(
         section,
         columns=_without(section.columns, places),

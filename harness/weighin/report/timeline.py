@@ -1,7 +1,8 @@
-"""Draw resident memory over time, with one small panel per series on shared axes."""
+"""Draw resident memory over time, with a small panel for each measurement; all panels share their axes."""
 
 import textwrap
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,19 +18,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_HEADROOM: Final = 1.4  # ratio of the axis to the data, for room above for the names of phases
-_POINTS: Final = 400  # about a panel's width in pixels on a page; an SVG contains each point
+_HEADROOM: Final = 1.4  # height of the axis / highest memory, so that the names of phases fit above
+_POINTS: Final = 400  # about the width of a panel in pixels; more points only enlarge the SVG
 _SHARED: Final = "shmem_bytes"
-_DOTS: Final = ".."  # an SVG contains each dot: 45 KiB for this density, 180 KiB for four dots
-_LEAST_APART: Final = 0.03  # of two marks with text, as a share of the panel
+_DOTS: Final = ".."  # 45 KiB in an SVG, which contains each dot; "...." would take 180 KiB
+_LEAST_APART: Final = 0.03  # between the texts of two marked lines, as a share of the panel's width
 _MARK_LENGTH: Final = 28
-_CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
+_CHARACTER: Final = 0.0145  # width of a letter, as a share of the panel's width
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
-    """Return a figure of RSS over time for the first repeat of each series, with its phases.
+    """Return a figure of RSS over time, with the phases, for the first repeat of each measurement.
 
-    The panel of a cell without readable samples says that samples are missing.
+    If the samples of a measurement cannot be read, its panel shows the words "no samples".
     """
     if not results:
         return look.empty_figure("Memory over time while loading")
@@ -50,7 +51,7 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     for axes in grid[:, 0]:
         axes.set_ylabel(kind.axis, fontsize=9)
     for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
-        axes.tick_params(labelbottom=True)  # even if the panel below is empty
+        axes.tick_params(labelbottom=True)  # also above an empty panel
     for axes in grid.flat[(lines - 1) * columns : len(drawn)]:
         axes.set_xlabel(f"time since {kind.zero}, s", fontsize=9)
     title = look.headline(rows, f"Memory over time while {captions.doing(rows)}")
@@ -81,7 +82,7 @@ def _panel(axes: "Axes", track: data.Track, span: float) -> None:
 
 
 def _limit(axes: "Axes", limit: int | None) -> None:
-    """Draw the RAM limit, or a note that it is above the axis."""
+    """Draw the RAM limit as a line, or write its value if the limit is above the axis."""
     if limit and limit / GIB <= axes.get_ylim()[1]:
         axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1.2, zorder=3)
     elif limit:
@@ -90,17 +91,17 @@ def _limit(axes: "Axes", limit: int | None) -> None:
 
 
 def _areas(axes: "Axes", track: data.Track) -> None:
-    """Stack anonymous, file-backed and shared memory."""
+    """Draw anonymous, file-backed and shared memory as stacked areas."""
     points = data.thin(track.samples, _POINTS)
     seconds = [(point.t_ns - track.zero_ns) / 1e9 for point in points]
     shade = look.colour(track.result.cell.strategy)
     fills: dict[str, Any] = dict(zip(data.PARTS, (shade, look.tint(shade), "white"), strict=True))
-    # A layer of zeros is not drawn: an SVG would contain each of its points.
+    # An area that is always zero is left out, because an SVG would contain each of its points.
     parts = [name for name in data.PARTS if name == data.PARTS[0] or data.has_part(points, name)]
     layers = [[getattr(point, name) / GIB for point in points] for name in parts]
     colours, labels = [fills[name] for name in parts], list(parts)
     total = [sum(heights) for heights in zip(*layers, strict=True)]
-    if track.ranks:  # a layer of anonymous memory for each rank, in two shades in turn
+    if track.ranks:  # an area of anonymous memory for each rank, alternately in two shades
         by_rank = [
             [size / GIB for size in layer] for layer in data.anonymous_by_rank(track, points)
         ]
@@ -114,14 +115,14 @@ def _areas(axes: "Axes", track: data.Track) -> None:
 
 
 def _gpu_line(axes: "Axes", track: data.Track) -> None:
-    points = data.thin_gpu(track, _POINTS)
+    points = data.thin(track.gpu, _POINTS, itemgetter(1))
     seconds = [(t_ns - track.zero_ns) / 1e9 for t_ns, _ in points]
     style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
     axes.step(seconds, [used / GIB for _, used in points], where="post", **style)
 
 
 def _phases(axes: "Axes", track: data.Track, span: float) -> None:
-    """Shade every other phase, name long phases in the panel, and list short phases above it."""
+    """Shade every second phase; write names of long phases in the panel, and of short phases above it."""
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -149,7 +150,7 @@ def _phases(axes: "Axes", track: data.Track, span: float) -> None:
 
 
 def _marks(axes: "Axes", track: data.Track, span: float) -> None:
-    """Draw the marked lines of a command's output, and write as many of them as there is room for."""
+    """Draw a line at each marked line of a command's output, and write the text where it has room."""
     written_s = -span
     for at_s, text in data.marks(track):
         if at_s > span:
@@ -165,7 +166,7 @@ def _marks(axes: "Axes", track: data.Track, span: float) -> None:
 
 
 def _cut(axes: "Axes", track: data.Track, span: float) -> None:
-    """Mark the time at which the cell was cut off."""
+    """Mark the time at which the measurement was cut off, with its outcome."""
     outcome = track.result.outcome
     if track.end_s > span:
         axes.annotate(
@@ -235,7 +236,7 @@ def _caption(
 
 
 def _stacks(tracks: Sequence[data.Track]) -> list[str]:
-    """Return a line for each command with the innermost frame at its peak."""
+    """Return for each command the innermost Python frame at its memory peak, as a line of text."""
     lines = []
     for track in tracks:
         if stacks := stacks_at_peak(track.result):

@@ -1,9 +1,9 @@
-"""Select the data of timelines: samples and phases of each series' first repeat, on shared axes."""
+"""Select the data of timelines: the samples and phases of the first repeat of each measurement."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -14,11 +14,11 @@ from weighin.report.rows import Row, values
 from weighin.result import Outcome, Phase, Result, Sample
 from weighin.units import GIB
 
-# Outcomes that end a cell early; a timeline marks the time of the end.
+# A measurement with one of these outcomes ended early, and a timeline marks the time of its end.
 CUT_OFF: Final = frozenset(Outcome) - {
     Outcome.OK, Outcome.CHILD_KILLED, Outcome.WRONG_WEIGHTS, Outcome.SKIPPED,
 }  # fmt: skip
-# weighin chose the time of these ends.
+# weighin itself ended these measurements, so their length says nothing about the strategy.
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
@@ -27,11 +27,16 @@ _Point = TypeVar("_Point")
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One cell's memory over time from ``zero_ns``, the start of its first phase or first sample.
+    """The memory of one measurement over time.
 
-    ``gpu`` has pairs of a time and bytes, exact from a trace or else sampled. ``ranks`` has the
-    samples of each rank of a cell of several ranks. Of a command in a cgroup, the file-backed memory
-    of ``samples`` is all page cache that is charged to the group.
+    Attributes:
+        samples: the samples. For a command in a cgroup, the file-backed memory of a sample is all page
+            cache that the kernel charged to the cgroup.
+        zero_ns: the start of the first phase, or the time of the first sample if it is earlier.
+        end_s: the time from ``zero_ns`` to the end of the measurement.
+        gpu: pairs of a time in nanoseconds and the GPU memory in bytes, from an exact trace or, without
+            a trace, from the samples.
+        ranks: the samples of each rank, if several ranks loaded the model.
     """
 
     label: str
@@ -44,7 +49,7 @@ class Track:
 
 
 def choose(run: Path, results: Sequence[Result], rows: Sequence[Row]) -> list[Track]:
-    """Return the first repeat of each series of ``rows``, with its samples."""
+    """Return the first repeat of the measurement of each row, with the samples of this repeat."""
     first: dict[str, Result] = {}
     for result in latest(results):
         first.setdefault(result.cell.series, result)
@@ -59,7 +64,7 @@ def choose(run: Path, results: Sequence[Result], rows: Sequence[Row]) -> list[Tr
 
 
 def spans(track: Track) -> list[tuple[str, float, float]]:
-    """Return the phases as (name, start, end) in seconds, including one that was cut off."""
+    """Return the name, start and end in seconds of each phase, also of a phase that was cut off."""
     ended = [
         (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
         for p in track.result.phases
@@ -71,9 +76,10 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
 
 
 def cut_at(track: Track) -> tuple[float, float]:
-    """Return the time in seconds and the memory in GiB at which a cell was cut off.
+    """Return the time in seconds and the memory in GiB at which a measurement was cut off.
 
-    The last samples of a killed command come after the kill: its place is the sample with the most memory.
+    A command that the kernel killed was cut off at its memory peak, because the last samples of its
+    cgroup come after the kill.
     """
     if not track.samples:
         return track.end_s, 0.0
@@ -85,25 +91,25 @@ def cut_at(track: Track) -> tuple[float, float]:
 
 
 def marks(track: Track) -> list[tuple[float, str]]:
-    """Return the marks of a command's output, in seconds from the start, with their lines."""
+    """Return the marked lines of a command's output, each with its time in seconds from the start."""
     marked = track.result.ran.marks if track.result.ran else ()
     return [((mark.t_ns - track.zero_ns) / 1e9, mark.text) for mark in marked]
 
 
 def phase_peak(result: Result, phase: Phase) -> int | None:
-    """Return the exact peak of a phase in the memory that is drawn: of the worker, or of the group."""
+    """Return the exact memory peak of a phase: peak RSS of a load, or the cgroup's peak of a command."""
     return phase.peak_rss_bytes if result.ran is None else phase.peak_cgroup_bytes
 
 
 def longest(tracks: Sequence[Track]) -> float:
-    """Return the shared time axis's length in seconds; a timed-out cell can at most double it."""
+    """Return the length of the shared time axis in seconds; a timeout can at most double this length."""
     ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
     return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 
 
 def highest(tracks: Sequence[Track]) -> float:
-    """Return the top of the shared memory axis in GiB, which includes a limit near the data."""
+    """Return the top of the shared memory axis in GiB: the highest memory, or a limit not far above it."""
     sampled = [sample.rss_bytes for track in tracks for sample in track.samples]
     peaks = [
         phase_peak(track.result, phase) or 0 for track in tracks for phase in track.result.phases
@@ -116,34 +122,27 @@ def highest(tracks: Sequence[Track]) -> float:
 
 
 def has_part(samples: Sequence[Sample], part: str) -> bool:
-    """Return whether a sample has memory of this part, one of ``PARTS``."""
+    """Return whether at least one sample has memory of this part, which is one of ``PARTS``."""
     return any(getattr(sample, part) for sample in samples)
 
 
-def thin(samples: Sequence[Sample], points: int) -> list[Sample]:
-    """Return at most ``points`` samples: from each time bin, the sample with the most memory."""
-    return _thin(samples, points, attrgetter("rss_bytes"))
-
-
-def thin_gpu(track: Track, points: int) -> list[tuple[int, int]]:
-    """Return at most ``points`` points of the GPU's memory, chosen as ``thin`` chooses samples."""
-    return _thin(track.gpu, points, itemgetter(1))
+def thin(
+    points: Sequence[_Point], most: int, memory: Callable[[_Point], int] = attrgetter("rss_bytes")
+) -> list[_Point]:
+    """Return at most ``most`` points: of each group of consecutive points, the one with the most memory."""
+    step = max(1, -(-len(points) // most))
+    bins = (points[start : start + step] for start in range(0, len(points), step))
+    return [max(one, key=memory) for one in bins]
 
 
 def anonymous_by_rank(track: Track, points: Sequence[Sample]) -> list[list[int]]:
-    """Return the anonymous memory of each rank, in bytes, at the times of ``points``."""
+    """Return the anonymous memory of each rank in bytes, at the times of ``points``."""
     layers = []
     for samples in track.ranks:
         times = [sample.t_ns for sample in samples]
         places = [bisect_right(times, point.t_ns) for point in points]
         layers.append([samples[at - 1].anon_bytes if at else 0 for at in places])
     return layers
-
-
-def _thin(points: Sequence[_Point], most: int, memory: Callable[[_Point], int]) -> list[_Point]:
-    step = max(1, -(-len(points) // most))
-    bins = (points[start : start + step] for start in range(0, len(points), step))
-    return [max(one, key=memory) for one in bins]
 
 
 def _track(label: str, run: Path, result: Result) -> Track:
@@ -166,7 +165,7 @@ def _track(label: str, run: Path, result: Result) -> Track:
 
 
 def _of_group(sample: Sample) -> Sample:
-    """Return a sample of a command with the page cache of its group as file-backed memory."""
+    """Return a sample of a command whose file-backed memory is the page cache charged to its cgroup."""
     if sample.cgroup_file_bytes is None or sample.cgroup_shmem_bytes is None:
         return sample
     file = max(0, sample.cgroup_file_bytes - sample.cgroup_shmem_bytes)
@@ -175,7 +174,7 @@ def _of_group(sample: Sample) -> Sample:
 
 
 def _gpu(run: Path, result: Result, samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return the GPU's memory over time from the trace, or else from the samples."""
+    """Return the GPU memory over time from the exact trace, or without a trace from the samples."""
     rows = read_columns(run, result.trace_path, _TRACED)
     traced = [(t_ns, used) for t_ns, used in rows if None not in (t_ns, used)]
     return traced or [

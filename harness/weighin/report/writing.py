@@ -1,4 +1,4 @@
-"""Write the report of a run into its folder, in the requested formats."""
+"""Write the report of a run into the folder of the run, in the requested formats."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ TIMELINE: Final = "timeline"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The material of a report; ``formats`` are the requested formats."""
+    """The records of a run, and the formats in which to write its report."""
 
     folder: Path
     records: Records
@@ -47,10 +47,11 @@ class _Run:
 def write_report(
     run: Path, formats: Sequence[str] = (), records: Records | None = None
 ) -> list[Path]:
-    """Write the report into the run's own folder, and return the paths of the written files.
+    """Write the report of a run into the run's folder, and return the paths of the written files.
 
-    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. ``records`` are those of
-    the run, if they were read before. The report of a damaged run contains the run's intact records.
+    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. Callers that have read the
+    records of the run pass them as ``records``. If a part of records.jsonl is damaged, the report
+    contains the undamaged records.
 
     Raises:
         RecordError: the run's records cannot be read, or the run's folder cannot be written.
@@ -74,7 +75,7 @@ def write_markdown(
     warnings: Sequence[str] = (),
     images: Sequence[str] = (),
 ) -> None:
-    """Write the report of a run as markdown, with links to ``images`` at the end."""
+    """Write the report of a run as Markdown, with the pictures named in ``images`` at the end."""
     rows = series(results)
     title = escaped(plain(captions.title(rows)))
     print(f"# {title}\n\n{escaped(captions.shared(rows, results))}", file=file)
@@ -113,10 +114,10 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 
 def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
-    """Return the functions that draw a run's pictures, by picture name; those of findings are
-    first.
+    """Return a function for each picture of a run, by the picture's name.
 
-    Pictures are drawn from records alone, except the timeline, which reads samples in ``folder``.
+    Each function draws its picture from the records alone, except that the timeline also reads the
+    samples in ``folder``.
     """
     found = dict(picture for one in sections.findings(results) for picture in one.pictures)
     return found | {
@@ -125,7 +126,7 @@ def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[],
     }
 
 
-# Each format's function returns the content of its files, by file name.
+# The function of a format returns the contents of the written files, by file name.
 FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
     "md": _markdown,
     "html": _page,

@@ -1,1 +1,1 @@
-"""Build the parts of report.html, a single file that needs no other file."""
+"""Build the parts of report.html, which a browser shows without a network or any other file."""

@@ -1,4 +1,4 @@
-"""Draw the peak memory of a run as bars of HTML boxes."""
+"""Compute the bars that show the peak memory of each strategy in report.html."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _PER_CENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An exact figure on a bar, with its range; positions are in per cent of the axis."""
+    """A marker on a bar at an exact figure, with its range; positions are in per cent of the axis."""
 
     kind: str
     at: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLine:
-    """A reference line across all bars; ``at`` is None if it is beyond the axis."""
+    """A line across all bars, at the size of the model or at the RAM limit; ``at`` is None beyond the axis."""
 
     kind: str
     text: str
@@ -54,7 +54,7 @@ class Panel:
 
 
 def build(rows: Sequence[Row], ids: Mapping[str, str]) -> list[Panel]:
-    """Return a panel for each group of comparable series; all panels share one axis."""
+    """Return a panel for each group of comparable rows; all panels share one axis."""
     if not rows:
         return []
     scenes = list(style.scenes(rows))
@@ -103,7 +103,7 @@ def _mark(name: str, row: Row, key: str, axis: Axis) -> Mark:
 
 
 def _tip(label: str, row: Row) -> str:
-    """Return all figures of a bar as text, exact ones first."""
+    """Return the text that the page shows while the mouse is over a bar: all figures, exact ones first."""
     lines = [f"{label}: {captions.ending(row)}"]
     kind = operations.KINDS[row["operation"]]
     for key, words in (

@@ -1,36 +1,27 @@
-"""List the machine and software of a run, and the meaning and accuracy of each figure."""
+"""List the machine and software of a run, and the meaning and accuracy of each figure, for report.html."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from weighin.records.machine import settings_of
 from weighin.report import operations
-from weighin.report.columns import figures_of
 from weighin.report.figures import COLUMNS
 from weighin.report.rows import Row
+from weighin.report.tables import figures_of
 from weighin.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One key of the environment with its value, or with each value and its number of cells."""
+def environment(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+    """Return each recorded key of the machine and software with its value.
 
-    key: str
-    values: list[str]
-
-    @property
-    def differs(self) -> bool:
-        return len(self.values) > 1
-
-
-def environment(results: Sequence[Result]) -> list[Fact]:
-    """Return the machine and software of the cells, one fact for each recorded key."""
+    A key whose value differs between measurements has all of its values, each with the number of
+    measurements that had this value.
+    """
     counts_of: dict[str, Counter[str]] = {}
     for result in results:
         for key, value in settings_of([result.environment]).items():
             counts_of.setdefault(key, Counter())[_text(value)] += 1
-    return [Fact(key, _counted(counts)) for key, counts in counts_of.items()]
+    return [(key, _counted(counts)) for key, counts in counts_of.items()]
 
 
 def figures(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
@@ -45,14 +36,14 @@ def figures(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
                 heading = kind.headings.get(column.key, column.heading)
                 meaning = kind.meanings.get(column.key, column.meaning)
                 explained[heading, column.unit, meaning, column.accuracy] = None
-        if files.key not in kind.figures:  # the bars alone show it
+        if files.key not in kind.figures:  # tables lack the column, but the bars show the figure
             explained["file-backed", files.unit, files.meaning, files.accuracy] = None
         explained["outcome", "", kind.outcome, "exact"] = None
     return list(explained)
 
 
 def when(results: Sequence[Result]) -> str:
-    """Return the time of the run: the start of its first cell and the start of its last cell."""
+    """Return the times at which the first and the last measurement of a run started."""
     starts = sorted(result.started_at[:16].replace("T", " ") for result in results if result.started_at)  # fmt: skip
     if not starts:
         return ""

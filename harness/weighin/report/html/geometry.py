@@ -1,30 +1,30 @@
-"""Compute the positions of marks that the templates of the HTML report draw."""
+"""Compute coordinates of axes, labels and lines for the drawings of report.html."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from typing import Final
 
-_STEPS: Final = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
-_NEARLY: Final = 1 - 1e-9  # for the rounding of floats
-_LETTER: Final = 0.56  # mean width of a letter, as a share of the font size
+_STEPS: Final = (1, 2, 2.5, 5, 10)  # distances of ticks, each to be multiplied by a power of ten
+_NEARLY: Final = 1 - 1e-9  # the last tick may exceed the axis by a rounding error of floats
+_LETTER: Final = 0.56  # mean width of a letter / font size
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis, which draws data from 0 to ``top`` at positions from ``start`` to ``end``."""
+    """A linear axis from the value 0 at the position ``start`` to the value ``top`` at ``end``."""
 
     top: float
     start: float
     end: float
 
     def at(self, value: float) -> float:
-        """Return the position of ``value``; a value beyond the axis is at the end of the axis."""
+        """Return the position of a value; a value above ``top`` is at the end of the axis."""
         share = min(max(value / self.top, 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """Return up to ``most`` + 1 round values as (position, text)."""
+        """Return the position and the text of at most ``most`` + 1 round values on the axis."""
         least = self.top / most
         scale = 10.0 ** floor(log10(least))
         step = next(one * scale for one in _STEPS if one * scale >= least * _NEARLY)
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text beside a point; ``anchor`` tells whether x is the text's start, middle or end."""
+    """A text beside a point; ``x`` is the start, middle or end of the text, as ``anchor`` says."""
 
     text: str
     x: float
@@ -58,10 +58,10 @@ class _Box:
 def place_labels(
     points: Sequence[tuple[float, float, str]], width: float, height: float, font: float
 ) -> list[Label]:
-    """Place a name beside each point (x, y, name) where the name covers the least of other labels.
+    """Return a label beside each point (x, y, name), placed so that it covers other labels least.
 
-    Eight places around the point, inside ``width`` and ``height``, are tried in order; the first
-    free place is used.
+    Eight places around each point are tried. A label prefers places that lie inside ``width`` and
+    ``height``, and of equally good places the first one.
     """
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y, _ in points]
     labels = []
@@ -82,16 +82,18 @@ def place_labels(
     return labels
 
 
-def _places(font: float) -> Iterable[tuple[float, float, str]]:
+def _places(font: float) -> list[tuple[float, float, str]]:
     side, rise = 9.0, font * 0.35
-    yield from ((side, rise, "start"), (-side, rise, "end"))
-    yield from ((0.0, -9.0, "middle"), (0.0, 8.0 + font * 0.8, "middle"))
-    yield from ((side, -font * 0.6, "start"), (side, font * 1.3, "start"))
-    yield from ((-side, -font * 0.6, "end"), (-side, font * 1.3, "end"))
+    return [
+        (side, rise, "start"), (-side, rise, "end"),
+        (0.0, -9.0, "middle"), (0.0, 8.0 + font * 0.8, "middle"),
+        (side, -font * 0.6, "start"), (side, font * 1.3, "start"),
+        (-side, -font * 0.6, "end"), (-side, font * 1.3, "end"),
+    ]  # fmt: skip
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points of the Pareto front, which have no other point to the lower left, by x."""
+    """Return the points of the Pareto front in the order of x: no other point is to their lower left."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:
@@ -100,5 +102,5 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def path(points: Iterable[tuple[float, float]]) -> str:
-    """Return an SVG path through the points."""
+    """Return a path of straight lines through the points, as the SVG attribute ``d``."""
     return "M" + "L".join(f"{x:g},{y:g}" for x, y in points)

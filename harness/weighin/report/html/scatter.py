@@ -1,4 +1,4 @@
-"""Plot the ready time over the peak memory of each series, with the Pareto front."""
+"""Compute the plots of load time over peak memory in report.html, with the Pareto front."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ WIDTH: Final = 520
 HEIGHT: Final = 300
 FONT: Final = 13
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
-# The memory figures for the x axis; the page shows the first figure until the reader chooses.
+# The memory figures among which the reader chooses for the x axis; the page begins with the first.
 _FIGURES: Final = (
     ("peak_rss_bytes", "peak RSS, GiB (exact)"),
     ("needed_bytes", "need, GiB (at least)"),
@@ -42,26 +42,15 @@ class Plot:
     front_names: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """One group of comparable series, with a plot for each measured memory figure."""
-
-    title: str
-    plots: list[Plot]
-
-
-def build(rows: Sequence[Row]) -> list[Scatter]:
-    """Return a scatter plot for each group in which at least two series are ok in all repeats."""
-    scatters = []
+def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
+    """Return plots with titles: one per memory figure of a group with two or more rows that are wholly ok."""
+    plots = []
     for title, group in style.scenes(rows):
         good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]
-        plots = []
         for key, words in _FIGURES:
             if len(measured := [row for row in good if row[key] is not None]) > 1:
-                plots.append(_plot(measured, key, words))
-        if plots:
-            scatters.append(Scatter(title, plots))
-    return scatters
+                plots.append((title, _plot(measured, key, words)))
+    return plots
 
 
 def _plot(measured: Sequence[Row], key: str, words: str) -> Plot:

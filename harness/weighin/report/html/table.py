@@ -1,13 +1,12 @@
-"""Build the summary as a table that a reader can sort and filter."""
+"""Compute the table of all results in report.html, which a reader can sort and filter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.report import style
-from weighin.report.columns import figures_of, name_text
 from weighin.report.rows import Row, varying
-from weighin.report.tables import text_table
+from weighin.report.tables import figures_of, name_text, text_table
 from weighin.result import Outcome
 
 _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
@@ -15,7 +14,7 @@ _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One field of the table; ``key`` is the sort key, which is empty if nothing was measured."""
+    """One field of the table; ``key`` sorts the rows, and is empty if nothing was measured."""
 
     text: str
     key: str
@@ -24,7 +23,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One series; ``outcome`` is the first word of its outcome, for colours and the filter."""
+    """One row; ``outcome`` is the first word of its outcome, which selects its colour and the filter."""
 
     id: str
     colour: str
@@ -34,7 +33,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter of the table: its column, and the values to choose from."""
+    """A filter of the table: a column, and the values from which the reader chooses."""
 
     heading: str
     column: int
@@ -43,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The first ``names`` columns are names, the other columns are numbers."""
+    """A table whose first ``names`` columns are names and whose other columns are numbers."""
 
     columns: list[tuple[str, str]]  # heading, unit
     names: int
@@ -52,12 +51,12 @@ class Table:
 
 
 def ids(rows: Sequence[Row]) -> dict[str, str]:
-    """Return an id for each series; its row, its bar and its timeline in the page share this id."""
+    """Return an HTML id for each measurement; its row, bar and timeline in the page have this id."""
     return {row["group"]: f"s{index}" for index, row in enumerate(rows)}
 
 
 def build(series: Sequence[Row]) -> Table:
-    """Return a table with one row per series; properties that all series share have no column."""
+    """Return the table; a property that all rows share has no column."""
     names, figures, series_ids = ["strategy", *varying(series)], figures_of(series), ids(series)
     table = text_table("", series, names, figures)
     rows = []
@@ -77,11 +76,11 @@ def build(series: Sequence[Row]) -> Table:
         values = list(dict.fromkeys(row.data[index].text for row in rows))
         if heading == "outcome":
             values = list(dict.fromkeys(row.outcome for row in rows))
-        if 1 < len(values) <= 40:  # instead of a longer list, use the search field
+        if 1 < len(values) <= 40:  # a longer list is harder to use than the search field
             choices.append(Choice(heading, index, values))
     return Table(table.columns, table.names, rows, choices)
 
 
 def _key(name: str, row: Row) -> str:
-    """Return the sort key of a name; a row without a limit sorts after all limits."""
+    """Return the text by which a name is sorted; a row without a RAM limit comes after all limits."""
     return str(row[name] or 2**63) if name == "ram_limit_bytes" else name_text(name, row)

@@ -1,4 +1,4 @@
-"""Draw resident memory over time for each series; on hover, a phase shows its figures."""
+"""Compute the drawings of resident memory over time in report.html, and the text of each phase."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ HEIGHT: Final = 196
 TOP: Final = 22.0
 BOTTOM: Final = 166.0
 _LEFT, _RIGHT = 40.0, 452.0
-_POINTS: Final = 200  # two pixels per point; 60 drawings stay far below 2 MB
-_HEADROOM: Final = 1.18  # ratio of the axis to data and limit, for the names of phases
-_TARGET: Final = 4.0  # the smallest width that a mouse pointer can hit
-_LETTER: Final = 6.2  # width of a letter in a phase's name
+_POINTS: Final = 200  # of a drawing, so that 60 drawings take less than 2 MB
+_HEADROOM: Final = 1.18  # height of the axis / highest memory, to leave room for names of phases
+_TARGET: Final = 4.0  # pixels, the smallest width that is easy to hit with a mouse
+_LETTER: Final = 6.2  # width of a letter in pixels
 _SECTIONS: Final = ("model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A drawn phase: a band, a line for the exact peak, and the text on hover."""
+    """One phase in a drawing: a band, a line at the exact peak, and the text under the mouse (``tip``)."""
 
     name: str
     start: float
     width: float
-    target: float  # start of the hover area, which a very short phase before it shifts
+    target: float  # start of the area that reacts to the mouse, which is at least 4 pixels wide
     target_width: float
     peak_y: float | None
     is_named: bool
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One cell's memory over time. ``areas`` are SVG paths, from the top of the stack down."""
+    """The drawing of one measurement. ``areas`` are SVG paths, from the top of the stack to the bottom."""
 
     id: str
     label: str
@@ -59,44 +59,31 @@ class Timeline:
     top_gib: float
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A group of drawings that share their axes."""
-
-    title: str
-    timelines: list[Timeline]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axes:
-    time: Axis
-    memory: Axis
-
-
 def build(
     run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
-) -> list[Group]:
-    """Return drawings of each series' first repeat; series of one model and device share axes."""
+) -> list[tuple[str, list[Timeline]]]:
+    """Return drawings in titled groups; the drawings of one model and device share their axes."""
     tracks = timeline_data.choose(run, results, rows)
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
     changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
     groups = []
     for title, members in captions.apart(rows, changing):
         mine = [track_of[row["group"]] for row in members]
-        axes = _Axes(
-            Axis(timeline_data.longest(mine), _LEFT, _RIGHT),
-            Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP),
-        )
-        drawn = [_timeline(track_of[row["group"]], ids[row["group"]], axes) for row in members]
-        groups.append(Group(title, drawn))
+        time = Axis(timeline_data.longest(mine), _LEFT, _RIGHT)
+        memory = Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP)
+        drawn = [
+            _timeline(track, ids[row["group"]], time, memory)
+            for track, row in zip(mine, members, strict=True)
+        ]
+        groups.append((title, drawn))
     return groups
 
 
-def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
+def _timeline(track: timeline_data.Track, name: str, time: Axis, memory: Axis) -> Timeline:
     result, limit = track.result, track.result.cell.ram_limit_bytes
-    is_near = limit is not None and limit / GIB <= axes.memory.top
-    areas, outline = _areas(track, axes)
-    note = f"continues until {track.end_s:.0f} s →" if track.end_s > axes.time.top else ""
+    is_near = limit is not None and limit / GIB <= memory.top
+    areas, outline = _areas(track, time, memory)
+    note = f"continues until {track.end_s:.0f} s →" if track.end_s > time.top else ""
     if not track.samples:
         note = "not run" if result.outcome is Outcome.SKIPPED else "no samples"
     return Timeline(
@@ -107,34 +94,36 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
         note=note,
         areas=areas,
         outline=outline,
-        spans=_spans(track, axes),
+        spans=_spans(track, time, memory),
         marks=[
-            (axes.time.at(at_s), f"{text}\nat {at_s:.2f} s, a line of output")
+            (time.at(at_s), f"{text}\nat {at_s:.2f} s, a line of output")
             for at_s, text in timeline_data.marks(track)
-            if at_s <= axes.time.top
+            if at_s <= time.top
         ],
-        limit_y=axes.memory.at(limit / GIB) if limit and is_near else None,
+        limit_y=memory.at(limit / GIB) if limit and is_near else None,
         limit_text=f"RAM limit {captions.size(limit)}" if limit else "no RAM limit",
-        cut=_cut(track, axes),
-        x_ticks=axes.time.ticks(6),
-        y_ticks=axes.memory.ticks(4),
-        span_s=axes.time.top,
-        top_gib=axes.memory.top,
+        cut=_cut(track, time, memory),
+        x_ticks=time.ticks(6),
+        y_ticks=memory.ticks(4),
+        span_s=time.top,
+        top_gib=memory.top,
     )
 
 
-def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
-    """Return the stacked parts as closed paths, the top part first, and their sum's outline."""
-    drawn = [one for one in track.samples if (one.t_ns - track.zero_ns) / 1e9 <= axes.time.top]
+def _areas(
+    track: timeline_data.Track, time: Axis, memory: Axis
+) -> tuple[list[tuple[str, str]], str]:
+    """Return each part of the memory as a closed SVG path, and the outline of the whole memory."""
+    drawn = [one for one in track.samples if (one.t_ns - track.zero_ns) / 1e9 <= time.top]
     points = timeline_data.thin(drawn, _POINTS)
     if not points:
         return [], ""
-    xs = [axes.time.at((point.t_ns - track.zero_ns) / 1e9) for point in points]
+    xs = [time.at((point.t_ns - track.zero_ns) / 1e9) for point in points]
     lines = {}
     heights = [0] * len(points)
     for part in timeline_data.PARTS:
         heights = [h + getattr(point, part) for h, point in zip(heights, points, strict=True)]
-        lines[part] = list(zip(xs, (axes.memory.at(h / GIB) for h in heights), strict=True))
+        lines[part] = list(zip(xs, (memory.at(h / GIB) for h in heights), strict=True))
     parts = [
         part
         for part in timeline_data.PARTS
@@ -147,15 +136,15 @@ def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str
     return areas, path(lines[timeline_data.PARTS[-1]])
 
 
-def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
+def _spans(track: timeline_data.Track, time: Axis, memory: Axis) -> list[Span]:
     spans: list[Span] = []
     for index, (name, start, end) in enumerate(timeline_data.spans(track)):
-        if start > axes.time.top:
+        if start > time.top:
             break
         ended = track.result.phases[index] if index < len(track.result.phases) else None
-        left, right = axes.time.at(start), axes.time.at(end)
+        left, right = time.at(start), time.at(end)
         width = round(right - left, 1)
-        # The peak of rank 0 is no peak of the ranks together, which are drawn.
+        # Of several ranks, the drawing shows the sum, of which the peak of rank 0 is no peak.
         peak = (
             timeline_data.phase_peak(track.result, ended)
             if ended and not track.result.ranks
@@ -169,7 +158,7 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
                 width=width,
                 target=round(target, 1),
                 target_width=round(max(right - target, _TARGET), 1),
-                peak_y=axes.memory.at(peak / GIB) if peak is not None else None,
+                peak_y=memory.at(peak / GIB) if peak is not None else None,
                 is_named=width > _LETTER * len(name) + 4,
                 tip=_tip(name, start, end, ended, track.result),
             )
@@ -189,18 +178,18 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, result: Resul
     ):
         if value is not None:
             lines.append(f"{words} {value / GIB:.3f} GiB (exact)")
-    memory = ended.end
+    at_end = ended.end
     left = (
-        f"at its end: anonymous {memory.anon_bytes / GIB:.3f}, file {memory.file_bytes / GIB:.3f}"
+        f"at its end: anonymous {at_end.anon_bytes / GIB:.3f}, file {at_end.file_bytes / GIB:.3f}"
     )
-    left += f", shared {memory.shmem_bytes / GIB:.3f}" if memory.shmem_bytes else ""
+    left += f", shared {at_end.shmem_bytes / GIB:.3f}" if at_end.shmem_bytes else ""
     return "\n".join([*lines, left + " GiB (exact)", f"{ended.major_faults} major page faults"])
 
 
-def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
-    """Return the position at which a cell was cut off; None if that is not in the drawing."""
-    is_off = track.end_s > axes.time.top
+def _cut(track: timeline_data.Track, time: Axis, memory: Axis) -> tuple[float, float] | None:
+    """Return the position at which a measurement was cut off; None if no such position is drawn."""
+    is_off = track.end_s > time.top
     if not track.samples or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
     end_s, height = timeline_data.cut_at(track)
-    return axes.time.at(end_s), axes.memory.at(height)
+    return time.at(end_s), memory.at(height)

@@ -1,0 +1,172 @@
+"""Write the tables that only the project's pages show, each from the records of one or more runs.
+
+``markdown_relative`` shows times as multiples, for runs on shared machines: memory figures are
+comparable between machines, but times are comparable only within one run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from weighin.records import after_load
+from weighin.records.floor import KILLED, Aim, Floor, floors
+from weighin.records.repeats import grouped, middle, outcome_of
+from weighin.report import captions
+from weighin.report.after_load import multiple
+from weighin.report.markdown import scaled, table_lines
+from weighin.report.operations import BEFORE_LOAD
+from weighin.report.rows import Row, series, split, values, varying
+from weighin.report.tables import figures_of, markdown_lines, text_table
+from weighin.result import Outcome, Result
+from weighin.text import markdown as escaped
+from weighin.units import MIB, format_seconds
+
+_TIMES: Final = ("load_s", "ready_s")
+_SAME: Final = ("operation", "model", "device")  # times are compared where these are equal
+_MISSING: Final = "-"
+CONVERTING: Final = (
+    "load", "strategy", "outcome", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
+    "load time",
+)  # fmt: skip
+_NOTE_FLOORS: Final = (
+    "One step below its floor, a load was killed for lack of memory, unless the table names another"
+    " outcome."
+)
+
+
+def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Return a table with the RAM floors of several searches side by side, and their differences.
+
+    ``runs`` maps the name of each search to its results.
+    """
+    searches = {
+        name: {floor.cell.strategy: floor for floor in floors(results)}
+        for name, results in runs.items()
+    }
+    rows = []
+    for strategy in dict.fromkeys(name for search in searches.values() for name in search):
+        of_strategy = [search.get(strategy) for search in searches.values()]
+        sizes = [size for floor in of_strategy if floor and (size := floor.bytes) is not None]
+        difference = _MISSING
+        if len(sizes) > 1:
+            apart = max(sizes) - min(sizes)
+            difference = f"{apart / MIB:.0f} ({apart / min(sizes):.1%})"
+        rows.append([strategy, *map(_floor_text, of_strategy), difference])
+    lines = table_lines(["floor, MiB", *searches, "difference, MiB"], rows, names=1)
+    everything = [result for results in runs.values() for result in results]
+    shared = captions.shared(series(everything), everything, without=("ram_limit_bytes",))
+    return "\n".join([*lines, "", _NOTE_FLOORS, "", escaped(shared)])
+
+
+def _floor_text(floor: Floor | None) -> str:
+    """Return a floor in MiB, with the outcome one step below the floor unless that is "killed"."""
+    if floor is None or floor.bytes is None:
+        return _MISSING
+    mark = " (ends)" if floor.aim is Aim.ENDS else ""
+    below = f" ({floor.below})" if floor.below != KILLED else ""
+    return f"{floor.bytes / MIB:.0f}{mark}{below}"
+
+
+def markdown_converting(results: Sequence[Result]) -> str:
+    """Return the peaks of loads that change the weights, as multiples of the loaded model's size."""
+    measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
+    lines = table_lines(CONVERTING, _converting(measured), names=3)
+    return "\n".join([*lines, "", escaped(captions.shared(series(measured), measured))])
+
+
+def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
+    for title, ours in grouped(measured, lambda one: one.cell.model.title).items():
+        for repeats in grouped(ours, lambda one: one.cell.series).values():
+            good = [one for one in repeats if one.outcome is Outcome.OK]
+            cell, size = repeats[0].cell, repeats[0].model_bytes
+            options = (f"{name}={value}" for name, value in sorted(cell.options.items()))
+            load_ns = middle(one.load_ns for one in good)
+            yield (
+                title,
+                " ".join([cell.strategy, *options]),
+                outcome_of(one.outcome for one in repeats),
+                scaled(size, MIB, 0),
+                scaled(middle(map(_anonymous_bytes, good)), size, 3),
+                scaled(middle(map(_resident_bytes, good)), size, 3),
+                _MISSING if load_ns is None else format_seconds(load_ns),
+            )
+
+
+def _anonymous_bytes(result: Result) -> int | None:
+    """Return the sampled maximum of anonymous memory above the memory after all imports."""
+    peak = result.peaks.anon_sampled_bytes
+    return peak - result.baseline.anon_bytes if peak and result.baseline else None
+
+
+def _resident_bytes(result: Result) -> int | None:
+    peak = result.peaks.rss_bytes
+    return peak - result.baseline.rss_bytes if peak and result.baseline else None
+
+
+def markdown_models(results: Sequence[Result]) -> str:
+    """Return the median times until ready in seconds: a row per strategy, a column per model."""
+    rows = series(results)
+    if not rows:
+        return captions.shared(rows, results)
+    models, texts = values(rows, "model"), []
+    for (strategy,), group in split(rows, ["strategy"]).items():
+        ready = {row["model"]: row["ready_s"] for row in group}
+        seconds = (scaled(ready.get(model), 1, 2) for model in models)
+        texts.append([strategy, *seconds])
+    lines = table_lines(["strategy", *(f"{model} s" for model in models)], texts, names=1)
+    return "\n".join([*lines, "", escaped(captions.shared(rows, results))])
+
+
+def markdown_relative(results: Sequence[Result]) -> str:
+    """Return the table of a run with times as multiples of its first line, whose seconds are below."""
+    rows = series(results)
+    if not rows:
+        return captions.shared(rows, results)
+    figures = [one for one in figures_of(rows) if one.key not in BEFORE_LOAD]
+    shown = [replace(one, unit="x") if one.key in _TIMES else one for one in figures]
+    table = text_table("", _divided(rows), ["strategy", *varying(rows)], shown)
+    first = rows[0]
+    seconds = (
+        f"{figure.heading} {scaled(first[figure.key], 1, 1)} s"
+        for figure in figures
+        if figure.key in _TIMES
+    )
+    note = f"Times are multiples of the first line's: {', '.join(seconds)}."
+    return "\n".join(
+        [*markdown_lines(table), "", escaped(note), "", escaped(captions.shared(rows, results))]
+    )
+
+
+def _divided(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with each time divided by the time of the first comparable row."""
+    firsts: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        for name in _TIMES:
+            if row[name] is not None:
+                firsts.setdefault((name, *(row[key] for key in _SAME)), row[name])
+    return [
+        row
+        | {
+            f"{name}{end}": row[f"{name}{end}"] / firsts[name, *(row[key] for key in _SAME)]
+            for name in _TIMES
+            for end in ("", "_min", "_max")
+            if row[name] is not None
+        }
+        for row in rows
+    ]
+
+
+def markdown_trained(results: Sequence[Result]) -> str:
+    """Return one line per model: the memory of each strategy until ready, and in a step of AdamW."""
+    trained = [one for one in results if one.cell.use == "adamw" and one.outcome is Outcome.OK]
+    lines = [
+        f"{model}: {'; '.join(map(_step, grouped(ours, lambda one: one.cell.strategy).values()))}"
+        for model, ours in grouped(trained, lambda one: one.cell.model.title).items()
+    ]
+    shared = escaped(captions.shared(series(trained), trained))
+    return "\n".join([*(f"* {escaped(line)}" for line in lines), "", shared])
+
+
+def _step(repeats: Sequence[Result]) -> str:
+    before = multiple(repeats, lambda one: one.peaks.anon_sampled_bytes)
+    return f"{repeats[0].cell.strategy} {before} → {multiple(repeats, after_load.most_anon_bytes)}"
