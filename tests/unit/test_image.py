@@ -112,7 +112,7 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
     said = built(engine)
     assert said[0].startswith("building weighin:")
     assert said[0].endswith(
-        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice that during the build"
+        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice as much during the build"
     )
     assert said[1:] == [
         "fetching the wheels of torch and its dependencies",

@@ -1,4 +1,6 @@
-"""Start any command in place of a worker: its streams, terminal and folder are its own."""
+"""Start any command in place of a worker, with the streams, terminal and folder that it would have
+without weighin.
+"""
 
 import contextlib
 import os
@@ -17,8 +19,8 @@ from weighin.parent_process import end_with_parent
 class LocalCommand:
     """A command that is a child of this process, in this process's session and process group.
 
-    Ctrl-C in a terminal reaches the command, and the command may use the terminal. ``groups`` are
-    the cgroups that it enters before its first instruction.
+    Ctrl-C in a terminal reaches the command, and the command may use the terminal. The command
+    enters the cgroups in ``groups`` before its first instruction.
     """
 
     helpers: frozenset[int] = frozenset()
@@ -34,7 +36,7 @@ class LocalCommand:
         groups: Sequence[Path] = (),
         limit: int | None = None,
     ) -> None:
-        """Start the command; ``limit`` marks it and its descendants (``process_tree``)."""
+        """Start the command; ``limit`` marks the command and its descendants (``process_tree``)."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
@@ -92,7 +94,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
-    """Return a function for the new process: it enters the groups, and ends with its parent."""
+    """Return a function for the new process: it enters the cgroups, and ends with its parent."""
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 
     def enter() -> None:

@@ -1,4 +1,4 @@
-"""Run the worker as a plain process: measured, but without a limit."""
+"""Run the worker as a plain process, whose memory is measured but not limited."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ class ProcessIsolation:
     limits = False
 
     def check(self) -> None:
-        """Raise IsolationUnavailable if /proc lacks the files that measurements need."""
+        """Raise IsolationUnavailable if the system has no /proc/PID/clear_refs, which resets peaks."""
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
                 "this system has no /proc/PID/clear_refs: peaks cannot be measured",
@@ -43,7 +43,9 @@ class ProcessIsolation:
         return []
 
     def start(self, job: Job) -> "LocalRunning":
-        """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
+        """Start a worker. Callers reject RAM limits, because a plain process has no cgroup to
+        enforce one.
+        """
         command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
         running = LocalRunning(command, environment=job.cell.environment)
         running.channel.send(encode_job(job))
@@ -60,7 +62,7 @@ class ProcessIsolation:
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the children of workers of dead runs; the workers ended with their parent."""
+        """Kill the processes that workers of dead runs started; the workers ended with their parent."""
         return process_tree.end_orphans(any_lock=any_lock)
 
     def describe(self) -> dict[str, str]:
@@ -68,11 +70,11 @@ class ProcessIsolation:
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; all processes that it starts inherit its mark as a limit."""
+    """A command without a cgroup; the processes that it starts inherit a limit that marks them."""
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()
-        # A daemon's parent ends, and the samples follow parents.
+        # Samples find descendants by their parents, and the parent of a daemon ends.
         self._adopted_before = adopt_orphans()
         try:
             super().__init__(
@@ -90,7 +92,7 @@ class ProcessCommand(LocalCommand):
         return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]
 
     def _reaped(self, pid: int) -> bool:
-        """Reap an orphan that has ended; return whether it had."""
+        """Reap a process that this process has adopted, if it has ended; return whether it had."""
         if pid == self.pid:
             return False
         with contextlib.suppress(ChildProcessError):  # its own parent lives
@@ -121,7 +123,7 @@ class LocalRunning:
         self._mark = process_tree.new_mark()
         self.channel = child_process.Child(
             command,
-            # Phases of a worker are those of its strategy, also if weighin itself is measured.
+            # If weighin itself is measured, its worker must not report phases to the outer weighin.
             {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
             | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
@@ -134,7 +136,7 @@ class LocalRunning:
         self.read_only = read_only.is_possible()
 
     def observe_inside(self, interval_s: float) -> None:
-        """Return None: a child of this process is always visible."""
+        """Return None: this process can always read the /proc files of its child."""
 
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""The settings with which containers are made: limits, mounts and rights."""
+"""The settings with which containers are made: RAM limit, mounts and rights."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,24 +14,22 @@ from weighin.units import MIB
 
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
 _PIDS: Final = 4096  # includes threads; torch starts at least one per processor
-# NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container.
+# The image sets the variables for NVIDIA's hook, and lacks the file that LD_PRELOAD names here.
 _NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")
 Rates = Sequence[Mapping[str, str | int]]
-"""The bytes per second that a container may read from disks, as the engine takes them."""
+"""The bytes per second that a container may read from each disk, in the engine's format."""
 
 
 def of_worker(
     client: docker.APIClient,
     info: Mapping[str, Any],
     binds: Sequence[Bind],
-    limit_bytes: int | None,
-    *,
-    gpu: bool,
-    rates: Rates = (),
+    cell: Cell,
+    rates: Rates,
 ) -> dict[str, Any]:
-    """Return the settings of a worker's container: no network, no rights, a read-only root."""
+    """Return the settings of a worker's container: no network, no capabilities, a read-only root."""
     return client.create_host_config(
-        **_memory(info, limit_bytes),
+        **_memory(info, cell.ram_limit_bytes),
         network_mode="none",
         ipc_mode="private",
         read_only=True,
@@ -43,7 +41,9 @@ def of_worker(
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
         device_read_bps=list(rates),
-        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
+        if cell.needs_gpu
+        else None,
     )
 
 
@@ -51,12 +51,12 @@ def of_command(
     client: docker.APIClient,
     info: Mapping[str, Any],
     binds: Sequence[Bind],
-    limit_bytes: int | None,
-    rates: Rates = (),
+    cell: Cell,
+    rates: Rates,
 ) -> dict[str, Any]:
-    """Return the settings of a command's container: the limit, and else those of ``docker run``."""
+    """Return the settings of a command's container: those of ``docker run``, and the RAM limit."""
     return client.create_host_config(
-        **_memory(info, limit_bytes),
+        **_memory(info, cell.ram_limit_bytes),
         log_config=LogConfig(type="none"),
         mounts=_mounts(binds),
         device_read_bps=list(rates),
@@ -64,7 +64,7 @@ def of_command(
 
 
 def rates_of(cell: Cell, device: str) -> Rates:
-    """Return the rate at which a cell may read from a disk; empty if it is not limited."""
+    """Return the rate at which a cell may read from a disk; empty if the cell has no such limit."""
     rate = cell.disk_bytes_per_s
     return [{"Path": f"/dev/{device}", "Rate": rate}] if device and rate else []
 
@@ -85,7 +85,7 @@ def _mounts(binds: Sequence[Bind]) -> list[Mount]:
 
 
 def user(info: Mapping[str, Any]) -> str | None:
-    """Return this user's uid:gid; None for a rootless engine, where root is this user."""
+    """Return this user's uid:gid; None for a rootless engine, in which root is this user."""
     options = info.get("SecurityOptions") or []
     if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
         return None
@@ -93,7 +93,7 @@ def user(info: Mapping[str, Any]) -> str | None:
 
 
 def worker_environment(of_cell: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker: the cell's, and this process's that affect figures."""
+    """Return a worker's variables: the cell's, and those of this process that affect the figures."""
     passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
     ours = {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108
     return passed | dict(of_cell) | ours

@@ -1,7 +1,8 @@
 """The image in which workers run: this environment's torch on a base image with Python.
 
-The image's tag is a digest of all its inputs, so that an existing image with this tag can be used
-as it is. The wheels are part of the build context, so that no build step needs a network.
+The image's tag is a digest of everything that the image is built from, so that an image with this
+tag need not be built again. The build context contains the wheels, so that no build step needs a
+network.
 """
 
 from typing import Final
@@ -25,28 +26,23 @@ def ensure_image(
 ) -> str:
     """Return the tag of the image for this environment on ``base``; build a missing image.
 
-    ``packages`` are also installed in the image, at the versions of this environment.
+    The image also contains ``packages``, at the versions of this environment.
 
     Raises:
         IsolationUnavailable: the base image or a wheel is missing, or the build failed.
     """
-    recipe = read_recipe(base, find_image(client, base, progress), packages)
-    with explained("build the image"):
-        if not client.images(recipe.tag):
-            build(client, recipe, progress)
-    return recipe.tag
-
-
-def read_recipe(base: str, base_id: str, packages: tuple[str, ...] = ()) -> Recipe:
-    """Return the inputs of the image for this environment on ``base``."""
     folder = data_folder("docker")
-    return Recipe(
+    recipe = Recipe(
         base=base,
-        base_id=base_id,
+        base_id=find_image(client, base, progress),
         pins=wheels.installed_pins(folder / "requirements.txt", packages),
         dockerfile=(folder / "Dockerfile").read_text(),
         packages=packages,
     )
+    with explained("build the image"):
+        if not client.images(recipe.tag):
+            build(client, recipe, progress)
+    return recipe.tag
 
 
 def find_image(
@@ -54,7 +50,9 @@ def find_image(
 ) -> str:
     """Return the ID of an image; pull the image if the engine does not have it.
 
-    ``is_base`` tells how to name another one: it is the base of weighin's image, or is used as it is.
+    ``is_base`` tells whether weighin's own image is built on it. The repair in an error names
+    another option for a base image (WEIGHIN_BASE_IMAGE) than for an image that is used as it is
+    (--image).
 
     Raises:
         IsolationUnavailable: the engine does not have the image and cannot pull it.
@@ -77,7 +75,7 @@ def check_image(client: docker.APIClient, name: str, *, is_base: bool = True) ->
         try:
             _image_id(client, name)
         except ImageNotFound:
-            client.inspect_distribution(name)  # type: ignore[no-untyped-call]  # asks, and pulls nothing
+            client.inspect_distribution(name)  # type: ignore[no-untyped-call]  # pulls nothing
     except ENGINE_ERRORS as error:
         raise _no_image(name, error, is_base=is_base) from error
 
@@ -86,12 +84,13 @@ def _no_image(name: str, error: BaseException, *, is_base: bool) -> IsolationUna
     if not is_base:
         return IsolationUnavailable(
             f"the image {name} does not exist here and cannot be pulled: {first_line(error)}",
-            "name one that docker images lists: --image IMAGE; or leave --image out for weighin's own",
+            "choose an image that `docker images` lists: --image IMAGE; or leave --image out for"
+            " weighin's own image",
         )
     return IsolationUnavailable(
         f"the base image {name} does not exist here and cannot be pulled: {first_line(error)}",
-        f"name an existing one: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
-        "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
+        f"choose an image that `docker images` lists: export {BASE_VARIABLE}=IMAGE; "
+        "or make a base image without a registry: sudo docker/make-base weighin-base:bookworm",
     )
 
 

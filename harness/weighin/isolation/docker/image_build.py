@@ -1,4 +1,4 @@
-"""Build the image: check the disk space first, report each step, and clean up afterwards."""
+"""Build the image: check the disk space first, report each step, and remove the leftovers afterwards."""
 
 import contextlib
 import hashlib
@@ -28,9 +28,11 @@ _ROOM_REPAIR: Final = "free some space: docker system df shows what uses it"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu".
+    """Everything that an image is built from. ``pins`` are requirements such as
+    "torch==2.13.0+cpu".
 
-    ``packages`` are the pinned packages that only strategies need, not the worker itself.
+    ``packages`` are the names of pinned packages that a strategy needs, and the worker itself does
+    not.
     """
 
     base: str
@@ -51,13 +53,13 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
     Raises:
         IsolationUnavailable: too little disk space, a missing wheel, or an error of the engine.
     """
-    _prune(client)  # leftovers of a killed build take disk space that this build needs
+    _prune(client)  # leftovers of a killed build use disk space that this build needs
     installed = wheels.installed_bytes(recipe.pins)
     progress(
         f"building {recipe.tag} on {recipe.base}, once for this torch and this base image:"
-        f" {format_bytes(installed)} on disk, and twice that during the build"
+        f" {format_bytes(installed)} on disk, and twice as much during the build"
     )
-    # Twice the size: the files of the first stage, and their copy in the final image.
+    # During a build, the files exist in the first stage and in the final image.
     _check_room(client, recipe, 2 * installed)
     target = probe(client, recipe.base)
     try:
@@ -73,7 +75,7 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
             for line in _steps(client, recipe, context):
                 progress(line)
     except OSError as error:
-        if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
+        if isinstance(error, ENGINE_ERRORS):  # the errors of requests are OSErrors, too
             raise
         raise IsolationUnavailable(
             f"cannot write the wheels for the image: {error}",
@@ -89,7 +91,7 @@ def probe(client: docker.APIClient, base: str) -> wheels.Target:
 
 
 def run_python(client: docker.APIClient, image: str, python: str, code: str) -> str:
-    """Run ``code`` in a fresh container of ``image`` without network, and return its output.
+    """Run ``code`` in a fresh container of ``image`` without network, and return what it prints.
 
     Raises:
         IsolationUnavailable: ``code`` failed; the message ends with its last line of output.
@@ -120,12 +122,11 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of ``folder``."""
     return shutil.disk_usage(folder).free
 
 
 def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> None:
-    """Raise IsolationUnavailable if the disk of an engine on this machine is too full."""
+    """Raise IsolationUnavailable if the disk of an engine on this machine lacks ``needed_bytes``."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
         free = free_bytes(root)
@@ -141,7 +142,7 @@ def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> 
 
 
 def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
-    """Build the image; yield the line of each step when the step begins."""
+    """Build the image; yield the line of each build step when the step begins."""
     step = output = ""
     for event in client.build(
         path=str(context),
@@ -173,7 +174,7 @@ def _failed(recipe: Recipe, error: str, step: str, output: str) -> IsolationUnav
 
 
 def _prune(client: docker.APIClient) -> None:
-    """Remove untagged images and ended containers of weighin's builds, found by their labels."""
+    """Remove untagged images and ended containers that builds of weighin left; labels identify them."""
     for label in _LABELS:
         with contextlib.suppress(*ENGINE_ERRORS):  # must not hide the error of the build
             client.prune_containers(filters={"label": label})  # type: ignore[no-untyped-call]

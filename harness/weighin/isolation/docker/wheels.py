@@ -1,4 +1,4 @@
-"""Download the wheels that a worker needs: the same builds as in this environment."""
+"""Download the wheels that a worker needs, in the same builds as in this environment."""
 
 import contextlib
 import importlib.metadata
@@ -22,14 +22,16 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The Python ("3.11.2") and platform that wheels must fit; ``glibc``: the minor version, 36 for 2.36."""
+    """The Python and platform that wheels must fit. ``glibc`` is the minor version: 36 for glibc
+    2.36.
+    """
 
     python: str
     machine: str
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return pip's flags to fetch wheels for this target on ``host`` (None: not Linux)."""
+        """Return pip's flags to fetch wheels for this target; ``host`` is this machine, None if not Linux."""
         same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
@@ -40,13 +42,13 @@ class Target:
 
     @property
     def feature(self) -> str:
-        """The version of Python for which wheels are built: "3.11" of "3.11.2"."""
+        """The version of Python in a wheel's name: "3.11" for Python 3.11.2."""
         return ".".join(self.python.split(".")[:2])
 
     def own_requirements(self, pins: Iterable[str]) -> list[str]:
-        """Return what ``pins`` require for this target's Python, but not for the running one.
+        """Return what ``pins`` require under this target's Python, but not under the running Python.
 
-        pip evaluates the conditions of requirements for the running Python only.
+        pip evaluates the conditions of requirements only for the Python that runs pip.
         """
         python = {"python_version": self.feature, "python_full_version": self.python}
         found = set()
@@ -71,14 +73,14 @@ def read_target(words: str) -> Target:
 PROBE = (
     "import platform; print(platform.python_version(), platform.machine(), *platform.libc_ver())"
 )
-"""Code that prints the input of ``read_target``; any Python 3 can run it."""
+"""Code that prints the input of ``read_target``. It runs on every version of Python 3."""
 
 
 def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    The result also has pins for ``packages``, which strategies need, and for all dependencies, so
-    that the image has the same versions as this environment.
+    The result includes ``packages`` and all dependencies, so that the image has the versions of
+    this environment.
     """
     lines = requirements.read_text().splitlines()
     todo = [*packages, *(line for line in lines if line and not line.startswith("#"))]
@@ -103,7 +105,7 @@ def name_of(requirement: str) -> str:
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
-    """Return the installed size of ``pins`` in bytes, the same in this environment and an image."""
+    """Return the size in bytes of the files that ``pins`` install, here and in the image."""
     size = 0
     for pin in pins:
         try:
@@ -125,8 +127,8 @@ def download(
 ) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
-    ``packages`` are the packages that strategies need. ``say`` is called every 10 s with the size
-    fetched so far.
+    ``packages`` are the packages that strategies need. Every 10 s, ``say`` gets a text with the
+    size of what pip has fetched.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -135,7 +137,7 @@ def download(
     constraints.write_text("\n".join(pins) + "\n")
     command = [*child_process.module("pip", "download", "--quiet", "--only-binary=:all:")]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
-    # Request only root packages: a pinned dependency may not exist for the target's platform.
+    # Name only the packages that weighin itself needs: the target may lack their dependencies.
     names = {"torch", "numpy", "safetensors", *packages}
     roots = [pin for pin in pins if pin.partition("==")[0] in names]
     roots += target.own_requirements(pins)
@@ -150,7 +152,7 @@ def download(
 
 
 def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip in its own temporary folder; return its exit code and its error output."""
+    """Run pip with a temporary folder of its own; return its exit code and what it printed as errors."""
     with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
         while True:
             try:
@@ -168,7 +170,7 @@ def _fetched(folder: Path) -> str:
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
-    """Return the exception, with a repair, for wheels that pip could not fetch."""
+    """Return the error, with a repair, for wheels that pip could not fetch."""
     if "No module named pip" in stderr:
         return IsolationUnavailable(
             "the wheels for the image cannot be fetched: this environment has no pip",
