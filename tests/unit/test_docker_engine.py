@@ -19,8 +19,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker import engine as docker_engine
 from weighin.isolation.docker import isolation, wheels
 from weighin.isolation.docker.container import DockerRunning, remove
-from weighin.isolation.docker.image import find_image
-from weighin.isolation.docker.image_build import Recipe
+from weighin.isolation.docker.image import Recipe, find_image
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
 

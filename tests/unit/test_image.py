@@ -10,7 +10,7 @@ import docker
 import pytest
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.docker import image_build, wheels
+from weighin.isolation.docker import image, wheels
 from weighin.isolation.docker.image import ensure_image
 from weighin.units import GIB, MIB
 
@@ -71,12 +71,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(wheels, "download", download)
     monkeypatch.setattr(wheels, "installed_pins", lambda *_: PINS)
     monkeypatch.setattr(wheels, "installed_bytes", lambda _: 5 * GIB)
-    monkeypatch.setattr(image_build, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
+    monkeypatch.setattr(image, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
     return tmp_path
 
 
 def free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(image_build, "free_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(image, "free_bytes", lambda _: free_bytes)
 
 
 def built(engine: Engine) -> list[str]:

@@ -22,8 +22,8 @@ from weighin.predict.prediction import (
     Prediction,
     Work,
     from_json,
+    reasons,
 )
-from weighin.predict.reasons import reasons
 from weighin.records import run_folder
 from weighin.result import Memory, Outcome, Peaks, Result, Use
 from weighin.suite import registry

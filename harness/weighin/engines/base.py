@@ -19,7 +19,6 @@ class Engine(Protocol):
     @property
     def machines(self) -> Machines:
         """The machine or machines that run the cells."""
-        ...
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         """Run every cell that has no record, and return the results of all cells.
@@ -27,7 +26,6 @@ class Engine(Protocol):
         Raises:
             HarnessError: the run cannot start or go on; finished cells keep their records.
         """
-        ...
 
 
 class LocalEngine:

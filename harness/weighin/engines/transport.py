@@ -24,11 +24,9 @@ class Task(Protocol):
         Raises:
             LostTask: the task's process, or its node, was lost.
         """
-        ...
 
     def cancel(self) -> None:
         """Stop the task, whose process then removes what it started, and ends."""
-        ...
 
 
 class Transport(Protocol):
@@ -36,20 +34,15 @@ class Transport(Protocol):
 
     def submit(self, node: Node, assignment: Mapping[str, Any]) -> Task:
         """Start an assignment on a node that runs no other assignment."""
-        ...
 
     def wait(self, tasks: Sequence[Any], timeout_s: float) -> Sequence[Task]:
         """Return the tasks that have a next event, or have ended; wait at most ``timeout_s`` for one."""
-        ...
 
     def is_alive(self, node: Node) -> bool:
         """Tell whether a node still belongs to the cluster."""
-        ...
 
     def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Return these nodes with the RAM that is free on them now; lost nodes are left out."""
-        ...
 
     def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
         """Return the nodes beside ``known`` that can measure, and a line for each that cannot."""
-        ...

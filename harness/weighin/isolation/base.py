@@ -67,7 +67,30 @@ class Exit:
             return f"signal {self.signal}"
 
 
-class Running(Protocol):
+class Started(Protocol):
+    """A started worker or command."""
+
+    @property
+    def cgroup(self) -> Path | None:
+        """The folder of its memory cgroup; None without such a cgroup, or if it is not visible."""
+
+    @property
+    def unseen(self) -> str:
+        """The reason why a pid or cgroup is not visible, for the record; empty if both are."""
+
+    def kill(self) -> None:
+        """Kill the worker or command with its children, and return without waiting for their end."""
+
+    def close(self) -> None:
+        """Kill all remaining processes and remove everything; a second call has no effect.
+
+        Raises:
+            StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
+                others were.
+        """
+
+
+class Running(Started, Protocol):
     """A started worker."""
 
     @property
@@ -79,14 +102,6 @@ class Running(Protocol):
         """The worker's pid in the parent's pid namespace; None if it is not visible there."""
 
     @property
-    def cgroup(self) -> Path | None:
-        """The folder of the worker's memory cgroup; None without such a cgroup, or if it is not visible."""
-
-    @property
-    def unseen(self) -> str:
-        """The reason why ``pid`` or ``cgroup`` is None, for the record; empty if both have a value."""
-
-    @property
     def read_only(self) -> bool:
         """Whether the worker sees its checkpoint through read-only mounts."""
 
@@ -96,19 +111,8 @@ class Running(Protocol):
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
 
-    def kill(self) -> None:
-        """Kill the worker and its children, and return without waiting for their end."""
 
-    def close(self) -> None:
-        """Kill all remaining processes and remove everything; a second call has no effect.
-
-        Raises:
-            StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
-                others were.
-        """
-
-
-class RunningCommand(Protocol):
+class RunningCommand(Started, Protocol):
     """A started command, together with all processes that it starts."""
 
     @property
@@ -116,16 +120,8 @@ class RunningCommand(Protocol):
         """The pid of the command's first process, in this process's pid namespace."""
 
     @property
-    def cgroup(self) -> Path | None:
-        """The folder of the command's memory cgroup; None if it has none."""
-
-    @property
     def groups(self) -> Sequence[Path]:
         """All cgroups that the command entered, the memory cgroup first."""
-
-    @property
-    def unseen(self) -> str:
-        """The reason why ``cgroup`` is None, for the record; empty if the command has a cgroup."""
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -147,17 +143,6 @@ class RunningCommand(Protocol):
     def members(self) -> list[int]:
         """Return the pids of the command's processes that exist now."""
 
-    def kill(self) -> None:
-        """Kill all processes of the command, and return without waiting for their end."""
-
-    def close(self) -> None:
-        """Kill all remaining processes and remove everything; a second call has no effect.
-
-        Raises:
-            StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
-                others were.
-        """
-
 
 class Isolation(Protocol):
     """A way to run workers apart from this process."""
@@ -176,12 +161,13 @@ class Isolation(Protocol):
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
         """Do slow work that all cells share, such as building an image; call ``progress`` at each step."""
 
-    def added_code(self, job: Job) -> list[str]:
+    def added_code(self, _job: Job, /) -> list[str]:
         """Return a line for each installed package that the isolation mounts for a worker.
 
         Raises:
             ConfigError: the isolation cannot provide the package of the model's module.
         """
+        return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
         """Start one worker for this job, under the limits of its cell."""
@@ -208,3 +194,4 @@ class Isolation(Protocol):
 
     def describe(self) -> dict[str, str]:
         """Return facts about this isolation for the records' environment, such as Docker's version."""
+        return {}

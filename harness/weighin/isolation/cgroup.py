@@ -19,7 +19,7 @@ from weighin.child_process import signal_each
 from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
-from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.base import Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
@@ -39,7 +39,7 @@ _PATIENCE_S = 10.0
 _numbers = itertools.count()
 
 
-class CgroupIsolation:
+class CgroupIsolation(Isolation):
     """Runs processes in memory cgroups, one group for each cell."""
 
     name = "cgroup"
@@ -62,10 +62,6 @@ class CgroupIsolation:
                 f"the cells run outside this process's cgroup {left[1]}: its limit of"
                 f" {format_bytes(left[0])} does not hold for them"
             )
-
-    def added_code(self, _job: Job, /) -> list[str]:
-        """Return an empty list, because a worker imports the packages of this environment."""
-        return []
 
     def start(self, job: Job) -> "CgroupRunning":
         """Start a worker that enters its limited cgroup before its first instruction."""
@@ -196,7 +192,6 @@ def _roots(*, throttled: bool = False) -> list[Path]:
 
 
 def _repair() -> str:
-    """Return the way for this user to get the permission to create memory cgroups."""
     if os.geteuid() == 0:
         return "in a container, start it with the option --privileged"
     if shutil.which("sudo"):

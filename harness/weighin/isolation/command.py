@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from weighin.child_process import open_process, signal_each, wait_for_end
@@ -41,7 +41,11 @@ class LocalCommand:
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
         with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(_opened(group / "cgroup.procs")) for group in groups]
+            files = [
+                os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for group in groups
+            ]
+            for file in files:
+                opened.callback(os.close, file)
             try:
                 self._popen = subprocess.Popen(
                     command,
@@ -82,15 +86,6 @@ class LocalCommand:
         if self._popen.returncode is None:
             self.send_signal(signal.SIGKILL)
             self._popen.wait()
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:

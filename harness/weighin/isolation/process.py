@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -10,7 +10,7 @@ from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
-from weighin.isolation.base import Exit, RunningCommand, Streams
+from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.parent_process import adopt_orphans
 from weighin.probes.other_processes import limit_of
@@ -21,7 +21,7 @@ _PAUSE_S = 0.005  # a killed process takes a moment to end
 WORKER = child_process.module("weighin.worker")
 
 
-class ProcessIsolation:
+class ProcessIsolation(Isolation):
     """Runs plain processes, one for each cell."""
 
     name = "process"
@@ -34,13 +34,6 @@ class ProcessIsolation:
                 "this system has no /proc/PID/clear_refs: peaks cannot be measured",
                 "run on Linux",
             )
-
-    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        return
-
-    def added_code(self, _job: Job, /) -> list[str]:
-        """Return an empty list, because a worker imports the packages of this environment."""
-        return []
 
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker. Callers reject RAM limits, because a plain process has no cgroup to
@@ -64,9 +57,6 @@ class ProcessIsolation:
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the processes that workers of dead runs started; the workers ended with their parent."""
         return process_tree.end_orphans(any_lock=any_lock)
-
-    def describe(self) -> dict[str, str]:
-        return {}
 
 
 class ProcessCommand(LocalCommand):

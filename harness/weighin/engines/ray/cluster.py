@@ -38,17 +38,6 @@ class RayNode:
     labels: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryMonitor:
-    """Whether Ray's memory monitor, which kills tasks, is on at a node; ``source`` names the setting."""
-
-    is_on: bool
-    source: str
-
-    def __str__(self) -> str:
-        return f"{'on' if self.is_on else 'off'} ({self.source})"
-
-
 class RayTask:
     """An assignment that runs on a node (``weighin.engines.transport.Task``)."""
 
@@ -128,16 +117,15 @@ class Cluster:
             if self._labels.items() <= each.labels.items()
         ]
 
-    def monitor(self, node: RayNode) -> MemoryMonitor:
-        """Read the cluster's settings and the node's environment: is Ray's memory monitor on at the node?"""
+    def monitor(self, node: RayNode) -> tuple[bool, str]:
+        """Tell whether Ray's memory monitor, which kills tasks, is on at a node, and which setting says so."""
         configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
         if configured is not None:
-            return MemoryMonitor(int(configured) > 0, f"the cluster's system config: {configured}")
+            return int(configured) > 0, f"the cluster's system config: {configured}"
         value = self.look(node)["refresh_ms"]
         if value is None:
-            return MemoryMonitor(True, "RAY_memory_monitor_refresh_ms is not set: Ray's default")
-        is_off = value.strip() == "0"
-        return MemoryMonitor(not is_off, f"RAY_memory_monitor_refresh_ms={value}")
+            return True, "RAY_memory_monitor_refresh_ms is not set: Ray's default"
+        return value.strip() != "0", f"RAY_memory_monitor_refresh_ms={value}"
 
     def look(self, node: RayNode) -> dict[str, Any]:
         """Run ``relay.look`` on a node, and return what it found.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -74,15 +74,15 @@ def _examined(
     cluster: Cluster, node: RayNode, task: RayTask, say: Callable[[str], None]
 ) -> NodeExamination:
     examined = clusters.answer(node, task, "examined", say)
-    state = cluster.monitor(node)
-    repair = f"; start the node with the monitor off: {START}" if state.is_on else ""
-    monitor = Capability(
-        "no memory monitor of Ray", "bad" if state.is_on else "good", f"{state}{repair}"
-    )
+    is_on, source = cluster.monitor(node)
+    monitor = Capability("no memory monitor of Ray", "good", f"off ({source})")
+    if is_on:
+        detail = f"on ({source}); start the node with the monitor off: {START}"
+        monitor = replace(monitor, verdict="bad", detail=detail)
     capabilities = [Capability(**fields) for fields in examined["capabilities"]]
     code = _code(examined)
     examination = Examination((*capabilities, code, monitor, _clock(cluster, node)))
-    return NodeExamination(node.name, node.id, examination, state.is_on)
+    return NodeExamination(node.name, node.id, examination, is_on)
 
 
 def _code(examined: Mapping[str, Any]) -> Capability:

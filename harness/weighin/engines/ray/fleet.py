@@ -176,8 +176,9 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
     on = []
     for node in nodes:
         with suppress(LostTask):
-            if (state := cluster.monitor(node)).is_on:
-                on.append(f"{node.name}: {state}")
+            is_on, source = cluster.monitor(node)
+            if is_on:
+                on.append(f"{node.name}: on ({source})")
     if on:
         raise ConfigError(
             "Ray's memory monitor is on, and would kill cells before their limit does:"

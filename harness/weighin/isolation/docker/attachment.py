@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any, Final
 
 from weighin.isolation.base import Streams
-from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer
+from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer, close_stream
 from weighin.pipes import pass_on, ready
 
 _AT_ONCE: Final = 64 * 1024
@@ -141,9 +141,7 @@ class Attachment:
         self._end_stream()
         self._end_input()
         self._restore()
-        for each in (getattr(self._stream, "_response", None), self._stream, self._socket):
-            if each is not None:
-                each.close()
+        close_stream(self._stream)
         os.close(self._woken)
         os.close(self._wake)
         self._standard.close()

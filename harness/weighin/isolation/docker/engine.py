@@ -88,7 +88,6 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
 
 
 def _start() -> str:
-    """Return the repair for an engine that does not run: how to start or install it."""
     if os.environ.get("DOCKER_HOST"):
         return "set DOCKER_HOST to the address of an engine that runs, or unset it"
     if shutil.which("dockerd"):

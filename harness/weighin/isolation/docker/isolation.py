@@ -38,12 +38,13 @@ from weighin.isolation.docker.engine import (
 )
 from weighin.isolation.docker.image import (
     BASE_VARIABLE,
+    DEFAULT_BASE,
     PYTHON,
+    Progress,
     check_image,
     ensure_image,
     find_image,
 )
-from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
 from weighin.isolation.docker.mounts import environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
@@ -95,7 +96,7 @@ class DockerIsolation:
             return
         self._image = ensure_image(self._client, self._base, progress, self._packages)
 
-    def added_code(self, job: Job) -> list[str]:
+    def added_code(self, job: Job, /) -> list[str]:
         """Return a line for each installed package that is mounted because the image lacks it."""
         return [*packages.lacking(job).notes]
 

@@ -8,7 +8,6 @@ Compiled code is built for one Python and one C library, and is not mounted.
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -69,14 +68,14 @@ def _lacking(builder: str, python_path: tuple[str, ...], mounts: tuple[str, ...]
             f" mount it: --mount {place}",
         )
     paths, lines = [place], [f"mounting {place} read-only: the image has no package {top}"]
-    for distribution in _required(names, in_image):
+    for normal, distribution in wheels.installed(names, in_image):
         name = distribution.metadata["Name"]
         found = [path for path in _files(distribution) if path != place]
         if any(map(_compiled, found)):
             lines.append(f"not mounting {name}, which the image lacks: it contains compiled code")
             continue
         paths += found
-        if canonicalize_name(name) not in names:
+        if normal not in names:
             lines.append(f"mounting {name} read-only: {top} requires it, and the image lacks it")
     return Lacking(tuple(dict.fromkeys(paths)), tuple(lines))
 
@@ -94,24 +93,6 @@ def _place(top: str) -> Path | None:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).resolve()
     return Path(spec.origin).resolve() if spec.origin and spec.has_location else None
-
-
-def _required(
-    names: Iterable[str], in_image: Iterable[str]
-) -> Iterator[importlib.metadata.Distribution]:
-    """Yield distributions and, transitively, their requirements that the image lacks."""
-    todo, seen = [*names], set(in_image)
-    while todo:
-        if (name := todo.pop()) in seen:
-            continue
-        seen.add(name)
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # for another platform or Python
-            continue
-        yield distribution
-        requires = distribution.requires or []
-        todo += [wheels.name_of(line) for line in requires if "extra ==" not in line]
 
 
 def _files(distribution: importlib.metadata.Distribution) -> list[Path]:

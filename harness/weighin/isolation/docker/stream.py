@@ -41,6 +41,13 @@ _SEND_TIMEOUT_S: Final = 10.0
 _STDERR_TIMEOUT_S: Final = 1.0
 
 
+def close_stream(stream: Any) -> None:
+    """Close the result of ``attach_socket``, with its socket and the response that it came with."""
+    for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
+        if each is not None:
+            each.close()
+
+
 class FrameBuffer:
     """Splits the bytes of a multiplexed stream into (stream number, payload) frames."""
 
@@ -117,9 +124,7 @@ class StreamChannel:
         self.end()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        for each in (getattr(self._stream, "_response", None), self._stream, self._socket):
-            if each is not None:
-                each.close()
+        close_stream(self._stream)
 
     def _read(self, deadline: float) -> None:
         left = deadline - time.monotonic()

@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,20 +83,30 @@ def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[
     this environment.
     """
     lines = requirements.read_text().splitlines()
-    todo = [*packages, *(line for line in lines if line and not line.startswith("#"))]
-    versions: dict[str, str] = {}
+    roots = [*packages, *(line for line in lines if line and not line.startswith("#"))]
+    return tuple(sorted(f"{name}=={found.version}" for name, found in installed(roots)))
+
+
+def installed(
+    requirements: Iterable[str], without: Iterable[str] = ()
+) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
+    """Yield installed packages by name and, transitively, the packages that they require.
+
+    The packages ``without``, and what only they require, are left out, as are extras.
+    """
+    todo, seen = [*requirements], {*without}
     while todo:
         requirement = todo.pop()
         name = name_of(requirement)
-        if name in versions or "extra ==" in requirement:
+        if name in seen or "extra ==" in requirement:
             continue
+        seen.add(name)
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # for another platform or Python
             continue
-        versions[name] = distribution.version
+        yield name, distribution
         todo += distribution.requires or []
-    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
 
 
 def name_of(requirement: str) -> str:
