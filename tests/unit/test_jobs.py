@@ -112,7 +112,9 @@ def test_what_cannot_run_at_once() -> None:
         "--jobs with a checkpoint of your own: "
     )
     for changes in ({"steady": True}, {"trace": True}):
-        assert refused(run_with(GIB, **changes)).startswith("--jobs measures the memory of cells")
+        assert refused(run_with(GIB, **changes)).startswith(
+            "--jobs measures only the memory of cells"
+        )
 
 
 def test_the_settings_of_an_engine() -> None:

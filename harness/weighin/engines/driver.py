@@ -46,8 +46,6 @@ class _Work:
 
 @dataclass(slots=True)
 class _Member:
-    """A node that takes part in the run, and its current work."""
-
     node: Node
     is_prepared: bool = False
     work: _Work | None = None
@@ -242,7 +240,6 @@ class Driver:
         return False
 
     def _leave_out(self, member: _Member, error: HarnessError) -> None:
-        """Give a node no further cell, and keep the reason for the error at the end."""
         self._members.pop(member.node.id, None)
         self._troubles.append(HarnessError(f"{member.node.name}: {error.message}", error.repair))
         self._troubles[-1].exit_code = error.exit_code

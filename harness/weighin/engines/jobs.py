@@ -65,12 +65,10 @@ class JobsEngine:
 
 
 def _caches() -> Path:
-    """Return the folder of the jobs' checkpoint caches, which exists while a run measures."""
     return cache.folder() / "jobs"
 
 
 def check(task: Run, jobs: int) -> None:
-    """Raise ConfigError if the cells of a run cannot be measured ``jobs`` at a time."""
     cells = [each.cell for each in task.planned if not each.skip]
     if task.settings.checkpoint or task.settings.checkpoints:
         raise ConfigError(
@@ -80,7 +78,7 @@ def check(task: Run, jobs: int) -> None:
         )
     if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
-            "--jobs measures the memory of cells on the CPU, without --steady and --trace",
+            "--jobs measures only the memory of cells on the CPU, without --steady and --trace",
             "leave --jobs out",
         )
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]

@@ -135,7 +135,6 @@ def _send_results(folder: Path, events: Parent) -> None:
 
 @contextmanager
 def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
-    """Write the assignment's plan to a folder of this process, and restore the run from it."""
     with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
         if settings["strategy_paths"]:  # commands have none

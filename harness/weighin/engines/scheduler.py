@@ -107,7 +107,6 @@ class Scheduler:
         return heapq.heappop(self._waiting[first[1]]) if first else None
 
     def can_take(self, node: Node) -> bool:
-        """Tell whether the node can run a waiting cell now."""
         return any(
             indices and not demand.lacks_now(node) for demand, indices in self._waiting.items()
         )
@@ -122,11 +121,11 @@ class Scheduler:
         ]
 
     def give_back(self, index: int) -> None:
-        """Put a cell back that its node could not begin."""
+        """Let a cell wait again because its node could not begin the cell."""
         heapq.heappush(self._waiting[Demand.of(self._cells[index])], index)
 
     def lost(self, index: int) -> bool:
-        """Put a cell back whose node was lost; return False if too many nodes were lost with this cell."""
+        """Let a cell wait again after its node was lost; return False after the third lost node."""
         self._losses[index] += 1
         if self._losses[index] >= MOST_LOSSES:
             return False

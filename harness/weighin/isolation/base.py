@@ -32,7 +32,7 @@ class Channel(Protocol):
         """The last 64 KiB that the worker and its strategy printed."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None at the end; raise TimeoutError if it is late."""
+        """Return the next event line, or None at the end; raise TimeoutError if no line arrives in time."""
 
     def send(self, line: bytes) -> None:
         """Write a line to the worker, or do nothing if the worker has ended."""
@@ -72,11 +72,11 @@ class Started(Protocol):
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of its memory cgroup; None without such a cgroup, or if it is not visible."""
+        """The folder of the memory cgroup; None without a memory cgroup, or if it is not visible here."""
 
     @property
     def unseen(self) -> str:
-        """The reason why a pid or cgroup is not visible, for the record; empty if both are."""
+        """The reason why the pid or the cgroup is not visible, for the record; empty if both are."""
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""

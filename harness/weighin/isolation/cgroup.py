@@ -64,7 +64,6 @@ class CgroupIsolation(Isolation):
             )
 
     def start(self, job: Job) -> "CgroupRunning":
-        """Start a worker that enters its limited cgroup before its first instruction."""
         with _limited_groups(job.cell, job.throttled_device) as groups:
             command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
             running = CgroupRunning(command, groups, job.cell.environment)
@@ -79,7 +78,6 @@ class CgroupIsolation(Isolation):
         _mounts: Sequence[str] = (),
         throttled_device: str = "",
     ) -> RunningCommand:
-        """Start a command that enters its limited cgroup before its first instruction."""
         with _limited_groups(cell, throttled_device) as groups:
             return CgroupCommand(
                 cell.command,
@@ -254,12 +252,10 @@ def limit(group: Path, limit_bytes: int) -> None:
 
 
 def _tree(group: Path) -> list[Path]:
-    """Return a cgroup and all cgroups below it, the deepest first."""
     return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
 
 
 def _kill_members(group: Path) -> None:
-    """Kill all processes in a cgroup and in the cgroups below it."""
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with contextlib.suppress(OSError):
             kill.write_text("1")

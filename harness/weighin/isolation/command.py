@@ -41,11 +41,10 @@ class LocalCommand:
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
         with contextlib.ExitStack() as opened:
-            files = [
-                os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for group in groups
-            ]
-            for file in files:
-                opened.callback(os.close, file)
+            files: list[int] = []
+            for group in groups:
+                files.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                opened.callback(os.close, files[-1])
             try:
                 self._popen = subprocess.Popen(
                     command,

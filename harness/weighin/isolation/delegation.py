@@ -100,7 +100,6 @@ def _group_of(pid: int) -> Path | None:
 
 
 def _enables_memory(folder: Path) -> bool:
-    """Enable the memory controller for the groups in ``folder``; return whether that worked."""
     control = folder / "cgroup.subtree_control"
     try:
         if "memory" in control.read_text().split():

@@ -55,7 +55,6 @@ def set_limit(pid: int, mark: str) -> None:
 
 
 def members(mark: str) -> list[int]:
-    """Return all processes with this mark."""
     return [pid for pid in all_pids() if has_mark(pid, mark)]
 
 

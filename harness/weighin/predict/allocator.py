@@ -88,7 +88,6 @@ class CachingAllocator:
                 self._count("reserved", -block.size)
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to the current sums."""
         self.peak = dict(self.current)
 
     def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
@@ -124,13 +123,11 @@ class CachingAllocator:
         insort(self._free[rest.small], rest, key=_BEST_FIT)
 
     def _take(self, block: CudaBlock) -> None:
-        """Remove a free block from the list of free blocks."""
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, _BEST_FIT(block), key=_BEST_FIT))
 
     @staticmethod
     def _merge(block: CudaBlock) -> CudaBlock:
-        """Return the block, joined with its free neighbours."""
         if block.before is not None and block.before.free:
             first = block.before
             first.size += block.size

@@ -151,7 +151,6 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Return all comparisons for ``--json``."""
     summary = summarised(checked)
     return {
         "summary": asdict(summary) if summary else None,

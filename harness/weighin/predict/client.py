@@ -3,11 +3,11 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from weighin import child_process, formats
 from weighin.cell import Cell, ModelSpec
@@ -66,7 +66,7 @@ def predict(
         own = formats.detect(checkpoint).NAME
     with (
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        _Asker(child_process.environment(python_path)) as ask,
+        closing(_Asker(child_process.environment(python_path))) as ask,
     ):
         source = _Source(ask, folder, checkpoint, selection, checkpoint_dtype, own)
         source.refuse_misfit(planned)
@@ -94,7 +94,7 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
     """
     with (
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        _Asker(child_process.environment(python_path)) as ask,
+        closing(_Asker(child_process.environment(python_path))) as ask,
     ):
         make = {"folder": str(folder), "dtype": None, "source": None, "own": False}
         cell = asdict(Cell(model, "baseline", "process"))
@@ -105,23 +105,22 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
 
 
 def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
-    """Return why a cell's settings or packages prevent a prediction; empty if they do not."""
     if planned.cell.environment:
-        return f"no prediction follows {', '.join(planned.cell.settings)}"
+        return f"weighin cannot predict the effect of {', '.join(planned.cell.settings)}"
     if planned.strategy.shares_load:
-        return "no prediction follows what ranks send to each other"
+        return "weighin cannot predict the memory of tensors that ranks send to each other"
     if planned.selection:
-        return "no prediction reads a whole training checkpoint"
+        return "weighin cannot predict the load of a part of a training checkpoint"
     found = quantised.of_model(planned.cell.model)
     if found and (planned.strategy.pretrained or not found.dequantises):
-        return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
+        return f"weighin cannot predict how {planned.strategy.name} loads weights that are quantised with {found.method}"
     options = planned.cell.options
     if options.get("disable_mmap") and planned.cell.format != gguf.NAME:
-        return "no prediction follows which of the files' bytes disable_mmap keeps in memory"
+        return "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"
     if options.get("offload_state_dict"):
-        return "no prediction follows weights that are written to a folder and read back"
+        return "weighin cannot predict the memory of weights that are written to a folder and read back"
     if unknown := {name_of(each) for each in planned.strategy.packages} - _FOLLOWED:
-        return f"no prediction follows how {', '.join(sorted(unknown))} reads files"
+        return f"weighin cannot predict how {', '.join(sorted(unknown))} reads files"
     return ""
 
 
@@ -187,17 +186,12 @@ class _Source:
 
 
 class _Asker:
-    """Sends one request at a time to a process that predicts, and returns the answer."""
-
     def __init__(self, variables: dict[str, str]) -> None:
         self._variables = variables
         self._process: child_process.Child | None = None
         self._imported: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._process:
             self._process.close()
 
@@ -217,7 +211,7 @@ class _Asker:
         """Return the running process; start another one if the running one imported another model class."""
         imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
-            self.__exit__()
+            self.close()
             self._imported = imported
             command = child_process.module("weighin.predict")
             self._process = child_process.Child(command, self._variables)

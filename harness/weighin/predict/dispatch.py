@@ -1,7 +1,6 @@
 """Intercept every torch operation of a simulated load: update the ledger, and write no memory."""
 
 import sys
-from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any, Final
@@ -35,23 +34,13 @@ class CannotFollow(Exception):
     """The symbolic run executed code whose memory the ledger cannot compute."""
 
 
-@dataclass(frozen=True, slots=True)
 class Call:
     """One torch operation with its arguments; ``inputs`` are the tensors among the arguments."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        leaves = tree_leaves((self.args, self.kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        object.__setattr__(self, "inputs", tensors)
-
-    @property
-    def name(self) -> str:
-        return _name(self.func)
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name = _name(func)
+        self.inputs = _tensors((args, kwargs))
 
     @property
     def has_no_memory(self) -> bool:
@@ -70,8 +59,7 @@ class Call:
             tensor
             for argument in self.func._schema.arguments
             if argument.alias_info and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name))
-            if isinstance(tensor, torch.Tensor)
+            for tensor in _tensors(given.get(argument.name))
         ]
 
     def run(self) -> Any:
@@ -81,6 +69,10 @@ class Call:
 def _name(func: Any) -> str:
     name: str = func._schema.name
     return name.removeprefix("aten::")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @cache
@@ -128,14 +120,13 @@ class Operations(TorchDispatchMode):
 
     def _metadata(self, call: Call) -> Any:
         result = call.run()
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._ledger.place_of(tensor)
+        for tensor in _tensors(result):
+            self._ledger.place_of(tensor)
         return result
 
     def _empty(self, call: Call) -> Any:
         if call.kwargs.get("pin_memory"):
-            raise CannotFollow("it creates empty pinned tensors")
+            raise CannotFollow("the code creates empty pinned tensors")
         return self._allocate(call.func(*call.args, **{**call.kwargs, "device": "meta"}))
 
     def _filled(self, call: Call) -> Any:
@@ -195,7 +186,9 @@ class Operations(TorchDispatchMode):
             self._read(tensor)
         if call.name == "_local_scalar_dense":  # torch.asarray reads one element
             if self._ledger.place_of(call.inputs[0]) != "file":
-                raise CannotFollow("it uses values of tensors, which a prediction does not read")
+                raise CannotFollow(
+                    "the code uses values of tensors, but a prediction runs without values"
+                )
             return call.run()
         shapes: Any
         if call.name in _SAME:
@@ -208,9 +201,8 @@ class Operations(TorchDispatchMode):
             lambda tensor: self._allocate(tensor) if isinstance(tensor, torch.Tensor) else tensor,
             shapes,
         )
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
-                self._write(tensor, call.name)
+        for tensor in _tensors(results):
+            self._write(tensor, call.name)
         return results
 
     def _shapes(self, call: Call) -> Any:

@@ -53,7 +53,6 @@ class HeapPages:
         return self._end * PAGE_BYTES
 
     def add(self, address: int, length: int) -> int:
-        """Add every page that the interval touches; return the size of the added pages in bytes."""
         if length <= 0:
             return 0
         first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1

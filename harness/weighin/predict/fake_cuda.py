@@ -154,5 +154,5 @@ def _named(value: Any) -> Any:
 def _is_cuda(device: Any) -> bool:
     kind = torch.device(_named(device))
     if kind.index:
-        raise CannotFollow(f"it uses {kind}; only one GPU is simulated")
+        raise CannotFollow(f"the code uses {kind}, but a prediction simulates only one GPU")
     return kind.type == "cuda"

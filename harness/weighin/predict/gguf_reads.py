@@ -80,7 +80,6 @@ def _values(
     model: Any,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor without values for each tensor of the model that the file contains."""
     header = gguf.read_header(file)
     processor = module.TENSOR_PROCESSORS.get(
         header.metadata["general.architecture"], module.TensorProcessor

@@ -98,7 +98,6 @@ class Heap:
         self.pages.remove_from(self._top)
 
     def _from_hole(self, hole: Chunk, size: int) -> Chunk:
-        """Return the beginning of a hole as a chunk in use; the rest stays a hole."""
         rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
         if hole.after:
             hole.after.before = rest

@@ -245,7 +245,6 @@ class Ledger:
 
     @property
     def file_bytes(self) -> int:
-        """The resident pages of mapped files now."""
         return self.baseline.file_bytes + sum(file.pages.nbytes for file in self._files)
 
     def update(self) -> None:
@@ -260,7 +259,6 @@ class Ledger:
         self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
 
     def restart_peaks(self) -> None:
-        """Reset the peaks to the current sums."""
         self.peak_anon_bytes = self.least_anon_bytes = self.most_anon_bytes = 0
         self.peak_tensor_bytes = self.peak_file_bytes = 0
         self.update()

@@ -21,7 +21,7 @@ _STARTS: Final = (
     "os.posix_spawn",
     "os.system",
 )
-REFUSED: Final = "it starts a process, whose memory a prediction does not follow"
+REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
 _refused: list[str] = []
 
 
@@ -38,7 +38,6 @@ def check() -> None:
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children, including those that have ended."""
     return [pid for pid in all_pids() if parent_of(pid) == os.getpid()]
 
 

@@ -96,7 +96,6 @@ class _FileBytes:
 
 
 def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return tensors without values, with the shapes in a safetensors file's header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {
@@ -128,7 +127,6 @@ def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
 
 
 def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
-    """Record that the bytes of a file were read into a tensor."""
     ledger.write(tensor)
     ledger.work["read_bytes"] += tensor.nbytes
 

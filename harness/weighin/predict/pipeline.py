@@ -121,7 +121,6 @@ def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
 
 
 def table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
-    """Yield the table of a whole pipeline, and a line for each strategy without a prediction."""
     answers = list(answers)
     known = [each for each in answers if not each.cannot]
     if known:

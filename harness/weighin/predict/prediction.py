@@ -167,7 +167,7 @@ class Prediction:
 
     @property
     def use_floor_bytes(self) -> int | None:
-        """The smallest RAM limit for the use alone, after a load without a limit, in the usual case."""
+        """The smallest RAM limit for the use alone, if the load before it had no limit."""
         return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
 
     @property
@@ -201,7 +201,6 @@ class Prediction:
 
 
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
-    """Return the prediction that the predicting process sent as JSON."""
     fields.pop("error", None)  # of a HarnessError, whose text is in ``cannot``, too
     fields.pop("cell", None)
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
@@ -226,7 +225,6 @@ def reasons(
 
 
 def _copies(size: int, model_bytes: int) -> str:
-    """Describe a size as a number of whole copies of the weights and a remainder."""
     number = int((size + _WORTH_SAYING * model_bytes) // model_bytes)
     rest = size - number * model_bytes
     words = [_NUMBERS.get(number, f"{number} copies") + " of the weights"] if number else []

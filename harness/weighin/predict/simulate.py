@@ -96,7 +96,6 @@ def run(
 
 @contextmanager
 def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """Let torch's operations, reads of files and calls of the GPU update the ledger."""
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
     with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
         yield
@@ -152,7 +151,6 @@ def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes:
 
 
 def _floor(most_bytes: int, in_flight_bytes: int) -> int:
-    """Return the smallest RAM limit for an anonymous peak and the page tables of this memory."""
     return most_bytes + most_bytes // _PAGE_TABLE_SHARE + ABOVE_PEAK_BYTES + in_flight_bytes
 
 

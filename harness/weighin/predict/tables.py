@@ -95,7 +95,6 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
 
 
 def _other_peak(prediction: Prediction, peak: str) -> int | None:
-    """Return the anonymous peak ``peak`` if it differs from the usual peak by more than the tolerance."""
     usual, other = prediction.host_anon_peak_bytes, getattr(prediction, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
         return None
@@ -182,7 +181,6 @@ def check_table(checked: Sequence[Checked]) -> Table:
 
 
 def summary_line(summary: Summary) -> str:
-    """Return the line below the table of ``--check``."""
     share = summary.killed / summary.series
     return (
         f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"

@@ -68,7 +68,6 @@ def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Predicte
 
 
 def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
-    """Run the use, and return the objects that the use keeps in memory."""
     if use.function is None:
         return _forward(model, use.inputs)
     with tempfile.TemporaryDirectory() as folder, _saves():
@@ -95,7 +94,6 @@ def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    """Return the size of the pages that contain the parameters and buffers."""
     pages = Extents()
     for tensor in named_tensors(model).values():
         pages.add(*extent(tensor))

@@ -58,7 +58,6 @@ def _as_dtype(value: object) -> object:
 
 
 def as_list(value: object) -> list[object]:
-    """Return a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
@@ -75,7 +74,6 @@ def _read(parse: Callable[[str], int], value: object) -> object:
 
 
 def _as_environment(value: object) -> object:
-    """Read a cell's environment variables, a mapping of names to texts; convert numbers to texts."""
     items = value.items() if isinstance(value, dict) else [(value, None)]
     for name, content in items:
         if complaint := _complaint_of_variable(name, content):
@@ -328,7 +326,6 @@ class Suite(Strict):
 
     @property
     def sources(self) -> list[str]:
-        """The models as a user types them on a command line."""
         return [model.source for model in self.models]
 
 
@@ -358,7 +355,6 @@ def read_suite(path: Path) -> Suite:
 
 
 def refuse_both(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigError if a suite has both models and commands."""
     if {"models", "commands"} <= content.keys():
         raise ConfigError(f"{path}: a suite has models or commands, not both", "write two suites")
 
@@ -410,7 +406,6 @@ _OPTIONS = {"environment": "env", "uses": "use"}  # an option's name, where a su
 
 
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
-    """Return the message and the repair for one validation error in a ``kind``."""
     keys = [field.alias or name for name, field in kind.model_fields.items()]
     known = f"known keys: {', '.join(keys)}"
     if error["type"] == "value_error":

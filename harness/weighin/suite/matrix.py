@@ -77,7 +77,6 @@ class Planned:
 
 
 def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
-    """Return why a strategy cannot load or save quantised weights; empty if it can."""
     from weighin.suite import packages  # as in StrategyInfo.missing
 
     if operation == "save":

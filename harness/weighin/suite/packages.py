@@ -20,7 +20,6 @@ def name_of(requirement: str) -> str:
 
 
 def versions(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each required package that is installed."""
     found = {}
     for name in map(name_of, requirements):
         try:

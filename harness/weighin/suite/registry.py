@@ -97,7 +97,6 @@ class StrategyInfo:
         return packages.missing(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
-        """Raise UnknownName for an option that the strategy does not declare."""
         for name in names:
             if name not in self.options:
                 declare = f'a strategy declares its options in its file: OPTIONS = ("{name}",)'
@@ -189,7 +188,6 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
 
 
 def models() -> dict[str, Path]:
-    """Return the paths of the built-in models' YAML files by model name."""
     return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
 
 
@@ -371,7 +369,6 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
 
 
 def suites() -> dict[str, Path]:
-    """Return the paths of the built-in suites' YAML files by suite name."""
     return {path.stem: path for path in sorted((data_folder("configs") / "suites").glob("*.yaml"))}
 
 
@@ -390,7 +387,6 @@ def suite_file(name: str) -> Path:
 
 
 def _third_party(operation: Operation) -> list[Path]:
-    """Return the strategy files that installed packages declare as entry points."""
     paths = []
     for entry in entry_points(group=_ENTRY_POINTS[operation]):
         path = _file_of(entry.module)

@@ -156,7 +156,6 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Yield every name that a statement of the module defines, imports or assigns."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -167,7 +166,6 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _check_arguments(builder: str, taken: ast.arguments, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a function with these parameters cannot be called with ``kwargs``."""
     by_name = [each.arg for each in (*taken.args, *taken.kwonlyargs)]
     positional = [each.arg for each in (*taken.posonlyargs, *taken.args)]
     needed = positional[: len(positional) - len(taken.defaults)]

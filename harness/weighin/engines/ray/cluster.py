@@ -148,7 +148,6 @@ class Cluster:
         return RayTask(self._relay.options(**options).remote(line))
 
     def wait(self, tasks: Sequence[RayTask], timeout_s: float) -> list[RayTask]:
-        """Return the tasks that have a next event, or have ended; wait at most ``timeout_s`` for one."""
         streams = {id(task.stream): task for task in tasks}
         ready, _ = ray.wait(
             [task.stream for task in tasks],

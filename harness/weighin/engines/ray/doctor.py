@@ -86,7 +86,6 @@ def _examined(
 
 
 def _code(examined: Mapping[str, Any]) -> Capability:
-    """Compare the node's version and code of weighin with those of this machine."""
     there = (examined["weighin"], examined["code"])
     here = (__version__, sources.digest_of_all())
     detail = f"weighin {there[0]}, files with the digest {there[1]}"

@@ -102,7 +102,6 @@ class RayEngine:
 
 
 def placed(result: Result, node: Node) -> Result:
-    """Add the node's name and id to a result."""
     where = {"node": {"name": node.name, "id": node.id}}
     return replace(result, environment=result.environment | where)
 

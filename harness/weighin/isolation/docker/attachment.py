@@ -134,7 +134,6 @@ class Attachment:
         self._restore()
 
     def close(self) -> None:
-        """Close the streams; a second call has no effect."""
         if self._closed:
             return
         self._closed = True
@@ -209,7 +208,6 @@ class Attachment:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _send(self, stdin: int) -> bool:
-        """Send the input that can be read now; return whether more may follow."""
         try:
             if data := os.read(stdin, _AT_ONCE):
                 self._socket.sendall(data)

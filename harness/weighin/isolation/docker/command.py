@@ -170,7 +170,6 @@ class DockerCommand:
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container and all processes in it; a second call has no effect."""
         if self._process is not None:
             os.close(self._process)
             self._process = None

@@ -69,7 +69,6 @@ class DockerRunning:
             self._locate()
 
     def observe_inside(self, interval_s: float) -> InsideObserver | None:
-        """Start an observer in the container if this machine does not see the container's processes."""
         if self.unseen != ELSEWHERE:
             return None
         module = "weighin.isolation.docker.container_observer"
@@ -130,7 +129,6 @@ class DockerRunning:
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container and all processes in it; a second call has no effect."""
         self.channel.close()
         self._on_close()
 
@@ -141,7 +139,6 @@ class DockerRunning:
             )
 
     def _locate(self) -> None:
-        """Find the worker's pid and cgroup, unless the engine runs on another machine."""
         state = self._client.inspect_container(self._container)["State"]
         if not (keeper := int(state["Pid"])):
             return

@@ -86,7 +86,6 @@ def _others() -> list[int]:
 
 
 def _kill_others() -> int:
-    """Kill the worker and all its children; return the number of killed processes."""
     killed = 0
     for pid in _others():
         try:

@@ -67,7 +67,6 @@ def _knock(address: str) -> None:
 
 
 def explain_unreachable(error: BaseException, address: str) -> IsolationUnavailable:
-    """Return the exception, with a repair, for an engine that cannot be reached at ``address``."""
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
@@ -131,7 +130,6 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Tell whether the error means that the engine has stopped."""
     return any(
         isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
         for cause in _causes(error)
@@ -139,7 +137,6 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return the exception, with a repair, for a request that a running engine refused."""
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",

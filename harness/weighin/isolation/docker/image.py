@@ -212,7 +212,6 @@ def free_bytes(folder: Path) -> int:
 
 
 def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> None:
-    """Raise IsolationUnavailable if the disk of an engine on this machine lacks ``needed_bytes``."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
         free = free_bytes(root)
@@ -228,7 +227,6 @@ def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> 
 
 
 def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
-    """Build the image; yield the line of each build step when the step begins."""
     step = output = ""
     for event in client.build(
         path=str(context),

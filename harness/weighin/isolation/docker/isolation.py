@@ -70,7 +70,6 @@ class DockerIsolation:
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
         self._has_base = False
         self._image: str | None = None
-        self._info: dict[str, Any] | None = None
         self._containers: set[str] = set()
         atexit.register(self._remove_all)
 
@@ -79,7 +78,7 @@ class DockerIsolation:
 
         The engine must have the image or its base, or reach a registry that has it.
         """
-        check_engine(self._engine_info())
+        check_engine(self._info)
         if not self._has_base:
             check_image(self._client, self._given or self._base, is_base=not self._given)
             self._has_base = True
@@ -97,7 +96,6 @@ class DockerIsolation:
         self._image = ensure_image(self._client, self._base, progress, self._packages)
 
     def added_code(self, job: Job, /) -> list[str]:
-        """Return a line for each installed package that is mounted because the image lacks it."""
         return [*packages.lacking(job).notes]
 
     def start(self, job: Job) -> DockerRunning:
@@ -116,7 +114,7 @@ class DockerIsolation:
         client, cell = self._client, job.cell
         host = host_config.of_worker(
             client,
-            self._engine_info(),
+            self._info,
             binds,
             cell,
             host_config.rates_of(cell, job.throttled_device),
@@ -130,7 +128,7 @@ class DockerIsolation:
                     name=name,
                     host_config=host,
                     stdin_open=True,
-                    user=host_config.user(self._engine_info()),
+                    user=host_config.user(self._info),
                     working_dir="/tmp",  # noqa: S108 (inside the container)
                     environment=host_config.worker_environment(
                         environment_inside(cell.environment)
@@ -185,7 +183,7 @@ class DockerIsolation:
         with self._new_container() as name:
             return command_start.start(
                 self._client,
-                self._engine_info(),
+                self._info,
                 self._image,
                 cell,
                 folder,
@@ -213,13 +211,11 @@ class DockerIsolation:
         return removed
 
     def describe(self) -> dict[str, str]:
-        """Return the engine's version, its cgroups and storage, and the image."""
-        info = self._engine_info()
         entries = {
-            "engine": info.get("ServerVersion"),
-            "cgroup_driver": info.get("CgroupDriver"),
-            "cgroup_version": info.get("CgroupVersion"),
-            "storage_driver": info.get("Driver"),
+            "engine": self._info.get("ServerVersion"),
+            "cgroup_driver": self._info.get("CgroupDriver"),
+            "cgroup_version": self._info.get("CgroupVersion"),
+            "storage_driver": self._info.get("Driver"),
             "base_image": None if self._given else self._base,
             "image": self._image,
         }
@@ -229,11 +225,10 @@ class DockerIsolation:
     def _client(self) -> docker.APIClient:
         return connect()
 
-    def _engine_info(self) -> dict[str, Any]:
-        if self._info is None:
-            with explained("describe itself"):
-                self._info = dict(self._client.info())
-        return self._info
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        with explained("describe itself"):
+            return dict(self._client.info())
 
     @contextlib.contextmanager
     def _new_container(self) -> Iterator[str]:

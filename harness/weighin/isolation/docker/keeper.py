@@ -131,7 +131,6 @@ class Keeper:
         return int(pid) if pid.isdigit() else None
 
     def go(self) -> None:
-        """Let the child become the command."""
         os.write(self._hold, b"\n")
 
     def exit(self, timeout_s: float) -> Exit | None:

@@ -86,7 +86,6 @@ def _image_pins() -> tuple[str, ...]:
 
 
 def _place(top: str) -> Path | None:
-    """Return the folder of an installed package, or the file of an installed module."""
     spec = importlib.util.find_spec(top)
     if spec is None:
         return None
@@ -96,7 +95,6 @@ def _place(top: str) -> Path | None:
 
 
 def _files(distribution: importlib.metadata.Distribution) -> list[Path]:
-    """Return the top-level packages, modules and metadata that a distribution has installed."""
     tops = dict.fromkeys(file.parts[0] for file in distribution.files or [] if file.parts)
     root = Path(str(distribution.locate_file("")))
     return [

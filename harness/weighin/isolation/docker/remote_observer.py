@@ -75,7 +75,6 @@ class InsideObserver:
         return otherwise if answer is None else answer["answer"]
 
     def _run(self) -> None:
-        """Send requests and receive answers until the watcher ends or stops answering."""
         asked_s: float | None = None
         try:
             while True:

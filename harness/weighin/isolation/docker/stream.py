@@ -120,7 +120,6 @@ class StreamChannel:
         self._over = self._quiet = True
 
     def close(self) -> None:
-        """Close the stream, which ends the worker's stdin."""
         self.end()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

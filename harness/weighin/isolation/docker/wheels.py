@@ -64,7 +64,6 @@ class Target:
 
 
 def read_target(words: str) -> Target:
-    """Parse the output of ``PROBE``."""
     python, machine, *libc = words.split()
     version = libc[1] if len(libc) > 1 else "2.17"
     return Target(python, machine, int(version.split(".")[1]))
@@ -180,7 +179,6 @@ def _fetched(folder: Path) -> str:
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
-    """Return the error, with a repair, for wheels that pip could not fetch."""
     if "No module named pip" in stderr:
         return IsolationUnavailable(
             "the wheels for the image cannot be fetched: this environment has no pip",
