@@ -23,7 +23,7 @@ from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry
 from weighin.text import one_line
 
-_WAIT_S: Final = 0.5  # until the next look at signals
+_WAIT_S: Final = 0.5  # until the driver looks for signals again
 _NEW_NODES_S: Final = 10.0
 _NODE_LOSS_S: Final = 10.0  # Ray reports a lost node some seconds after the node's last task
 _CANCELLING_S: Final = 45.0
@@ -71,7 +71,7 @@ class Driver:
         self._task = task
         self._progress = progress
         self._members = {node.id: _Member(node) for node in nodes if self._can_isolate(node)}
-        self._known = {node.id for node in nodes}  # also those that were lost or left out
+        self._known = {node.id for node in nodes}  # includes nodes that were lost or left out
         self._troubles: list[HarnessError] = []
         self._settings = _settings(task)
         self._code = {
@@ -325,7 +325,7 @@ def _settings(task: Run) -> dict[str, Any]:
     A node finds weighin's own strategies in its own installation.
     """
     paths = task.settings.strategy_paths
-    if paths:  # commands have none
+    if paths:  # a command has no strategies
         operation = task.planned[0].cell.operation if task.planned else "load"
         own = {str(info.path) for info in registry.strategies(operation).values()}
         paths = {name: "" if path in own else path for name, path in paths.items()}

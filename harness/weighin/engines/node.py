@@ -137,7 +137,7 @@ def _send_results(folder: Path, events: Parent) -> None:
 def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
     with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
-        if settings["strategy_paths"]:  # commands have none
+        if settings["strategy_paths"]:  # a command has no strategies
             known = registry.strategies(assignment["operation"])
             settings["strategy_paths"] = {
                 name: path or str(known[name].path)

@@ -87,7 +87,7 @@ class Scheduler:
         self._cells = cells
         self._waiting: dict[Demand, list[int]] = {}
         self._losses: Counter[int] = Counter()
-        for index, cell in enumerate(cells):  # ascending, and so each list is a heap
+        for index, cell in enumerate(cells):  # the indices ascend, so that each list is a heap
             self._waiting.setdefault(Demand.of(cell), []).append(index)
 
     def __len__(self) -> int:

@@ -85,7 +85,7 @@ class ProcessCommand(LocalCommand):
         """Reap a process that this process has adopted, if it has ended; return whether it had."""
         if pid == self.pid:
             return False
-        with contextlib.suppress(ChildProcessError):  # its own parent lives
+        with contextlib.suppress(ChildProcessError):  # the process still has a parent of its own
             return os.waitpid(pid, os.WNOHANG)[0] == pid
         return False
 

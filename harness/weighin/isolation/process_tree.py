@@ -49,7 +49,9 @@ def set_limit(pid: int, mark: str) -> None:
 
     The limit is a realtime CPU time of more than 70,000 years, which no process reaches.
     """
-    with contextlib.suppress(OSError, ValueError):  # it has ended, or has a smaller hard limit
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the process has ended, or has a smaller hard limit
         _, hard = resource.prlimit(pid, resource.RLIMIT_RTTIME)
         resource.prlimit(pid, resource.RLIMIT_RTTIME, (limit_of(mark), hard))
 
@@ -100,7 +102,7 @@ def _end_by_limit() -> dict[int, str]:
         if pid not in ended and (owner := _dead_owner(pid)) is not None
     }:
         signal_each(found)
-        ended |= found  # and look again: a process may have forked before the signal
+        ended |= found  # look again: a process may have forked before the signal
     return ended
 
 
@@ -118,7 +120,7 @@ def _dead_owner(pid: int) -> int | None:
     try:
         is_own = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
         is_zombie = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0] == "Z"
-    except OSError:  # it has ended, and was reaped
+    except OSError:  # the process has ended, and was reaped
         return None
     start, owner_start = start_time(pid), start_time(owner)
     # A process that started later than its supposed descendant reuses the dead owner's pid.

@@ -56,7 +56,7 @@ def main() -> None:
         request = json.loads(line)
         with suppress(Exception):  # the fork imports the class again, and answers with the error
             import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # the fork answers with this error, too
             hide_once()
         now = memory_of(read_status())
         file_bytes = now.file_bytes - PRELOADED.file_bytes

@@ -84,7 +84,7 @@ def _kind(func: Any) -> str:
     if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
         return "writes"
     if any(one.alias_info for one in func._schema.returns):
-        return "metadata"  # a view
+        return "metadata"  # the result is a view
     for names, kind in ((_EMPTY, "empty"), (_FILLED, "filled"), (_LIKE, "like")):
         if name in names:
             return kind

@@ -148,7 +148,7 @@ class Ledger:
             heap.free(chunk)
         self._mapped_anon_bytes -= (
             block.pages.nbytes
-        )  # not the heap's: its freed pages may stay resident
+        )  # without the heap, whose freed pages may stay resident
 
     # -- touching memory
 

@@ -201,7 +201,7 @@ class Prediction:
 
 
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
-    fields.pop("error", None)  # of a HarnessError, whose text is in ``cannot``, too
+    fields.pop("error", None)  # the text of the error is also in ``cannot``
     fields.pop("cell", None)
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
     reasons = tuple(fields.pop("reasons", ()))

@@ -32,7 +32,7 @@ _USE_BYTES: Final = 16 * MIB
 
 The memory that a backward pass frees stays in the heap in another way each time.
 """
-_PART: Final = 4096  # the rows and columns of a matrix that need the most buffers
+_PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
 
 

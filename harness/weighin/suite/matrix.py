@@ -63,9 +63,11 @@ class Planned:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
         skip = uses.obstacle(cell) or skip
         if cell.format == gguf.NAME:
-            from weighin.suite import packages  # as in StrategyInfo.missing
+            from weighin.suite import packages  # imports what `weighin list` does not need
 
-            if missing := packages.missing(("gguf", "accelerate")):  # transformers imports them
+            if missing := packages.missing(
+                ("gguf", "accelerate")
+            ):  # transformers imports both for a GGUF file
                 skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
@@ -77,7 +79,7 @@ class Planned:
 
 
 def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
-    from weighin.suite import packages  # as in StrategyInfo.missing
+    from weighin.suite import packages  # imports what `weighin list` does not need
 
     if operation == "save":
         return f"the weights are {found.summary}; a save needs the weights themselves"

@@ -68,4 +68,4 @@ def _extra_with(requirement: str) -> str:
         if canonicalize_name(name_of(line)) == name
         and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
     ]
-    return min(extras, key=len, default="")  # larger extras contain it
+    return min(extras, key=len, default="")  # larger extras contain the package, too

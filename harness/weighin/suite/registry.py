@@ -343,7 +343,7 @@ def notes_on(
         and folder.names_model
         and not (choice.model_class or folder.config.get("architectures"))
     ):
-        with suppress(ConfigError):  # AutoModel chooses none
+        with suppress(ConfigError):  # AutoModel chooses no class
             notes.append(
                 f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
                 " chooses; another one: --class CLASS"

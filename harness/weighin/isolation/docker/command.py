@@ -191,7 +191,7 @@ def _pid_inside(pid: int) -> int | None:
 def _command_line(pid: int) -> bytes | None:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 

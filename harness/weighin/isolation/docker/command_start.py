@@ -40,7 +40,6 @@ def start(
     ``info`` is the engine's description of itself.
     """
     is_limited = cell.ram_limit_bytes is not None
-    rates = host_config.rates_of(cell, throttled_device)
     with contextlib.ExitStack() as opened:
         opened.callback((keeper := Keeper()).close)
         opened.callback((standard := Standard(streams)).close)
@@ -52,7 +51,7 @@ def start(
             command[1:],
             entrypoint=command[:1],
             name=name,
-            host_config=host_config.of_command(client, info, mounted, cell, rates),
+            host_config=host_config.of_command(client, info, mounted, cell, throttled_device),
             stdin_open=True,
             tty=standard.is_terminal,
             user=host_config.user(info),
@@ -115,7 +114,7 @@ def _resize(client: docker.APIClient, container: str) -> Callable[[int, int], No
     """Return a function that sets the (rows, columns) of a container's terminal."""
 
     def set_size(rows: int, columns: int) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # it has ended
+        with contextlib.suppress(*ENGINE_ERRORS):  # the container has ended
             client.resize(container, rows, columns)
 
     return set_size

@@ -125,7 +125,10 @@ class DockerRunning:
                 return
         except PermissionError:  # a rootless engine, or one with user namespaces
             pass
-        with explained("kill a container"), contextlib.suppress(APIError):  # it may have ended
+        with (
+            explained("kill a container"),
+            contextlib.suppress(APIError),
+        ):  # the container may have ended
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:

@@ -31,7 +31,10 @@ PYTHON: Final = "/opt/venv/bin/python"
 Progress = Callable[[str], None]
 
 _LABELS: Final = ("weighin.stage=install", "weighin.image=1")
-_OF_THE_ENGINE: Final = ("---> ", "Removing intermediate container")  # not output of a step
+_OF_THE_ENGINE: Final = (
+    "---> ",
+    "Removing intermediate container",
+)  # the engine prints these, and no build step
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
 _ROOM_REPAIR: Final = "free some space: docker system df shows what uses it"
 
@@ -260,7 +263,9 @@ def _failed(recipe: Recipe, error: str, step: str, output: str) -> IsolationUnav
 def _prune(client: docker.APIClient) -> None:
     """Remove untagged images and ended containers that builds of weighin left; labels identify them."""
     for label in _LABELS:
-        with contextlib.suppress(*ENGINE_ERRORS):  # must not hide the error of the build
+        with contextlib.suppress(
+            *ENGINE_ERRORS
+        ):  # a failure here must not hide the error of the build
             client.prune_containers(filters={"label": label})  # type: ignore[no-untyped-call]
     for label in _LABELS:
         with contextlib.suppress(*ENGINE_ERRORS):

@@ -112,51 +112,40 @@ class DockerIsolation:
         assert self._image is not None
         inside, binds = place(job)
         client, cell = self._client, job.cell
-        host = host_config.of_worker(
-            client,
-            self._info,
-            binds,
-            cell,
-            host_config.rates_of(cell, job.throttled_device),
-        )
-        channel = None
-        with self._new_container() as name:
+        environment = host_config.worker_environment(environment_inside(cell.environment))
+        host = host_config.of_worker(client, self._info, binds, cell, job.throttled_device)
+        with self._new_container() as name, contextlib.ExitStack() as opened:
+            container = client.create_container(
+                self._image,
+                ["sh", "-c", KEEPER, "weighin", PYTHON, "-P", "-m", "weighin.worker"],
+                name=name,
+                host_config=host,
+                stdin_open=True,
+                user=host_config.user(self._info),
+                working_dir="/tmp",  # noqa: S108 (inside the container)
+                environment=environment,
+                labels=owner_labels() | {"weighin.cell": cell.id},
+            )["Id"]
+            # Attached before the start, so that no output is lost.
+            channel = StreamChannel(client.attach_socket(container, params=STREAMS))
+            opened.callback(channel.close)
+            known_exit = None
             try:
-                container = client.create_container(
-                    self._image,
-                    ["sh", "-c", KEEPER, "weighin", PYTHON, "-P", "-m", "weighin.worker"],
-                    name=name,
-                    host_config=host,
-                    stdin_open=True,
-                    user=host_config.user(self._info),
-                    working_dir="/tmp",  # noqa: S108 (inside the container)
-                    environment=host_config.worker_environment(
-                        environment_inside(cell.environment)
-                    ),
-                    labels=owner_labels() | {"weighin.cell": cell.id},
-                )["Id"]
-                # Attached before the start, so that no output is lost.
-                channel = StreamChannel(client.attach_socket(container, params=STREAMS))
-                known_exit = None
-                try:
-                    client.start(container)
-                except APIError as error:
-                    if cell.ram_limit_bytes is None or not killed_at_birth(error):
-                        raise
-                    known_exit = KILLED_AT_BIRTH
-                    channel.end()
-                running = DockerRunning(
-                    client,
-                    container,
-                    channel,
-                    on_close=lambda: self._remove(name),
-                    known_exit=known_exit,
-                )
-            except BaseException:
-                if channel is not None:
-                    channel.close()
-                raise
-        running.channel.send(encode_job(inside))
+                client.start(container)
+            except APIError as error:
+                if cell.ram_limit_bytes is None or not killed_at_birth(error):
+                    raise
+                known_exit = KILLED_AT_BIRTH
+                channel.end()
+            running = DockerRunning(
+                client,
+                container,
+                channel,
+                on_close=lambda: self._remove(name),
+                known_exit=known_exit,
+            )
+            opened.pop_all()
+        channel.send(encode_job(inside))
         return running
 
     def start_command(
@@ -234,7 +223,9 @@ class DockerIsolation:
     def _new_container(self) -> Iterator[str]:
         """Yield the name for a container to create; remove the container if the block fails."""
         name = f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
-        self._containers.add(name)  # before the request, so that an interrupt also removes it
+        self._containers.add(
+            name
+        )  # before the request, so that an interrupted start is removed, too
         try:
             yield name
         except BaseException as error:
