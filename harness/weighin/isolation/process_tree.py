@@ -94,7 +94,7 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose limit names a dead owner; return the owners' pids by process."""
+    """Kill this user's processes whose limit names a weighin that has ended; return its pid by process."""
     ended: dict[int, str] = {}
     while found := {
         pid: str(owner)

@@ -55,7 +55,9 @@ class Combined:
 
 
 def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for a part of a pipeline, with the loader of ``library`` for that of any library."""
+    """Return the strategies for a part of a pipeline; the loader of ``library`` replaces other
+    libraries' loaders.
+    """
     loaders = {each.name for each in LIBRARIES}
     return list(dict.fromkeys(library if name in loaders and library else name for name in names))
 

@@ -30,7 +30,7 @@ _USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
 """A use's peak may be wrong by 1/100 of itself plus these bytes, which its floor leaves room for.
 
-The memory that a backward pass frees stays in the heap in another way each time.
+The pages that a backward pass frees lie in the heap differently in each run.
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory

@@ -158,10 +158,10 @@ def plan(
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
     """Return the formats in which one strategy loads or saves one model.
 
-    If the suite names formats (``wanted``), these are all formats that the strategy supports. If it
-    supports none, the first one is returned, and its cell is skipped with a reason. Without
-    ``wanted``, it is the ``own`` format of the model's checkpoint, or the first format that the
-    strategy declares.
+    If the suite names formats (``wanted``), the result has those formats that the strategy
+    supports. If the strategy supports none of them, the first format is returned, whose cell is
+    then skipped with a reason. Without ``wanted``, the result is the ``own`` format of the model's
+    checkpoint, or the first format that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.

@@ -37,7 +37,7 @@ def start(
 ) -> DockerCommand:
     """Start a cell's command in a new container of this name; after an error, the caller removes it.
 
-    ``info`` is the engine's description of itself.
+    ``info`` is the engine's answer to ``docker info``.
     """
     is_limited = cell.ram_limit_bytes is not None
     with contextlib.ExitStack() as opened:

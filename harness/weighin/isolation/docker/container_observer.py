@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def watch(observer: LocalObserver, parent: Parent) -> None:
-    """Answer the words on standard input; send samples every 0.25 s, so that few stay in memory."""
+    """Answer each word that the parent sends; send samples every 0.25 s, so that few stay in memory."""
     answers: dict[bytes, Callable[[], Any]] = {
         b"look": lambda: asdict(observer.look()),
         b"reset": observer.reset_peak,

@@ -95,7 +95,7 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if the engine with this ``info`` cannot enforce a RAM limit."""
+    """Raise IsolationUnavailable if an engine cannot enforce a RAM limit; ``info`` is that of ``docker info``."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers", "switch it to Linux containers"

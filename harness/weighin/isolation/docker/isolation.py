@@ -55,8 +55,8 @@ class DockerIsolation:
     """Runs workers in Docker containers, one container for each cell.
 
     The workers' image is built on ``base_image``; None means the variable WEIGHIN_BASE_IMAGE, or
-    without it python:3.11-slim-bookworm. It contains ``packages``, which the run's strategies need.
-    Commands run in ``image``, or if it is empty, in the workers' image.
+    without it python:3.11-slim-bookworm. The workers' image contains ``packages``, which the run's
+    strategies need. Commands run in ``image``, or if it is empty, in the workers' image.
     """
 
     name = "docker"
