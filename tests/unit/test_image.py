@@ -2,7 +2,7 @@
 
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,18 @@ def test_fetching_says_how_many_bytes_are_there(
     wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, said.append)
     assert "fetched 2.000 MiB of wheels" in said
     assert sorted(path.name for path in context.iterdir()) == ["constraints.txt", "wheels"]
+
+
+def test_a_package_is_fetched_however_a_strategy_spells_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(wheels, "_run", lambda command, *_: (commands.append(command) or 0, ""))
+    target = wheels.Target("3.11", "x86_64", 36)
+    pins = ("my-fancy-pkg==1.0", "torch==2.13.0", "unasked==3.0")
+    wheels.download(pins, target, tmp_path, lambda _: None, ("My.Fancy_Pkg",))
+    (command,) = commands
+    assert [word for word in command if "==" in word] == ["my-fancy-pkg==1.0", "torch==2.13.0"]
 
 
 def test_the_size_of_what_is_installed_is_that_of_its_files() -> None:

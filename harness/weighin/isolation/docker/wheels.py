@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
@@ -109,8 +110,8 @@ def installed(
 
 
 def name_of(requirement: str) -> str:
-    """Return the name of the package in a requirement: "torch" of "torch>=2.6; extra == 'x'"."""
-    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+    """Return the name of the package in a requirement: "ruamel-yaml" of "ruamel.yaml>=0.18"."""
+    return canonicalize_name(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
@@ -147,7 +148,7 @@ def download(
     command = [*child_process.module("pip", "download", "--quiet", "--only-binary=:all:")]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
     # Name only the packages that weighin itself needs: the target may lack their dependencies.
-    names = {"torch", "numpy", "safetensors", *packages}
+    names = {"torch", "numpy", "safetensors", *map(name_of, packages)}
     roots = [pin for pin in pins if pin.partition("==")[0] in names]
     roots += target.own_requirements(pins)
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
