@@ -21,10 +21,8 @@ from typing import Any, Final
 from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import Cluster, Relay
-from weighin.engines.ray.engine import placed
-from weighin.engines.ray.fleet import RayTransport
+from weighin.engines.ray.fleet import RayTransport, placed
 from weighin.engines.scheduler import Node
-from weighin.engines.transport import NodeFacts
 from weighin.isolation import select
 from weighin.records import run_folder
 from weighin.run.task import Progress, Run
@@ -157,12 +155,9 @@ def plan(cells: int) -> list[Planned]:
     return [Planned.of(replace(cell, repeat=repeat), info) for repeat in range(cells)]
 
 
-def described(cluster: Cluster) -> Sequence[NodeFacts]:
+def described(cluster: Cluster) -> Sequence[Node]:
     """Return the cluster's nodes, without asking them what they can isolate."""
-    return [
-        NodeFacts(Node(node.id, node.name, 8 * GIB, 8 * GIB), {"process": ""})
-        for node in cluster.nodes()
-    ]
+    return [Node(node.id, node.name, 8 * GIB, 8 * GIB, {"process": ""}) for node in cluster.nodes()]
 
 
 def resident_kib() -> int:

@@ -26,8 +26,7 @@ from weighin.cell import Cell
 from weighin.isolation.base import Exit, Streams
 from weighin.isolation.docker import keeper
 from weighin.isolation.docker.engine import connect
-from weighin.isolation.docker.image import BASE_VARIABLE
-from weighin.isolation.docker.image_build import DEFAULT_BASE
+from weighin.isolation.docker.image import BASE_VARIABLE, DEFAULT_BASE
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
 

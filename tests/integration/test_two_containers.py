@@ -13,8 +13,7 @@ import pytest
 from commands import ROOT
 
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.docker.image import BASE_VARIABLE
-from weighin.isolation.docker.image_build import DEFAULT_BASE
+from weighin.isolation.docker.image import BASE_VARIABLE, DEFAULT_BASE
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
 
 pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.mark.slow]

@@ -241,7 +241,7 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
         (
             Engine("Minimum memory limit allowed is 6MB"),
             4 * MIB,
-            "the Docker engine sets no limit so small: Minimum memory limit allowed is 6MB\n"
+            "the Docker engine refuses so small a RAM limit: Minimum memory limit allowed is 6MB\n"
             "give a larger --ram, or use --isolation cgroup",
         ),
         (
@@ -285,5 +285,6 @@ def test_an_image_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == (
         "the image some:image does not exist here and cannot be pulled: "
         "Get https://registry-1.docker.io/v2/: no such host\n"
-        "name one that docker images lists: --image IMAGE; or leave --image out for weighin's own"
+        "choose an image that `docker images` lists: --image IMAGE; or leave --image out for"
+        " weighin's own image"
     )

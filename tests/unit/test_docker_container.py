@@ -328,9 +328,7 @@ def test_an_engine_that_starts_no_watcher_is_named(
     running = started().running
     engine.says("POST /containers/ID/exec", Answer(409, {"message": "it is paused"}))
     assert running.observe_inside(0.25) is None
-    assert running.unseen.endswith(
-        ", and no watcher could be started in the container: it is paused"
-    )
+    assert running.unseen.endswith(", and no watcher starts in the container: it is paused")
 
 
 def removing(engine: RecordedEngine, *, certain: bool) -> int:

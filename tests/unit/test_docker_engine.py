@@ -19,8 +19,7 @@ from weighin.isolation.base import Exit
 from weighin.isolation.docker import engine as docker_engine
 from weighin.isolation.docker import isolation, wheels
 from weighin.isolation.docker.container import DockerRunning, remove
-from weighin.isolation.docker.image import find_image
-from weighin.isolation.docker.image_build import Recipe
+from weighin.isolation.docker.image import Recipe, find_image
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.units import MIB
 
@@ -263,8 +262,8 @@ def test_a_base_image_that_cannot_be_had() -> None:
     assert str(caught.value) == (
         "the base image python:3.11-slim-bookworm does not exist here and cannot be pulled: "
         "Get https://registry-1.docker.io/v2/: no such host\n"
-        "name an existing one: export WEIGHIN_BASE_IMAGE=IMAGE (docker images lists them), "
-        "or make one without a registry: sudo docker/make-base weighin-base:bookworm"
+        "choose an image that `docker images` lists: export WEIGHIN_BASE_IMAGE=IMAGE; "
+        "or make a base image without a registry: sudo docker/make-base weighin-base:bookworm"
     )
 
 

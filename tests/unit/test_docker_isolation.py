@@ -17,8 +17,7 @@ from weighin.cell import Job
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.engine import connect
-from weighin.isolation.docker.image import PYTHON
-from weighin.isolation.docker.image_build import run_python
+from weighin.isolation.docker.image import PYTHON, run_python
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.docker.stream import STDOUT
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process

@@ -131,10 +131,10 @@ def test_a_container_finds_preloaded_libraries_where_they_are_mounted() -> None:
 
 def test_a_prediction_follows_no_other_settings() -> None:
     [prediction] = predict([Planned.of(CELL, registry.strategy("streaming"))])
-    assert prediction.cannot == "no prediction follows MALLOC_ARENA_MAX=2"
+    assert prediction.cannot == "weighin cannot predict the effect of MALLOC_ARENA_MAX=2"
 
 
 def test_a_prediction_says_that_it_reads_no_whole_training_checkpoint() -> None:
     cell = replace(PLAIN, options={"key": "model"})
     [prediction] = predict([Planned.of(cell, registry.strategy("streaming"))])
-    assert prediction.cannot == "no prediction reads a whole training checkpoint"
+    assert prediction.cannot == "weighin cannot predict the load of a part of a training checkpoint"

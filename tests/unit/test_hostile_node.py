@@ -10,13 +10,13 @@ import pytest
 
 from weighin.engines.driver import Driver
 from weighin.engines.scheduler import Node
-from weighin.engines.transport import NodeFacts, Task
+from weighin.engines.transport import Task
 from weighin.errors import RecordError
 from weighin.run.command_request import CommandRequest, start
 from weighin.run.command_settings import CommandSettings
 from weighin.run.task import Progress
 
-FACTS = NodeFacts(Node("n", "node", ram_bytes=2**33, free_ram_bytes=2**33), {"process": ""})
+NODE = Node("n", "node", 2**33, 2**33, {"process": ""})
 
 
 class Answers:
@@ -50,10 +50,10 @@ class Fleet:
     def is_alive(self, node: Node) -> bool:
         return True
 
-    def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
-        return [FACTS]
+    def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        return [NODE]
 
-    def joined(self, known: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
+    def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
         return [], []
 
 
@@ -67,5 +67,5 @@ def test_a_node_can_write_no_file_that_no_record_names(
     task, _ = start([request])
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
     with pytest.raises(RecordError, match="which no record names"):
-        Driver(Fleet(path), [FACTS], task, Progress(), lambda result, _: result).run()
+        Driver(Fleet(path), [NODE], task, Progress(), lambda result, _: result).run()
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before

@@ -2,7 +2,7 @@
 
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import docker
 import pytest
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.docker import image_build, wheels
+from weighin.isolation.docker import image, wheels
 from weighin.isolation.docker.image import ensure_image
 from weighin.units import GIB, MIB
 
@@ -71,12 +71,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(wheels, "download", download)
     monkeypatch.setattr(wheels, "installed_pins", lambda *_: PINS)
     monkeypatch.setattr(wheels, "installed_bytes", lambda _: 5 * GIB)
-    monkeypatch.setattr(image_build, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
+    monkeypatch.setattr(image, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
     return tmp_path
 
 
 def free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(image_build, "free_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(image, "free_bytes", lambda _: free_bytes)
 
 
 def built(engine: Engine) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
     said = built(engine)
     assert said[0].startswith("building weighin:")
     assert said[0].endswith(
-        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice that during the build"
+        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice as much during the build"
     )
     assert said[1:] == [
         "fetching the wheels of torch and its dependencies",
@@ -201,6 +201,18 @@ def test_fetching_says_how_many_bytes_are_there(
     wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, said.append)
     assert "fetched 2.000 MiB of wheels" in said
     assert sorted(path.name for path in context.iterdir()) == ["constraints.txt", "wheels"]
+
+
+def test_a_package_is_fetched_however_a_strategy_spells_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(wheels, "_run", lambda command, *_: (commands.append(command) or 0, ""))
+    target = wheels.Target("3.11", "x86_64", 36)
+    pins = ("my-fancy-pkg==1.0", "torch==2.13.0", "unasked==3.0")
+    wheels.download(pins, target, tmp_path, lambda _: None, ("My.Fancy_Pkg",))
+    (command,) = commands
+    assert [word for word in command if "==" in word] == ["my-fancy-pkg==1.0", "torch==2.13.0"]
 
 
 def test_the_size_of_what_is_installed_is_that_of_its_files() -> None:

@@ -81,9 +81,9 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
 
 @pytest.mark.usefixtures("limited")
 def test_each_job_has_the_ram_of_the_cgroup_around_the_cells() -> None:
-    node = LocalJobs(1, "cgroup").nodes[0].node
+    node = LocalJobs(1, "cgroup").nodes[0]
     assert (node.ram_bytes, node.free_ram_bytes) == (5 * GIB, 4 * GIB)
-    assert LocalJobs(1, "docker").nodes[0].node.free_ram_bytes == 16 * GIB
+    assert LocalJobs(1, "docker").nodes[0].free_ram_bytes == 16 * GIB
 
 
 @pytest.mark.usefixtures("limited")
@@ -112,7 +112,9 @@ def test_what_cannot_run_at_once() -> None:
         "--jobs with a checkpoint of your own: "
     )
     for changes in ({"steady": True}, {"trace": True}):
-        assert refused(run_with(GIB, **changes)).startswith("--jobs measures the memory of cells")
+        assert refused(run_with(GIB, **changes)).startswith(
+            "--jobs measures only the memory of cells"
+        )
 
 
 def test_the_settings_of_an_engine() -> None:
@@ -152,7 +154,7 @@ def test_the_settings_of_an_engine() -> None:
         ),
         (
             ("local", None, (), 0),
-            "--jobs 0 would measure no cell\nwrite the number of cells to measure at once: --jobs 2",
+            "--jobs 0 would measure no cell\ngive the number of cells to measure at once: --jobs 2",
         ),
     ],
 )

@@ -92,4 +92,4 @@ def test_a_prediction_says_which_package_it_cannot_follow(tmp_path: Path) -> Non
     [prediction] = predict(
         [planned(written(tmp_path, 'PACKAGES = ("safetensors", "numpy", "rich")'))]
     )
-    assert prediction.cannot == "no prediction follows how rich reads files"
+    assert prediction.cannot == "weighin cannot predict how rich reads files"

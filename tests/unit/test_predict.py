@@ -112,7 +112,7 @@ def test_accelerate_that_writes_the_weights_to_a_folder_is_not_followed() -> Non
     one = with_options("accelerate", "safetensors", offload_state_dict=True)
     assert one.host_anon_peak_bytes is None
     assert one.cannot == (
-        "no prediction follows weights that are written to a folder and read back"
+        "weighin cannot predict the memory of weights that are written to a folder and read back"
     )
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
     looks, missing = predicted(str(own)), predicted("safetensors_copy", device="cuda")
     assert missing[0].cannot == ""
     assert looks[0].cannot == (
-        "CannotFollow: it uses values of tensors, which a prediction does not read"
+        "CannotFollow: the code uses values of tensors, but a prediction runs without values"
     )
     assert looks[0].host_anon_peak_bytes is None
 
@@ -211,7 +211,7 @@ def test_a_strategy_that_starts_a_process_is_refused_and_leaves_none(
     ]
     monkeypatch.setenv("PREDICTS", str(tmp_path))
     assert [one.cannot for one in predicted(*map(str, paths))] == [
-        "CannotFollow: it starts a process, whose memory a prediction does not follow"
+        "CannotFollow: the strategy starts a process, whose memory a prediction cannot compute"
     ] * len(STARTS)
     assert leftovers.processes(f"PREDICTS={tmp_path}") == []
 
@@ -239,7 +239,9 @@ def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_p
     )
     assert round(above(narrow)) == 2
     # torch before 2.13 does not read the values
-    assert not wide.cannot or wide.cannot.startswith("CannotFollow: it uses values of tensors")
+    assert not wide.cannot or wide.cannot.startswith(
+        "CannotFollow: the code uses values of tensors"
+    )
 
 
 def test_without_another_dtype_the_checkpoint_is_as_bench_writes_it() -> None:

@@ -22,8 +22,8 @@ from weighin.predict.prediction import (
     Prediction,
     Work,
     from_json,
+    reasons,
 )
-from weighin.predict.reasons import reasons
 from weighin.records import run_folder
 from weighin.result import Memory, Outcome, Peaks, Result, Use
 from weighin.suite import registry
@@ -295,13 +295,13 @@ def planned(name: str = "streaming", **changes: Any) -> Planned:
     ("one", "why"),
     [
         (planned(environment={"MALLOC_ARENA_MAX": "1"}),
-         "no prediction follows MALLOC_ARENA_MAX=1"),
-        (planned("dcp_fsdp", ranks=2), "no prediction follows what ranks send to each other"),
-        (planned(options={"key": "model"}), "no prediction reads a whole training checkpoint"),
+         "weighin cannot predict the effect of MALLOC_ARENA_MAX=1"),
+        (planned("dcp_fsdp", ranks=2), "weighin cannot predict the memory of tensors that ranks send to each other"),
+        (planned(options={"key": "model"}), "weighin cannot predict the load of a part of a training checkpoint"),
         (planned(options={"disable_mmap": True}),
-         "no prediction follows which of the files' bytes disable_mmap keeps in memory"),
+         "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"),
         (planned(options={"offload_state_dict": True}),
-         "no prediction follows weights that are written to a folder and read back"),
+         "weighin cannot predict the memory of weights that are written to a folder and read back"),
         (replace(planned(), skip="needs a GPU"), "needs a GPU"),
     ],
 )  # fmt: skip
@@ -316,7 +316,7 @@ def test_a_package_whose_reads_are_unknown_is_named() -> None:
     info = replace(registry.strategy("streaming"), packages=("zlib_ng>=2", "numpy", "anyio"))
     one = Planned(planned().cell, info)
     (found,) = client.predict([one])
-    assert found.cannot == "no prediction follows how anyio, zlib_ng reads files"
+    assert found.cannot == "weighin cannot predict how anyio, zlib_ng reads files"
 
 
 def test_a_dtype_is_named_as_torch_names_it() -> None:

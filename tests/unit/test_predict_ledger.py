@@ -298,7 +298,7 @@ def test_tensors_on_the_meta_device_are_left_alone(ledger: Ledger) -> None:
 
 
 def test_empty_pinned_tensors_are_not_followed(ledger: Ledger) -> None:
-    with pytest.raises(CannotFollow, match="it creates empty pinned tensors"):
+    with pytest.raises(CannotFollow, match="the code creates empty pinned tensors"):
         torch.empty(3, pin_memory=True)
 
 
@@ -374,7 +374,9 @@ def test_only_one_gpu_is_simulated(ledger: Ledger) -> None:
         lambda: one.cuda(device="cuda:1"),
     ]
     for use in uses:
-        with pytest.raises(CannotFollow, match="it uses cuda:1; only one GPU is simulated"):
+        with pytest.raises(
+            CannotFollow, match="the code uses cuda:1, but a prediction simulates only one GPU"
+        ):
             use()
     assert torch.zeros(3, device="cuda:0").is_cuda
     assert torch.zeros(3, device=0).is_cuda

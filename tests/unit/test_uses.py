@@ -53,8 +53,8 @@ def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"passes": 0}, "--passes: 0 forward passes are the use none\nwrite --use none, or uses: none"),
-        ({"passes": 2, "uses": "write"}, "--passes: no use is forward, so the passes would be ignored\nleave it out"),
+        ({"passes": 0}, "--passes: 0 forward passes mean the use none\nwrite --use none, or uses: none"),
+        ({"passes": 2, "uses": "write"}, "--passes: forward is not among the uses, so the passes would be ignored\nleave it out"),
         ({"operation": "save", "uses": "write"}, "--use: a save is not followed by a use\nleave it out"),
         ({"uses": []}, "--use: empty\nname at least one, or leave the key out"),
     ],

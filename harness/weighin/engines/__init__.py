@@ -1,6 +1,6 @@
-"""Run the cells of a plan where the user wants them: one by one on this machine, or on a fleet of nodes.
+"""Run the cells of a plan one by one, several at once on this machine, or on the nodes of a Ray cluster.
 
-An engine takes a planned ``Run`` and returns its results. ``local`` runs the cells one by one.
-``ray`` hands the cells to the nodes of a Ray cluster: ``scheduler`` chooses a node for each cell,
-``node`` runs one cell on a node, and the driver alone writes the run's folder.
+An engine takes a planned ``Run`` and returns its results. ``local`` runs the cells on this machine.
+``ray`` gives the cells to the nodes of a Ray cluster: ``scheduler`` chooses a node for each cell,
+``node`` runs one cell on a node, and only the driver writes the run's folder.
 """

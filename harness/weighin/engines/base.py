@@ -19,15 +19,13 @@ class Engine(Protocol):
     @property
     def machines(self) -> Machines:
         """The machine or machines that run the cells."""
-        ...
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
-        """Run every cell without a record, and return the results of all cells.
+        """Run every cell that has no record, and return the results of all cells.
 
         Raises:
             HarnessError: the run cannot start or go on; finished cells keep their records.
         """
-        ...
 
 
 class LocalEngine:
@@ -42,7 +40,7 @@ class LocalEngine:
 def settings(
     name: str, address: str | None, labels: Sequence[str], jobs: int = 1
 ) -> dict[str, Any]:
-    """Return an engine's settings for the plan, which are empty for cells that run one by one.
+    """Return an engine's settings for the plan; empty if this machine runs the cells one by one.
 
     Raises:
         UnknownName: no engine has this name.
@@ -53,7 +51,7 @@ def settings(
     if jobs < 1:
         raise ConfigError(
             f"--jobs {jobs} would measure no cell",
-            "write the number of cells to measure at once: --jobs 2",
+            "give the number of cells to measure at once: --jobs 2",
         )
     if name == "local":
         if address or labels:
@@ -84,7 +82,7 @@ def settings(
 
 
 def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
-    """Return the engine with these settings, which is ready inside a ``with`` block.
+    """Return the engine with these settings as a context manager, inside which the engine is ready.
 
     Raises:
         ConfigError: the engine's package is not installed, or its cluster does not answer.
@@ -95,6 +93,6 @@ def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
         from weighin.engines.jobs import JobsEngine
 
         return nullcontext(JobsEngine(chosen["jobs"]))
-    from weighin.engines.ray.engine import opened as ray_opened  # ray takes a second to import
+    from weighin.engines.ray.fleet import opened as ray_opened  # ray takes a second to import
 
     return ray_opened(chosen["address"], chosen["labels"])

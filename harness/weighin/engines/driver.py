@@ -1,4 +1,4 @@
-"""Run a plan on several nodes: this process alone chooses nodes and writes records."""
+"""Run a plan on several nodes; only this process chooses nodes and writes records."""
 
 import base64
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
-from weighin.engines.transport import LostTask, NodeFacts, Task, Transport
+from weighin.engines.transport import LostTask, Task, Transport
 from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
 from weighin.locks import try_lock
 from weighin.probes import environment
@@ -23,17 +23,17 @@ from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry
 from weighin.text import one_line
 
-_WAIT_S: Final = 0.5  # until the next look at signals
+_WAIT_S: Final = 0.5  # until the driver looks for signals again
 _NEW_NODES_S: Final = 10.0
-_NODE_LOSS_S: Final = 10.0  # a lost node is known to Ray some seconds after its last task
+_NODE_LOSS_S: Final = 10.0  # Ray reports a lost node some seconds after the node's last task
 _CANCELLING_S: Final = 45.0
 
 
 @dataclass(slots=True)
 class _Work:
-    """An assignment at a node: a cell of the plan, or without ``index`` the node's preparation.
+    """An assignment that runs on a node: a cell of the plan, or with ``index`` None the node's preparation.
 
-    ``files`` were written before the record, and are removed if no record follows.
+    ``files`` are the samples that arrived before the record; they are removed if no record follows.
     """
 
     task: Task
@@ -46,28 +46,22 @@ class _Work:
 
 @dataclass(slots=True)
 class _Member:
-    """A node of the fleet, and its current work."""
-
-    facts: NodeFacts
+    node: Node
     is_prepared: bool = False
     work: _Work | None = None
     step: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.facts.node.name
-
 
 class Driver:
-    """One run of a plan. Each node prepares itself once, and then gets cell after cell.
+    """One run of a plan. Each node prepares itself once, and then runs cell after cell.
 
-    ``placed`` adds the node to a result.
+    ``placed`` is a function that adds the node to a result.
     """
 
     def __init__(
         self,
         transport: Transport,
-        nodes: Sequence[NodeFacts],
+        nodes: Sequence[Node],
         task: Run,
         progress: Progress,
         placed: Callable[[Result, Node], Result],
@@ -76,8 +70,8 @@ class Driver:
         self._placed_on = placed
         self._task = task
         self._progress = progress
-        self._members = {each.node.id: _Member(each) for each in nodes if self._can_isolate(each)}
-        self._known = {each.node.id for each in nodes}  # also those that were lost or left out
+        self._members = {node.id: _Member(node) for node in nodes if self._can_isolate(node)}
+        self._known = {node.id for node in nodes}  # includes nodes that were lost or left out
         self._troubles: list[HarnessError] = []
         self._settings = _settings(task)
         self._code = {
@@ -102,7 +96,7 @@ class Driver:
                 self._cancel()
 
     def _todo(self) -> list[AnyPlanned]:
-        """Return the cells to run; record the cells that cannot run anywhere as skipped."""
+        """Return the cells to run; record the cells that no node can run as skipped."""
         results = run_folder.read(self._task.folder).results
         todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
         waiting = [each for each in self._task.planned if each.cell.id in todo]
@@ -129,30 +123,29 @@ class Driver:
                 self._take_event(by_task[task])
 
     def _look_again(self) -> None:
-        """Ask all nodes for their free RAM; raise NoNodeLeft if no node can go on now."""
-        nodes = [member.facts.node for member in self._members.values()]
-        answers = {facts.node.id: facts for facts in self._transport.ask_again(nodes)}
+        """Ask all nodes for their free RAM; raise NoNodeLeft if no node can run a waiting cell."""
+        nodes = [member.node for member in self._members.values()]
+        answers = {node.id: node for node in self._transport.ask_again(nodes)}
         for member in list(self._members.values()):
-            if facts := answers.get(member.facts.node.id):
-                member.facts = facts
+            if node := answers.get(member.node.id):
+                member.node = node
             else:
                 self._leave_out(member, HarnessError("the node was lost"))
-        if not any(self._scheduler.can_take(each.facts.node) for each in self._members.values()):
+        if not any(self._scheduler.can_take(each.node) for each in self._members.values()):
             raise self._stuck()
 
     def _busy(self) -> list[_Member]:
         return [member for member in self._members.values() if member.work]
 
     def _assign(self, member: _Member) -> None:
-        node = member.facts.node
         if not member.is_prepared:
-            if wanted := self._scheduler.wants(node):
+            if wanted := self._scheduler.wants(member.node):
                 series = {self._cells[each].series: self._cells[each] for each in wanted}
                 cells = [asdict(cell) for cell in series.values()]
                 member.work = _Work(self._submit(member, "prepare", cells))
                 self._show(member, "preparing")
             return
-        index = self._scheduler.take(node)
+        index = self._scheduler.take(member.node)
         if index is not None:
             cell = self._cells[index]
             member.work = _Work(self._submit(member, "measure", [asdict(cell)]), index)
@@ -160,7 +153,7 @@ class Driver:
 
     def _submit(self, member: _Member, kind: str, cells: list[dict[str, Any]]) -> Task:
         return self._transport.submit(
-            member.facts.node,
+            member.node,
             {
                 "kind": kind,
                 "operation": cells[0]["operation"],
@@ -192,12 +185,11 @@ class Driver:
             self._show(member, f"{self._cells[work.index].strategy}: {event['name']}")
         elif kind == "preparing":
             if work.index is None and event["share"] is None:
-                self._progress.preparing(f"{member.name}: {event['text']}", None)
+                self._progress.preparing(f"{member.node.name}: {event['text']}", None)
             self._show(member, event["text"])
         elif kind == "record":
-            node = replace(member.facts.node, free_ram_bytes=event["free_ram_bytes"])
-            member.facts = replace(member.facts, node=node)
-            place = f"a record from the node {member.name}"
+            member.node = replace(member.node, free_ram_bytes=event["free_ram_bytes"])
+            place = f"a record from the node {member.node.name}"
             work.result = self._placed(run_folder.decode(event["record"].encode(), place), member)
             self._record(work.result)
         elif kind == "file":
@@ -242,34 +234,32 @@ class Driver:
     def _is_gone(self, member: _Member) -> bool:
         deadline_s = time.monotonic() + _NODE_LOSS_S
         while time.monotonic() < deadline_s:
-            if not self._transport.is_alive(member.facts.node):
+            if not self._transport.is_alive(member.node):
                 return True
             time.sleep(_WAIT_S)
         return False
 
     def _leave_out(self, member: _Member, error: HarnessError) -> None:
-        """Give a node no further cell, and remember the reason."""
-        self._members.pop(member.facts.node.id, None)
-        self._troubles.append(HarnessError(f"{member.name}: {error.message}", error.repair))
+        self._members.pop(member.node.id, None)
+        self._troubles.append(HarnessError(f"{member.node.name}: {error.message}", error.repair))
         self._troubles[-1].exit_code = error.exit_code
-        self._progress.preparing(f"no further cell for {member.name}: {error.message}", None)
+        self._progress.preparing(f"no further cell for {member.node.name}: {error.message}", None)
 
     def _take_new_nodes(self) -> None:
         joined, refused = self._transport.joined(self._known)
         for line in refused:
             self._progress.preparing(line, None)
-        self._known |= {facts.node.id for facts in joined}
-        usable = filter(self._can_isolate, joined)
-        self._members |= {facts.node.id: _Member(facts) for facts in usable}
+        self._known |= {node.id for node in joined}
+        self._members |= {node.id: _Member(node) for node in filter(self._can_isolate, joined)}
 
-    def _can_isolate(self, facts: NodeFacts) -> bool:
-        return not facts.isolations[self._task.isolation.name]
+    def _can_isolate(self, node: Node) -> bool:
+        return not node.isolations[self._task.isolation.name]
 
     def _stuck(self) -> HarnessError:
         left = len(self._scheduler)
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
         if self._members:
-            reasons = self._scheduler.stuck(member.facts.node for member in self._members.values())
+            reasons = self._scheduler.stuck(member.node for member in self._members.values())
             return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
         if not self._troubles:
             return NoNodeLeft(f"{waiting}: no node can use {self._task.isolation.name}")
@@ -283,14 +273,14 @@ class Driver:
 
     def _placed(self, result: Result, member: _Member) -> Result:
         result = replace(result, environment=result.environment | self._code)
-        return self._placed_on(result, member.facts.node)
+        return self._placed_on(result, member.node)
 
     def _failed(self, index: int, member: _Member, why: str) -> Result:
         result = Result(
             schema=SCHEMA,
             cell=self._cells[index],
             outcome=Outcome.MEASUREMENT_FAILED,
-            message=f"on {member.name}: {why}",
+            message=f"on {member.node.name}: {why}",
             started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
         return self._placed(result, member)
@@ -309,10 +299,10 @@ class Driver:
 
     def _show(self, member: _Member, step: str) -> None:
         member.step = step
-        self._progress.nodes({m.name: m.step for m in self._members.values() if m.work})
+        self._progress.nodes({m.node.name: m.step for m in self._members.values() if m.work})
 
     def _cancel(self) -> None:
-        """Stop what still runs on the nodes, and wait until it has ended."""
+        """Stop the assignments that still run, and wait up to 45 s until they have ended."""
         busy = self._busy()
         for member in busy:
             assert member.work
@@ -330,9 +320,12 @@ class Driver:
 
 
 def _settings(task: Run) -> dict[str, Any]:
-    """Return the plan's settings for the nodes, which find weighin's own strategies themselves."""
+    """Return the plan's settings for the nodes, without the paths of weighin's own strategies.
+
+    A node finds weighin's own strategies in its own installation.
+    """
     paths = task.settings.strategy_paths
-    if paths:  # commands have none
+    if paths:  # a command has no strategies
         operation = task.planned[0].cell.operation if task.planned else "load"
         own = {str(info.path) for info in registry.strategies(operation).values()}
         paths = {name: "" if path in own else path for name, path in paths.items()}
@@ -352,7 +345,7 @@ def _last_words(work: _Work) -> str:
 
 @contextmanager
 def _only_driver(folder: Path) -> Iterator[None]:
-    """Hold a lock on the run's plan, so that two drivers do not run the same cells.
+    """Lock the run's plan, so that two drivers do not run the same cells.
 
     Raises:
         MachineBusy: another process holds the lock.

@@ -1,7 +1,8 @@
 """Run several cells at once on this machine (``weighin bench --jobs``), for their memory alone.
 
-Each job has a cache of its own, which is removed at the end: two cells that read one file would share
-its pages in the page cache, and the kernel charges a page to the cell that read it first.
+Two cells that read one file would share its pages in the page cache, and the kernel charges a page
+to the cell that read it first. Each job therefore has a checkpoint cache of its own, which is
+removed at the end.
 """
 
 import shutil
@@ -14,7 +15,6 @@ from weighin import child_process
 from weighin.checkpoint import cache
 from weighin.engines.driver import Driver
 from weighin.engines.scheduler import Node
-from weighin.engines.transport import NodeFacts
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
 from weighin.pipes import last_line, ready
@@ -30,7 +30,7 @@ from weighin.units import format_bytes
 
 
 class JobsEngine:
-    """Runs several cells at a time, whose limits fit together into the RAM of this machine."""
+    """Runs several cells at a time, whose RAM limits add up to less than this machine's free RAM."""
 
     machines: Machines = THIS_MACHINE
 
@@ -44,7 +44,7 @@ class JobsEngine:
                 interrupts.stoppable(),
                 run_lock.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
             ):
-                shutil.rmtree(_caches(), ignore_errors=True)  # of a run that was killed
+                shutil.rmtree(_caches(), ignore_errors=True)  # a killed run may have left them
                 try:
                     jobs = LocalJobs(self._jobs, task.isolation.name)
                     Driver(jobs, jobs.nodes, task, progress, self._marked).run()
@@ -53,7 +53,7 @@ class JobsEngine:
         return run_folder.read(task.folder).results
 
     def _marked(self, result: Result, _: Node) -> Result:
-        """Say in the result that its times are not comparable."""
+        """Add a warning to the result: times are not comparable if several cells ran at once."""
         return replace(
             result,
             environment=result.environment | {CONCURRENT: self._jobs},
@@ -65,12 +65,10 @@ class JobsEngine:
 
 
 def _caches() -> Path:
-    """Return the folder of the jobs' caches, which exists while a run measures."""
     return cache.folder() / "jobs"
 
 
 def check(task: Run, jobs: int) -> None:
-    """Raise ConfigError if the cells of a run cannot be measured ``jobs`` at a time."""
     cells = [each.cell for each in task.planned if not each.skip]
     if task.settings.checkpoint or task.settings.checkpoints:
         raise ConfigError(
@@ -80,7 +78,7 @@ def check(task: Run, jobs: int) -> None:
         )
     if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
-            "--jobs measures the memory of cells on the CPU, without --steady and --trace",
+            "--jobs measures only the memory of cells on the CPU, without --steady and --trace",
             "leave --jobs out",
         )
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
@@ -99,18 +97,20 @@ def check(task: Run, jobs: int) -> None:
 
 
 class LocalJobs:
-    """The jobs of this machine as the transport of a driver (``weighin.engines.transport``)."""
+    """Jobs on this machine, to which a driver gives cells (a ``Transport``)."""
 
     def __init__(self, jobs: int, isolation: str) -> None:
         self._isolation = isolation
         total, _ = delegation.ram_bytes(isolation)
-        nodes = [Node(f"job-{n}", f"job {n}", total, total) for n in range(1, jobs + 1)]
-        self.nodes = self.ask_again(nodes)
+        isolations = {isolation: ""}
+        self.nodes = self.ask_again(
+            [Node(f"job-{n}", f"job {n}", total, total, isolations) for n in range(1, jobs + 1)]
+        )
 
     def submit(self, node: Node, assignment: Mapping[str, Any]) -> "LocalTask":
         own = {
-            # The driver holds this machine's lock. Each job has the same lock file in every run, and
-            # so removes what the same job of a dead run left.
+            # The driver holds this machine's lock. A job has the same lock file in every run, and
+            # removes what the job of a dead run with this lock file left.
             LOCK_VARIABLE: f"{run_lock.lock_path()}.{node.id}",
             "WEIGHIN_CACHE": str(_caches() / node.id),
         }
@@ -126,17 +126,16 @@ class LocalJobs:
     def is_alive(self, _: Node) -> bool:
         return True
 
-    def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
+    def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
         _, free = delegation.ram_bytes(self._isolation)
-        isolations = {self._isolation: ""}
-        return [NodeFacts(replace(node, free_ram_bytes=free), isolations) for node in nodes]
+        return [replace(node, free_ram_bytes=free) for node in nodes]
 
-    def joined(self, _: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
+    def joined(self, _: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
         return [], []
 
 
 class LocalTask:
-    """A process of ``weighin.engines.node`` on this machine."""
+    """A process of ``weighin.engines.node`` on this machine (a ``Task``)."""
 
     def __init__(self, assignment: bytes, variables: Mapping[str, str]) -> None:
         self._node = child_process.Child(child_process.module("weighin.engines.node"), variables)
@@ -144,11 +143,11 @@ class LocalTask:
         self._ended = False
 
     def filenos(self) -> list[int]:
-        """Return the descriptors of which one is ready when there may be an event."""
+        """Return the descriptors that ``poll`` watches for the next event."""
         return self._node.filenos()
 
     def has_event(self) -> bool:
-        """Read what has arrived; tell whether there is an event, or the end."""
+        """Read what the process has written; return whether there is an event, or the process has ended."""
         return self._ended or self._node.read()
 
     def next_event(self) -> bytes | None:

@@ -1,8 +1,8 @@
-"""Run one assignment of a fleet on this node: ``python -m weighin.engines.node``.
+"""Run one assignment of a driver on this node: ``python -m weighin.engines.node``.
 
-The first line of standard input is the assignment. Standard input then stays open for as long as
-the driver wants the assignment: at its end this process stops, and removes what it started. Each
-line of standard output is an event (``weighin.protocol.encode_event``).
+The first line of standard input is the assignment. The driver keeps standard input open for as long
+as it wants the result. When standard input ends, this process stops, and removes what it started.
+Each line of standard output is an event (``weighin.protocol.encode_event``).
 
 ==========  ====================================================================================
 event       fields
@@ -16,8 +16,8 @@ examined    capabilities; answers the assignment "examine"
 error       message, repair, exit_code
 ==========  ====================================================================================
 
-A command that runs here has no terminal, reads nothing, and its output is dropped: ``Parent`` has put
-standard output and standard error of this process aside.
+A command that runs on a node has no terminal and no input, and its output is dropped: ``Parent``
+has replaced the standard output and standard error of this process.
 """
 
 import base64
@@ -45,7 +45,7 @@ from weighin.suite import registry
 from weighin.units import MIB
 
 _PART_BYTES: Final = 4 * MIB
-_LOCK_PATIENCE_S: Final = 60.0  # the worker of a driver that has just been killed may still end
+_LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a moment to end
 
 
 def main() -> int:
@@ -81,23 +81,19 @@ def _stop_at_end_of_input(driver: Parent) -> None:
 
 
 def _probe(assignment: Mapping[str, Any], events: Parent) -> None:
-    isolations = {}
+    isolations = dict.fromkeys(select.NAMES, "")
     for name in select.NAMES:
-        isolation = select.named(name)
         try:
-            isolation.check()
+            select.named(name).check()
         except HarnessError as error:
             isolations[name] = f"{error.message} ({error.repair})"
-        else:
-            isolations[name] = ""
     gpus = gpu_check.look().gpus if assignment["gpu"] else ()
     total, free = delegation.ram_bytes()
+    no_soft_limit = ""
     try:
         select.check_soft_limit(select.named("cgroup"))
     except HarnessError as error:
         no_soft_limit = error.message
-    else:
-        no_soft_limit = ""
     events.send(
         "node",
         weighin=__version__,
@@ -139,10 +135,9 @@ def _send_results(folder: Path, events: Parent) -> None:
 
 @contextmanager
 def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
-    """Write the assignment's plan to a folder of this process, and restore the run from it."""
     with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
-        if settings["strategy_paths"]:  # commands have none
+        if settings["strategy_paths"]:  # a command has no strategies
             known = registry.strategies(assignment["operation"])
             settings["strategy_paths"] = {
                 name: path or str(known[name].path)

@@ -1,32 +1,41 @@
-"""Choose the next cell for each free node. Nothing here knows the transport between the nodes."""
+"""Choose the next cell for each free node; this module does not know how nodes are reached."""
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.units import format_bytes, format_exact
 
 MOST_LOSSES: Final = 3
-"""After this many lost nodes in its midst, a cell is not run again: it may be the reason."""
+"""A cell is not run again if this many nodes were lost while they ran it: the cell may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of a fleet. ``gpu_bytes`` holds the memory of each GPU."""
+    """A machine that runs cells.
+
+    Attributes:
+        isolations: for each isolation, the reason why it does not work on the node; empty if it
+            works.
+        gpu_bytes: the memory of each GPU.
+        no_soft_limit: the reason why the node cannot set a soft RAM limit; empty if it can.
+    """
 
     id: str
     name: str
     ram_bytes: int
     free_ram_bytes: int
+    isolations: Mapping[str, str] = field(default_factory=dict)
     gpu_bytes: tuple[int, ...] = ()
+    no_soft_limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The part of a cell that decides which nodes can run it."""
+    """The properties of a cell that decide which nodes can run the cell."""
 
     ram_limit_bytes: int | None
     device: str
@@ -38,7 +47,7 @@ class Demand:
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell of this demand; empty if the node can run one."""
+        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
         limit = self.ram_limit_bytes
         if limit is not None and limit > node.ram_bytes:
             return (
@@ -59,7 +68,7 @@ class Demand:
         return ""
 
     def lacks_now(self, node: Node) -> str:
-        """Return the reason why a node cannot run such a cell at the moment, or an empty text."""
+        """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
         if reason := self.obstacle(node):
             return reason
         limit = self.ram_limit_bytes
@@ -72,20 +81,20 @@ class Demand:
 
 
 class Scheduler:
-    """The cells that wait for a node, in the plan's order, by demand."""
+    """The cells that wait for a node, by demand, in the plan's order."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
         self._waiting: dict[Demand, list[int]] = {}
         self._losses: Counter[int] = Counter()
-        for index, cell in enumerate(cells):  # ascending, and so each list is a heap
+        for index, cell in enumerate(cells):  # the indices ascend, so that each list is a heap
             self._waiting.setdefault(Demand.of(cell), []).append(index)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def take(self, node: Node) -> int | None:
-        """Remove and return the first waiting cell that the node can run now, or None."""
+        """Remove and return the first waiting cell that the node can run now; None without such a cell."""
         first = min(
             (
                 (indices[0], demand)
@@ -98,13 +107,12 @@ class Scheduler:
         return heapq.heappop(self._waiting[first[1]]) if first else None
 
     def can_take(self, node: Node) -> bool:
-        """Tell whether the node can run a waiting cell now."""
         return any(
             indices and not demand.lacks_now(node) for demand, indices in self._waiting.items()
         )
 
     def wants(self, node: Node) -> list[int]:
-        """Return the waiting cells that the node could run, if not now, then later."""
+        """Return the waiting cells that the node can run, at once or when it has more free RAM."""
         return [
             index
             for demand, indices in self._waiting.items()
@@ -113,11 +121,11 @@ class Scheduler:
         ]
 
     def give_back(self, index: int) -> None:
-        """Let a cell wait again if its node could not begin the cell."""
+        """Let a cell wait again because its node could not begin the cell."""
         heapq.heappush(self._waiting[Demand.of(self._cells[index])], index)
 
     def lost(self, index: int) -> bool:
-        """Let a cell wait again whose node was lost; return False after too many lost nodes."""
+        """Let a cell wait again after its node was lost; return False after the third lost node."""
         self._losses[index] += 1
         if self._losses[index] >= MOST_LOSSES:
             return False

@@ -1,14 +1,13 @@
-"""The interface between the driver and the nodes: assignments go out, events come back."""
+"""The interface between the driver and the nodes: the driver sends assignments, and nodes send events."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weighin.engines.scheduler import Node
 
 
 class LostTask(Exception):
-    """A task ended without its last event. ``with_node``: because its node was lost."""
+    """A task ended without its last event; ``with_node`` tells whether its node was lost, too."""
 
     def __init__(self, message: str, *, with_node: bool) -> None:
         super().__init__(message)
@@ -17,49 +16,33 @@ class LostTask(Exception):
 
 
 class Task(Protocol):
-    """An assignment that runs on a node (see ``weighin.engines.node``)."""
+    """An assignment that runs on a node, in a process of ``weighin.engines.node``."""
 
     def next_event(self) -> bytes | None:
-        """Return the next event of a task that ``Transport.wait`` named; None at its end.
+        """Return the next event of a task that ``Transport.wait`` returned; None after its last event.
 
         Raises:
             LostTask: the task's process, or its node, was lost.
         """
-        ...
 
     def cancel(self) -> None:
-        """Stop the task; its process removes what it started, and then ends."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What a node can do. ``isolations`` maps each isolation to the reason why it does not work."""
-
-    node: Node
-    isolations: Mapping[str, str]
-    no_soft_limit: str = ""
+        """Stop the task, whose process then removes what it started, and ends."""
 
 
 class Transport(Protocol):
     """The connection of a driver to its nodes."""
 
     def submit(self, node: Node, assignment: Mapping[str, Any]) -> Task:
-        """Start an assignment on a node that has no other one."""
-        ...
+        """Start an assignment on a node that runs no other assignment."""
 
     def wait(self, tasks: Sequence[Any], timeout_s: float) -> Sequence[Task]:
-        """Return the tasks that have a next event, or have ended, within ``timeout_s``."""
-        ...
+        """Return the tasks that have a next event, or have ended; wait at most ``timeout_s`` for one."""
 
     def is_alive(self, node: Node) -> bool:
-        """Tell whether a node still takes part."""
-        ...
+        """Tell whether a node still belongs to the cluster."""
 
-    def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
-        """Ask nodes what they can do now; a lost node is missing in the answer."""
-        ...
+    def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Return these nodes with the RAM that is free on them now; lost nodes are left out."""
 
-    def joined(self, known: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
-        """Return the nodes with other ids than ``known`` that can measure, and a line for each other."""
-        ...
+    def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
+        """Return the nodes beside ``known`` that can measure, and a line for each that cannot."""

@@ -1,1 +1,1 @@
-"""Run one worker in isolation: in a Docker container, in a memory cgroup, or as a plain process."""
+"""Start one worker in a Docker container, in a memory cgroup, or as a plain process."""

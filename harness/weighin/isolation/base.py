@@ -1,8 +1,8 @@
 """The interface of isolations: Docker containers, memory cgroups and plain processes.
 
-An isolation starts a worker and returns a ``Running``. A ``Running`` has a channel to the worker,
-the worker's pid and cgroup on this machine (None if they are not visible), and a method ``close``
-that removes everything. The isolation sets all limits before the worker's first instruction.
+An isolation starts a worker and returns a ``Running``, through which the parent talks to the
+worker, waits for its exit and removes it. The isolation sets all limits before the worker's first
+instruction.
 """
 
 import signal
@@ -17,7 +17,7 @@ from weighin.probes.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Descriptors of a command's standard streams; None is that of this process."""
+    """Descriptors of a command's standard streams; None stands for this process's own stream."""
 
     stdin: int | None = None
     stdout: int | None = None
@@ -32,10 +32,10 @@ class Channel(Protocol):
         """The last 64 KiB that the worker and its strategy printed."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None at the end; raise TimeoutError if it is late."""
+        """Return the next event line, or None at the end; raise TimeoutError if no line arrives in time."""
 
     def send(self, line: bytes) -> None:
-        """Write a line to the worker; do nothing if it has ended, as its exit is read elsewhere."""
+        """Write a line to the worker, or do nothing if the worker has ended."""
 
     def close(self) -> None: ...
 
@@ -44,8 +44,8 @@ class Channel(Protocol):
 class Exit:
     """How a worker ended: its exit code, or the signal that killed it.
 
-    ``oom_killed`` is the Docker engine's report. ``still_runs`` means that the worker did not end
-    even after SIGKILL.
+    ``oom_killed`` is what the Docker engine reports. ``still_runs`` means that the worker did not
+    end even after SIGKILL.
     """
 
     code: int | None
@@ -60,14 +60,37 @@ class Exit:
 
     @property
     def signal_name(self) -> str:
-        """The signal as "SIGTERM", a real-time signal as "signal 40"; empty without a signal."""
+        """The signal as "SIGTERM", or as "signal 40" if it is a real-time signal; empty without a signal."""
         try:
             return signal.Signals(self.signal).name if self.signal else ""
         except ValueError:
             return f"signal {self.signal}"
 
 
-class Running(Protocol):
+class Started(Protocol):
+    """A started worker or command."""
+
+    @property
+    def cgroup(self) -> Path | None:
+        """The folder of the memory cgroup; None without a memory cgroup, or if it is not visible here."""
+
+    @property
+    def unseen(self) -> str:
+        """The reason why the pid or the cgroup is not visible, for the record; empty if both are."""
+
+    def kill(self) -> None:
+        """Kill the worker or command with its children, and return without waiting for their end."""
+
+    def close(self) -> None:
+        """Kill all remaining processes and remove everything; a second call has no effect.
+
+        Raises:
+            StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
+                others were.
+        """
+
+
+class Running(Started, Protocol):
     """A started worker."""
 
     @property
@@ -79,86 +102,50 @@ class Running(Protocol):
         """The worker's pid in the parent's pid namespace; None if it is not visible there."""
 
     @property
-    def cgroup(self) -> Path | None:
-        """The folder of the worker's memory cgroup; None if it has none or is not visible."""
-
-    @property
-    def unseen(self) -> str:
-        """The reason why pid or cgroup is None, for the record; empty if both are known."""
-
-    @property
     def read_only(self) -> bool:
         """Whether the worker sees its checkpoint through read-only mounts."""
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container; return None if the parent can see the worker."""
+        """Start an observer in the container; return None if the parent can read the worker's /proc."""
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
 
-    def kill(self) -> None:
-        """Kill the worker and its children, and return without waiting for their end."""
 
-    def close(self) -> None:
-        """Kill all remaining processes and remove everything; a second call has no effect.
-
-        Raises:
-            StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
-        """
-
-
-class RunningCommand(Protocol):
-    """A started command, with all processes that it starts."""
+class RunningCommand(Started, Protocol):
+    """A started command, together with all processes that it starts."""
 
     @property
     def pid(self) -> int:
-        """The first process, in this process's pid namespace."""
-
-    @property
-    def cgroup(self) -> Path | None:
-        """The folder of the command's memory cgroup; None if it has none."""
+        """The pid of the command's first process, in this process's pid namespace."""
 
     @property
     def groups(self) -> Sequence[Path]:
         """All cgroups that the command entered, the memory cgroup first."""
 
     @property
-    def unseen(self) -> str:
-        """The reason why there is no cgroup, for the record; empty if there is one."""
-
-    @property
     def helpers(self) -> frozenset[int]:
-        """The processes in the cgroups that belong to the isolation, and not to the command."""
+        """The pids in the command's cgroups that belong to the isolation, and not to the command."""
 
     @property
     def shares_terminal(self) -> bool:
-        """Whether Ctrl-C in this process's terminal reaches the command without this process."""
+        """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process has ended within ``timeout_s``; it is not reaped."""
+        """Return whether the first process ends within ``timeout_s``, and leave it as a zombie."""
 
     def reap(self) -> Exit:
-        """Return how the first process ended, and remove it from the table of processes."""
+        """Wait for the first process to end, and return how it ended."""
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the first process; do nothing if it has ended."""
 
     def members(self) -> list[int]:
-        """Return the processes of the command that exist now."""
-
-    def kill(self) -> None:
-        """Kill all processes of the command, and return without waiting for their end."""
-
-    def close(self) -> None:
-        """Kill all remaining processes and remove everything; a second call has no effect.
-
-        Raises:
-            StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
-        """
+        """Return the pids of the command's processes that exist now."""
 
 
 class Isolation(Protocol):
-    """A method of running workers apart from this process."""
+    """A way to run workers apart from this process."""
 
     @property
     def name(self) -> str:
@@ -169,17 +156,18 @@ class Isolation(Protocol):
         """Whether this isolation can enforce a RAM limit."""
 
     def check(self) -> None:
-        """Raise IsolationUnavailable, with a repair, if it does not work on this machine."""
+        """Raise IsolationUnavailable, with a repair, if this isolation does not work on this machine."""
 
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
-        """Do slow work that all cells share, such as building an image, and report each step."""
+        """Do slow work that all cells share, such as building an image; call ``progress`` at each step."""
 
-    def added_code(self, job: Job) -> list[str]:
-        """Return a line for each installed package that is added to a worker, such as by a mount.
+    def added_code(self, _job: Job, /) -> list[str]:
+        """Return a line for each installed package that the isolation mounts for a worker.
 
         Raises:
-            ConfigError: the model's module is in a package that this isolation cannot provide.
+            ConfigError: the isolation cannot provide the package of the model's module.
         """
+        return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
         """Start one worker for this job, under the limits of its cell."""
@@ -194,12 +182,16 @@ class Isolation(Protocol):
     ) -> RunningCommand:
         """Start the command of this cell in a working folder, under the cell's limits.
 
-        A container sees ``folder`` and, read-only, ``mounts``, each at its own path. The command
-        reads from the disk ``throttled_device`` at the cell's rate at most (``Job``).
+        A container sees ``folder`` and, read-only, each path in ``mounts``, all at the same paths
+        as here. The command reads from the disk ``throttled_device`` at most at the cell's rate.
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove the leftovers of dead runs with the same lock file, or with any; return one line for each."""
+        """Remove what dead runs with the same lock file left, and return a line for each removal.
+
+        ``any_lock`` includes the runs with other lock files.
+        """
 
     def describe(self) -> dict[str, str]:
-        """Return the entries about this isolation in a record's environment, such as its version."""
+        """Return facts about this isolation for the records' environment, such as Docker's version."""
+        return {}

@@ -1,8 +1,8 @@
 """Run each worker in its own memory cgroup, with the kernel's limit but without a container.
 
 On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the v2
-tree, because only v2 has PSI. A group's name identifies the process that owns the group, so that
-the groups of a killed parent differ from the groups of a running parent.
+tree, because only v2 has PSI. A group's name contains the pid of the weighin that made the group,
+so that a later run can remove the groups of a killed one.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from weighin.child_process import signal_each
 from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
-from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.base import Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
@@ -39,14 +39,14 @@ _PATIENCE_S = 10.0
 _numbers = itertools.count()
 
 
-class CgroupIsolation:
+class CgroupIsolation(Isolation):
     """Runs processes in memory cgroups, one group for each cell."""
 
     name = "cgroup"
     limits = True
 
     def check(self) -> None:
-        """Raise IsolationUnavailable if no group can be created and limited."""
+        """Raise IsolationUnavailable if this user cannot create a cgroup and limit its memory."""
         if memory_hierarchy() is None:
             raise IsolationUnavailable(
                 "this machine has no memory controller (neither cgroup v2 nor v1)",
@@ -56,19 +56,14 @@ class CgroupIsolation:
             limit(group, 2**40)
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Say so if the cells leave a limited group in which this process runs."""
+        """Report a limit on this process's cgroup that does not hold for the cells."""
         if left := delegation.left_limit():
             progress(
                 f"the cells run outside this process's cgroup {left[1]}: its limit of"
                 f" {format_bytes(left[0])} does not hold for them"
             )
 
-    def added_code(self, _job: Job, /) -> list[str]:
-        """Return an empty list, because a worker imports the packages of this environment."""
-        return []
-
     def start(self, job: Job) -> "CgroupRunning":
-        """Start a worker that enters its limited group before its first instruction."""
         with _limited_groups(job.cell, job.throttled_device) as groups:
             command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
             running = CgroupRunning(command, groups, job.cell.environment)
@@ -83,7 +78,6 @@ class CgroupIsolation:
         _mounts: Sequence[str] = (),
         throttled_device: str = "",
     ) -> RunningCommand:
-        """Start a command that enters its limited group before its first instruction."""
         with _limited_groups(cell, throttled_device) as groups:
             return CgroupCommand(
                 cell.command,
@@ -94,7 +88,7 @@ class CgroupIsolation:
             )
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the processes in groups whose owner is dead, and remove those groups."""
+        """Kill the processes in cgroups of dead runs, and remove these cgroups."""
         return [
             f"cgroup {group}"
             for root in _roots(throttled=True)
@@ -108,7 +102,7 @@ class CgroupIsolation:
 
 
 class CgroupRunning(LocalRunning):
-    """A worker in its own cgroups, which are removed after the worker's end."""
+    """A worker in its own cgroups; ``close`` removes them."""
 
     def __init__(
         self,
@@ -126,7 +120,7 @@ class CgroupRunning(LocalRunning):
         self._groups = groups
 
     def kill(self) -> None:
-        """Kill all processes in the cgroup, including children that left the process group."""
+        """Kill all processes in the cgroup, including children outside the worker's process group."""
         super().kill()
         _kill_members(self._groups[0])
 
@@ -140,10 +134,10 @@ class CgroupRunning(LocalRunning):
 
 
 class CgroupCommand(LocalCommand):
-    """A command in its own cgroups, which are removed after its end."""
+    """A command in its own cgroups; ``close`` removes them."""
 
     def members(self) -> list[int]:
-        """Return the processes of the command, with those of the groups that it made."""
+        """Return the pids in the command's cgroup and in all cgroups that the command made below it."""
         return [pid for folder in _tree(self.groups[0]) for pid in pids_in(folder)]
 
     def kill(self) -> None:
@@ -156,9 +150,10 @@ class CgroupCommand(LocalCommand):
 
 @contextlib.contextmanager
 def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
-    """Make the groups of a cell and set its limits; remove them if the block fails.
+    """Make the cgroups of a cell and set its limits; remove the cgroups if the block raises an error.
 
-    ``device`` is the disk from which the cell reads at its rate at most; empty for no such limit.
+    ``device`` is the disk from which the cell may read at its rate at most; empty for no such
+    limit.
     """
     groups = _make_groups(throttled=bool(device))
     try:
@@ -175,13 +170,14 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
 
 
 def _roots(*, throttled: bool = False) -> list[Path]:
-    """Return the folders in which to create groups.
+    """Return the folders in which to create cgroups.
 
-    The first folder is in the memory hierarchy. On a hybrid machine, a second folder is the v2
-    tree. If the groups are to be ``throttled``, one folder is in the hierarchy that limits reads.
+    The first folder is in the memory hierarchy. On a hybrid machine, the second folder is in the v2
+    tree, which has PSI. With ``throttled``, one of the folders is in the hierarchy that limits
+    reads.
 
     Raises:
-        IsolationUnavailable: this user may not create a group with a memory limit.
+        IsolationUnavailable: this user may not create a cgroup with a memory limit.
     """
     root = delegation.groups_root()
     if root is None:
@@ -194,7 +190,6 @@ def _roots(*, throttled: bool = False) -> list[Path]:
 
 
 def _repair() -> str:
-    """Return what lets this user create memory cgroups."""
     if os.geteuid() == 0:
         return "in a container, start it with the option --privileged"
     if shutil.which("sudo"):
@@ -210,7 +205,7 @@ def _make_groups(*, throttled: bool = False) -> list[Path]:
             (root / name).mkdir()
         except OSError as error:
             if groups:
-                break  # the second group only adds PSI
+                break  # the second group only adds PSI, which a record may lack
             raise IsolationUnavailable(
                 f"cannot create a memory cgroup in {root}: {error.strerror}", _repair()
             ) from None
@@ -220,11 +215,10 @@ def _make_groups(*, throttled: bool = False) -> list[Path]:
 
 @contextlib.contextmanager
 def temporary_group() -> Iterator[Path]:
-    """Create an empty group that can be limited, and remove it at the end.
+    """Create an empty cgroup whose memory can be limited, and remove it at the end of the block.
 
     Raises:
-        IsolationUnavailable: this user may not create a group, or the group has no memory
-            controller.
+        IsolationUnavailable: this user may not create a cgroup, or it has no memory controller.
     """
     groups = _make_groups()
     try:
@@ -234,10 +228,11 @@ def temporary_group() -> Iterator[Path]:
 
 
 def limit(group: Path, limit_bytes: int) -> None:
-    """Set the limit of a group and disable swap, so that the kernel kills instead of swapping.
+    """Limit the memory of a cgroup, and disable swap so that the kernel kills instead of swapping.
 
     Raises:
-        IsolationUnavailable: the machine has swap, and this kernel cannot disable it for a group.
+        IsolationUnavailable: the machine has swap, and this kernel cannot disable swap for one
+            cgroup.
     """
     (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
     if cgroup.version == 1:
@@ -245,7 +240,7 @@ def limit(group: Path, limit_bytes: int) -> None:
         swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
     else:
         swap, value = group / "memory.swap.max", "0"
-        # Kill one process, not the group, so that a strategy may survive, as on v1 and in Docker.
+        # The kernel then kills one process and not the group, as on v1 and in Docker.
         (group / "memory.oom.group").write_text("0")
     if swap.exists():
         swap.write_text(value)
@@ -257,12 +252,10 @@ def limit(group: Path, limit_bytes: int) -> None:
 
 
 def _tree(group: Path) -> list[Path]:
-    """Return a group and the groups that its processes made below it, the deepest first."""
     return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
 
 
 def _kill_members(group: Path) -> None:
-    """Kill all processes in a group and in the groups below it."""
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with contextlib.suppress(OSError):
             kill.write_text("1")
@@ -272,11 +265,11 @@ def _kill_members(group: Path) -> None:
 
 
 def _remove(groups: list[Path]) -> None:
-    """Remove groups, and kill the processes in them.
+    """Kill the processes in these cgroups, and remove the cgroups.
 
     Raises:
-        StillRunning: a process in one of the groups does not end.
-        IsolationUnavailable: a group without processes cannot be removed.
+        StillRunning: a process in one of the cgroups does not end.
+        IsolationUnavailable: a cgroup without processes cannot be removed.
     """
     if (error := _removal_error(*groups, patience_s=_PATIENCE_S)) is None:
         return
@@ -290,7 +283,7 @@ def _remove(groups: list[Path]) -> None:
 
 
 def _removal_error(*groups: Path, patience_s: float) -> OSError | None:
-    """Remove groups and the groups below them; return the error of one that is left, else None."""
+    """Remove cgroups and those below them; return the error for a cgroup that remains, else None."""
     deadline = time.monotonic() + patience_s
     left: OSError | None = None
     for group in groups:

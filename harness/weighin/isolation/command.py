@@ -1,11 +1,13 @@
-"""Start any command in place of a worker: its streams, terminal and folder are its own."""
+"""Start any command in place of a worker, with the streams, terminal and folder that it would have
+without weighin.
+"""
 
 import contextlib
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from weighin.child_process import open_process, signal_each, wait_for_end
@@ -17,8 +19,8 @@ from weighin.parent_process import end_with_parent
 class LocalCommand:
     """A command that is a child of this process, in this process's session and process group.
 
-    Ctrl-C in a terminal reaches the command, and the command may use the terminal. ``groups`` are
-    the cgroups that it enters before its first instruction.
+    Ctrl-C in a terminal reaches the command, and the command may use the terminal. The command
+    enters the cgroups in ``groups`` before its first instruction.
     """
 
     helpers: frozenset[int] = frozenset()
@@ -34,12 +36,15 @@ class LocalCommand:
         groups: Sequence[Path] = (),
         limit: int | None = None,
     ) -> None:
-        """Start the command; ``limit`` marks it and its descendants (``process_tree``)."""
+        """Start the command; ``limit`` marks the command and its descendants (``process_tree``)."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
         with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(_opened(group / "cgroup.procs")) for group in groups]
+            files: list[int] = []
+            for group in groups:
+                files.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                opened.callback(os.close, files[-1])
             try:
                 self._popen = subprocess.Popen(
                     command,
@@ -82,17 +87,8 @@ class LocalCommand:
             self._popen.wait()
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
-    """Return a function for the new process: it enters the groups, and ends with its parent."""
+    """Return a function for the new process: it enters the cgroups, and ends with its parent."""
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 
     def enter() -> None:

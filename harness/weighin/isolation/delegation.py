@@ -1,8 +1,8 @@
 """Find the folder in which this user may create memory cgroups: the root, or a delegated subtree.
 
-cgroup v2 lets an ordinary user limit memory in a *delegated* subtree. The systemd user manager
-provides such a subtree (a scope) on request: ``enter`` restarts this command inside a scope.
-See "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
+cgroup v2 lets an ordinary user limit memory only in a *delegated* subtree. The systemd user manager
+creates such a subtree (a scope) on request. ``enter`` runs this command again inside a scope.
+Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
 """
 
 import errno
@@ -17,16 +17,18 @@ from weighin.probes import environment
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""The leaf group for this process: a group that enables controllers must not contain a process."""
+"""The leaf cgroup into which this process moves: cgroup v2 refuses processes in a group that
+enables controllers.
+"""
 
 _ENTERED = "WEIGHIN_DELEGATED"
 
 
 @cache
 def groups_root() -> Path | None:
-    """Return a folder in which groups with a memory limit can be created, if one exists.
+    """Return a folder in which this user can create cgroups with a memory limit, or None.
 
-    The function may move this process, and other processes in the same delegated group, into a leaf
+    The function may move the processes of a delegated group, this process among them, into a leaf
     of that group.
     """
     hierarchy = memory_hierarchy()
@@ -37,16 +39,17 @@ def groups_root() -> Path | None:
         return mount if os.access(mount, os.W_OK) else None
     candidates = [mount]
     if own := _group_of(os.getpid()):
-        # A container without a cgroup namespace sees the host's root, but its cells belong to it.
+        # A container without a cgroup namespace sees the host's root, but must keep its cells inside.
         in_container = own == _group_of(1) or limits_around(own)
         candidates = [own, mount] if in_container else [mount, own]
     return next((folder for folder in candidates if _enables_memory(folder)), None)
 
 
 def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
-    """Return the RAM that cells can have on this machine, and the part that is free now.
+    """Return the RAM that cells can have on this machine, and the part that is free now, in bytes.
 
-    A container or pod around this process limits its cells, too, but not those of a Docker engine.
+    A container or pod around this process also limits its cells, unless a Docker engine runs the
+    cells.
     """
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
     if isolation == "docker":
@@ -58,9 +61,10 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
 
 
 def left_limit() -> tuple[int, Path] | None:
-    """Return the (limit, group) that limits this process and not its cells; None if there is none.
+    """Return the (limit, group) that limits this process but not its cells; None without such a group.
 
-    On cgroup v1, root creates the groups of cells in the root of the hierarchy.
+    On cgroup v1, root creates the cells' groups in the root of the hierarchy, outside this
+    process's group.
     """
     root, own = groups_root(), _group_of(os.getpid())
     if root is None or own is None:
@@ -70,7 +74,7 @@ def left_limit() -> tuple[int, Path] | None:
 
 
 def helps() -> bool:
-    """Tell whether a scope of the systemd user manager would let this user create groups."""
+    """Tell whether this user could create cgroups inside a scope of the systemd user manager."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return (
         _ENTERED not in os.environ
@@ -90,13 +94,12 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _group_of(pid: int) -> Path | None:
-    """Return the memory cgroup of a process, or the one whose leaf it was moved to."""
+    """Return the memory cgroup of a process; for a process in a ``PARENT_LEAF``, return the group above."""
     group = memory_cgroup_of(pid)
     return group.parent if group and group.name == PARENT_LEAF else group
 
 
 def _enables_memory(folder: Path) -> bool:
-    """Enable the memory controller for the groups in ``folder``; return whether that worked."""
     control = folder / "cgroup.subtree_control"
     try:
         if "memory" in control.read_text().split():
@@ -106,15 +109,11 @@ def _enables_memory(folder: Path) -> bool:
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            _move_to_leaf(folder)
+            leaf = folder / PARENT_LEAF
+            leaf.mkdir(exist_ok=True)
+            for pid in (folder / "cgroup.procs").read_text().split():
+                (leaf / "cgroup.procs").write_text(pid)
             control.write_text("+memory")
     except OSError:  # this user may not enable it
         return False
     return True
-
-
-def _move_to_leaf(folder: Path) -> None:
-    leaf = folder / PARENT_LEAF
-    leaf.mkdir(exist_ok=True)
-    for pid in (folder / "cgroup.procs").read_text().split():
-        (leaf / "cgroup.procs").write_text(pid)

@@ -1,13 +1,14 @@
 """The libraries that LD_PRELOAD names in a cell's environment, such as another allocator.
 
-If the dynamic linker cannot load a library, it only prints a line and runs the program without the
-library. The figures would then be figures of the usual allocator. Before a run, weighin therefore
-checks that the files exist, and a worker checks that they are mapped into its memory
+If the dynamic linker cannot load a library, it prints a line and runs the program with the usual
+allocator, so that the figures would be wrong. Before a run, weighin therefore checks that the
+libraries' files exist. A worker checks that the libraries are mapped into its memory
 (``weighin.worker.warmup``).
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -17,13 +18,13 @@ VARIABLE: Final = "LD_PRELOAD"
 
 
 def libraries(environment: Mapping[str, str]) -> list[str]:
-    """Return the libraries that LD_PRELOAD names, separated there by colons or spaces."""
+    """Return the libraries that LD_PRELOAD names; colons or spaces separate them in the variable."""
     return [name for name in re.split(r"[: ]+", environment.get(VARIABLE, "")) if name]
 
 
 def check(environments: Iterable[Mapping[str, str]]) -> None:
-    """Raise ConfigError for a library that is not the path of an existing file."""
-    for name in [each for environment in environments for each in libraries(environment)]:
+    """Raise ConfigError if LD_PRELOAD names a library that is not the absolute path of a file."""
+    for name in chain.from_iterable(map(libraries, environments)):
         if not Path(name).is_absolute():
             raise ConfigError(
                 f"{VARIABLE}: {name!r} is not an absolute path",

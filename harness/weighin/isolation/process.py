@@ -1,8 +1,8 @@
-"""Run the worker as a plain process: measured, but without a limit."""
+"""Run the worker as a plain process, whose memory is measured but not limited."""
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -10,7 +10,7 @@ from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
-from weighin.isolation.base import Exit, RunningCommand, Streams
+from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand
 from weighin.parent_process import adopt_orphans
 from weighin.probes.other_processes import limit_of
@@ -21,29 +21,24 @@ _PAUSE_S = 0.005  # a killed process takes a moment to end
 WORKER = child_process.module("weighin.worker")
 
 
-class ProcessIsolation:
+class ProcessIsolation(Isolation):
     """Runs plain processes, one for each cell."""
 
     name = "process"
     limits = False
 
     def check(self) -> None:
-        """Raise IsolationUnavailable if /proc lacks the files that measurements need."""
+        """Raise IsolationUnavailable if the system has no /proc/PID/clear_refs, which resets peaks."""
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
                 "this system has no /proc/PID/clear_refs: peaks cannot be measured",
                 "run on Linux",
             )
 
-    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        return
-
-    def added_code(self, _job: Job, /) -> list[str]:
-        """Return an empty list, because a worker imports the packages of this environment."""
-        return []
-
     def start(self, job: Job) -> "LocalRunning":
-        """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
+        """Start a worker. Callers reject RAM limits, because a plain process has no cgroup to
+        enforce one.
+        """
         command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
         running = LocalRunning(command, environment=job.cell.environment)
         running.channel.send(encode_job(job))
@@ -60,19 +55,16 @@ class ProcessIsolation:
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the children of workers of dead runs; the workers ended with their parent."""
+        """Kill the processes that workers of dead runs started; the workers ended with their parent."""
         return process_tree.end_orphans(any_lock=any_lock)
-
-    def describe(self) -> dict[str, str]:
-        return {}
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; all processes that it starts inherit its mark as a limit."""
+    """A command without a cgroup; the processes that it starts inherit a limit that marks them."""
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()
-        # A daemon's parent ends, and the samples follow parents.
+        # Samples find descendants by their parents, and the parent of a daemon ends.
         self._adopted_before = adopt_orphans()
         try:
             super().__init__(
@@ -90,10 +82,10 @@ class ProcessCommand(LocalCommand):
         return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]
 
     def _reaped(self, pid: int) -> bool:
-        """Reap an orphan that has ended; return whether it had."""
+        """Reap a process that this process has adopted, if it has ended; return whether it had."""
         if pid == self.pid:
             return False
-        with contextlib.suppress(ChildProcessError):  # its own parent lives
+        with contextlib.suppress(ChildProcessError):  # the process still has a parent of its own
             return os.waitpid(pid, os.WNOHANG)[0] == pid
         return False
 
@@ -121,7 +113,7 @@ class LocalRunning:
         self._mark = process_tree.new_mark()
         self.channel = child_process.Child(
             command,
-            # Phases of a worker are those of its strategy, also if weighin itself is measured.
+            # If weighin itself is measured, its worker must not report phases to the outer weighin.
             {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
             | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
@@ -134,7 +126,7 @@ class LocalRunning:
         self.read_only = read_only.is_possible()
 
     def observe_inside(self, interval_s: float) -> None:
-        """Return None: a child of this process is always visible."""
+        """Return None: this process can always read the /proc files of its child."""
 
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)

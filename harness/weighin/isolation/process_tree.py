@@ -1,8 +1,9 @@
 """Find a worker and all processes that it started by a mark that they inherit.
 
-A child in its own session has left the worker's process group, and a child of root may have left
-the worker's cgroup. After its parent's death, the mark still identifies such a child: a variable in
-its environment, and a limit of the process, which it keeps if it clears its environment.
+A child in its own session is outside the worker's process group, and a child of root may have left
+the worker's cgroup. weighin therefore marks a worker with an environment variable and with a limit
+on its realtime CPU time. A child inherits the variable and the limit, and keeps the limit even if
+it clears its environment.
 """
 
 import contextlib
@@ -34,32 +35,33 @@ _numbers = itertools.count()
 
 
 def new_mark() -> str:
-    """Return a unique value for the variable: this process's name and a number."""
+    """Return a unique mark for a worker: this process's name and a number."""
     return owned_name(next(_numbers))
 
 
 def environment(mark: str) -> dict[str, str]:
-    """Return the environment that gives this mark to a process and all its descendants."""
+    """Return the environment variable that gives this mark to a process and all its descendants."""
     return {WORKER_VARIABLE: mark}
 
 
 def set_limit(pid: int, mark: str) -> None:
-    """Give this mark's limit to a process that starts now, and so to all its descendants.
+    """Set the limit of this mark for a process that starts now; its descendants inherit the limit.
 
-    The limit is a CPU time of millions of years for realtime scheduling.
+    The limit is a realtime CPU time of more than 70,000 years, which no process reaches.
     """
-    with contextlib.suppress(OSError, ValueError):  # it has ended, or has a smaller hard limit
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the process has ended, or has a smaller hard limit
         _, hard = resource.prlimit(pid, resource.RLIMIT_RTTIME)
         resource.prlimit(pid, resource.RLIMIT_RTTIME, (limit_of(mark), hard))
 
 
 def members(mark: str) -> list[int]:
-    """Return all processes with this mark."""
     return [pid for pid in all_pids() if has_mark(pid, mark)]
 
 
 def kill(mark: str) -> list[int]:
-    """Send SIGKILL to all processes with this mark, and return them."""
+    """Send SIGKILL to all processes with this mark, and return their pids."""
     found = members(mark)
     signal_each(found)
     return found
@@ -75,8 +77,8 @@ def end(mark: str) -> None:
 def end_orphans(*, any_lock: bool = False) -> list[str]:
     """Kill the processes whose mark names a dead owner; return one line for each process.
 
-    A limit does not name the owner's lock file: by their limit alone, processes are found only with
-    ``any_lock``.
+    The limit of a process does not name the lock file of its owner. A process without the
+    environment variable is therefore killed only with ``any_lock``.
     """
     orphans = [
         (pid, mark)
@@ -92,7 +94,7 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose limit names a dead owner; return their owners' pids."""
+    """Kill this user's processes whose limit names a weighin that has ended; return its pid by process."""
     ended: dict[int, str] = {}
     while found := {
         pid: str(owner)
@@ -100,15 +102,16 @@ def _end_by_limit() -> dict[int, str]:
         if pid not in ended and (owner := _dead_owner(pid)) is not None
     }:
         signal_each(found)
-        ended |= found  # and look again: one of them may just have forked
+        ended |= found  # look again: a process may have forked before the signal
     return ended
 
 
 def _dead_owner(pid: int) -> int | None:
-    """Return the dead owner that the limit of a process names, if this process may end it.
+    """Return the dead owner that the limit of a process names, if this process may kill that process.
 
-    It must be of this user, and its owner of this pid namespace. Processes with this process's own
-    limit stay: a shell that a killed run started may clean.
+    The process must belong to this user, and its owner to this pid namespace. A process with the
+    same limit as this process stays, because a killed run may have started the shell in which
+    weighin runs now.
     """
     named = owner_by_limit(pid)
     if not named or named == owner_by_limit(os.getpid()):
@@ -116,11 +119,11 @@ def _dead_owner(pid: int) -> int | None:
     owner, namespace = named
     try:
         is_own = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
-        has_ended = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0] == "Z"
-    except OSError:  # it has ended, and was reaped
+        is_zombie = read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # the process has ended, and was reaped
         return None
     start, owner_start = start_time(pid), start_time(owner)
-    # A process that started later than its descendant has only the owner's pid.
+    # A process that started later than its supposed descendant reuses the dead owner's pid.
     is_dead = start is not None and (owner_start is None or owner_start > start)
     same_namespace = this_process().endswith(f"-{namespace}")
-    return owner if is_own and is_dead and same_namespace and not has_ended else None
+    return owner if is_own and is_dead and same_namespace and not is_zombie else None

@@ -1,4 +1,4 @@
-"""Let a worker see its checkpoint through read-only bind mounts, where this user may mount."""
+"""Start a worker that sees its checkpoint through read-only bind mounts, where this user may mount."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ _MOUNTING = ("unshare", "--mount", "/bin/sh", "-c", _SCRIPT, "weighin")
 
 @cache
 def is_possible() -> bool:
-    """Tell whether this process may mount, which needs root and, in a container, --privileged."""
+    """Tell whether this process may mount: it needs root and, in a container, --privileged."""
     command = (*_MOUNTING, sys.executable, "--", "true")
     if os.geteuid():
         return False
@@ -29,9 +29,9 @@ def is_possible() -> bool:
 def wrapped(command: tuple[str, ...], checkpoint: str, manifest: str = "") -> tuple[str, ...]:
     """Return a command that runs ``command`` with the checkpoint mounted read-only.
 
-    A checkpoint in the folder of its manifest is one that weighin made: the whole folder is then
-    read-only. The mounts are in a mount namespace of the command's own, and end with it. Without
-    the permission to mount, the result is ``command``.
+    If the checkpoint lies in its manifest's folder, weighin made it, and the whole folder is
+    mounted read-only. The command has a mount namespace of its own, so the mounts end with the
+    command. If this user may not mount, the result is ``command`` itself.
     """
     path = Path(checkpoint)
     if not (is_possible() and checkpoint and path.exists()):

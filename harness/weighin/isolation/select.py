@@ -24,8 +24,8 @@ def named(
 ) -> Isolation:
     """Return an isolation by its name, without checking that it works on this machine.
 
-    ``packages`` are the packages that strategies need; a Docker image contains them only if they
-    are listed here. ``image`` is that of a command's container; empty for weighin's own.
+    A Docker image contains ``packages``, which strategies need. A command's container runs
+    ``image``, or weighin's own image if ``image`` is empty.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
@@ -53,18 +53,19 @@ def choose(
     containers: bool = True,
     image: str = "",
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and for ``auto`` a line on why better isolations were not used.
+    """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
 
-    ``auto`` takes Docker if an engine answers that has the base image, else a cgroup if this user may create one, else a
-    plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM limit. Without
-    ``containers``, ``auto`` does not take Docker.
+    ``auto`` takes the first isolation that works: a Docker engine that has the base image, a
+    cgroup, a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
+    limit. Without ``containers``, ``auto`` does not take Docker.
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
-            enforce a limit.
+            enforce
+            a limit.
     """
     refused: list[IsolationUnavailable] = []
-    tried = NAMES if containers else tuple(one for one in NAMES if one != "docker")
+    tried = NAMES if containers else NAMES[1:]
     for candidate in (name,) if name != "auto" else tried:
         isolation = named(candidate, base_image, packages, image)
         if limited and not isolation.limits:
@@ -79,7 +80,7 @@ def choose(
     if name != "auto":
         raise _instead(name, refused, limited, base_image, packages)
     problem = "no isolation here can enforce a RAM limit" if limited else "no isolation works here"
-    # The last one has the easiest repair: a cgroup needs nothing but the permission.
+    # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
     repairs = [error.repair for error in reversed(refused) if error.repair]
     raise IsolationUnavailable(
         f"{problem}: {'; '.join(error.message for error in refused)}",
@@ -94,7 +95,7 @@ def _instead(
     base_image: str | None,
     packages: tuple[str, ...],
 ) -> IsolationUnavailable:
-    """Return the error for an isolation that was named, with another one if that works here."""
+    """Return the error for the isolation that the user named; the repair names one that works here."""
     error = refused[0] if refused else None
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
@@ -122,20 +123,23 @@ def check_soft_limit(isolation: Isolation) -> None:
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
-    """Reject limits above that of a cgroup around the cells, because the kernel kills there first."""
+    """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells.
+
+    The kernel would kill at the limit of the outer cgroup, before the cell reaches its own.
+    """
     root = delegation.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
-    asked = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
-    if limits and asked > limits[0][0]:
+    largest = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
+    if limits and largest > limits[0][0]:
         raise ConfigError(
-            f"--ram {format_exact(asked)} is more than the limit of the cgroup around the cells,"
+            f"--ram {format_exact(largest)} is more than the limit of the cgroup around the cells,"
             f" {limits[0][1]} ({format_bytes(limits[0][0])})",
             "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of the container",
         )
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose`` would try a cgroup, because of ``name`` or for lack of Docker."""
+    """Tell whether ``choose`` would try a cgroup: ``name`` is "cgroup", or "auto" without Docker."""
     if name != "auto":
         return name == "cgroup"
     try:

@@ -1,8 +1,8 @@
 """Predict cells: ``python -m weighin.predict`` answers each line of JSON with an event, ``answer``.
 
-The process imports torch and the model's class once, as a worker does, so that it serves cells of
-one model. Each cell then runs in its own fork of the process, whose heap is like that of a fresh
-worker. The fork reads only the structure of a checkpoint.
+The process imports torch and the model's class once, as a worker does, so all its cells must have
+the same model. Each cell runs in a fork of the process, because the heap of a fork is like that of
+a fresh worker. The fork reads only the structure of a checkpoint.
 """
 
 import ctypes
@@ -49,12 +49,14 @@ def main() -> None:
     own_bytes = _import_simulation()
     from weighin.predict.preload import PRELOADED
 
-    hide_once = cache(PRELOADED.hide)  # after the model's class, which may import the same modules
+    hide_once = cache(
+        PRELOADED.hide
+    )  # after the import of the model's class, which may import these modules
     while (line := parent.receive()) is not None:
         request = json.loads(line)
-        with suppress(Exception):  # the fork, which imports it again, answers with the error
+        with suppress(Exception):  # the fork imports the class again, and answers with the error
             import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # the fork answers with this error, too
             hide_once()
         now = memory_of(read_status())
         file_bytes = now.file_bytes - PRELOADED.file_bytes
@@ -77,7 +79,7 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         end_with_parent()
-        # Small tensors are really written; huge pages would make memory around them resident.
+        # Small tensors are really written: a huge page would make 2 MiB resident for each.
         ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
@@ -86,7 +88,9 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        text = pipe.readline()  # not to the end: a process of the strategy may hold the pipe open
+        text = (
+            pipe.readline()
+        )  # one line: a process that the strategy started may hold the pipe open
     _, status = os.waitpid(child, 0)
     if no_processes.end_children():
         return {"cannot": f"CannotFollow: {no_processes.REFUSED}"}
@@ -127,7 +131,7 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
 
     source = Path(make["source"]) if make["source"] else None
     folder = Path(make["folder"])
-    own = make["own"]  # the user's checkpoint already has the cell's format
+    own = make["own"]  # whether the user's checkpoint has the cell's format
     selection = Selection(**make["selection"])
     path = (
         source
@@ -145,7 +149,9 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
     hidden_bytes = PRELOADED.anon_bytes
     use = _use(cell, builder, request["forward"], request["use_path"])
-    manifest = read_manifest(Path(request["manifest"]))  # read to shape the heap as in a worker
+    manifest = read_manifest(
+        Path(request["manifest"])
+    )  # a worker reads it, too, which shapes the heap
     own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
     baseline = replace(
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
@@ -160,7 +166,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
-    """Return the use to follow, prepared as a worker prepares it before its baseline."""
+    """Return the use to follow, prepared as a worker prepares a use before its baseline."""
     from weighin.predict.using import UseToFollow
 
     if not cell.use and not forward:

@@ -1,7 +1,7 @@
-"""A model of PyTorch's CUDA caching allocator: the bytes that requests allocate and reserve.
+"""A model of PyTorch's CUDA caching allocator: the bytes that it allocates and reserves.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
-stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two).
+The model follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings: one
+stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two.
 """
 
 from bisect import bisect_left, insort
@@ -23,12 +23,12 @@ _BEST_FIT: Final = attrgetter("size", "address")  # the smallest size, then the 
 
 
 class CudaOutOfMemory(Exception):
-    """The allocator has no room for a request, even after it emptied its cache."""
+    """A request does not fit under the limit, even after the allocator has emptied its cache."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaBlock:
-    """A part of a segment, linked to its neighbours so that free blocks can be merged."""
+    """A part of a segment, with links to its neighbours, which are merged when they are free."""
 
     address: int
     size: int
@@ -42,7 +42,7 @@ class CudaBlock:
 class CachingAllocator:
     """Blocks and segments of one device, with their current sums and peaks in bytes.
 
-    ``limit_bytes`` is the most that may be reserved (``set_per_process_memory_fraction``).
+    ``limit_bytes`` limits the reserved bytes (``set_per_process_memory_fraction``).
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -70,7 +70,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: CudaBlock) -> None:
-        """Free a block and merge it with free neighbours; its segment stays reserved."""
+        """Free a block and merge it with free neighbours; the block's segment stays reserved."""
         self._count("requested", -block.requested)
         self._count("allocated", -block.size)
         block.free = True
@@ -81,14 +81,13 @@ class CachingAllocator:
         insort(self._free[block.small], block, key=_BEST_FIT)
 
     def empty_cache(self) -> None:
-        """Release every segment that is completely free."""
+        """Release every segment without a block in use."""
         for pool in self._free.values():
-            for block in [one for one in pool if not (one.before or one.after)]:
+            for block in [each for each in pool if not (each.before or each.after)]:
                 pool.remove(block)
                 self._count("reserved", -block.size)
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to the current sums."""
         self.peak = dict(self.current)
 
     def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
@@ -124,13 +123,11 @@ class CachingAllocator:
         insort(self._free[rest.small], rest, key=_BEST_FIT)
 
     def _take(self, block: CudaBlock) -> None:
-        """Remove a free block from its pool."""
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, _BEST_FIT(block), key=_BEST_FIT))
 
     @staticmethod
     def _merge(block: CudaBlock) -> CudaBlock:
-        """Return the block joined with its free neighbours."""
         if block.before is not None and block.before.free:
             first = block.before
             first.size += block.size

@@ -30,18 +30,21 @@ _FIGURES = {
 }
 _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes")
 _USED = "use_"
-"""Prefix of a figure of the use, in place of "host_"."""
+"""The prefix of a use's figure, in place of "host_"."""
 _CHILDREN = "children_private_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One series of a run; ``figures`` has tuples of (name, predicted bytes, measured bytes).
+    """One series of a run.
 
-    ``figures`` has the predicted anonymous peak, of three, that is nearest to the measured peak, for the
-    load and for its use.
-    ``unreclaimable_bytes`` is the largest measured sum of anonymous and shared memory, which a RAM
-    limit must hold; None if no cell of the series has it.
+    Attributes:
+        figures: tuples of (name, predicted bytes, measured bytes). Of the three predicted anonymous
+            peaks,
+        only the one that is nearest to the measured peak is included, for the load and for the use.
+        unreclaimable_bytes: the largest measured sum of anonymous and shared memory, which a RAM
+            limit
+            must leave room for; None if no cell of the series measured it.
     """
 
     prediction: Prediction
@@ -50,9 +53,9 @@ class Checked:
 
     @property
     def anonymous_error(self) -> float | None:
-        """The absolute difference between the predicted and the measured anonymous peak, as a share.
+        """The difference between the predicted and the measured anonymous peak, as a share of the latter.
 
-        With a use, it is the larger one of the load's and the use's.
+        If the cell has a use, this is the larger error of the load and the use.
         """
         errors = (
             abs(predicted - measured) / measured
@@ -63,19 +66,20 @@ class Checked:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the kernel would have killed the load under a RAM limit of its predicted floor."""
+        """Whether a RAM limit of the predicted floor would be too small for the measured memory."""
         floor, needed = self.prediction.floor_bytes, self.unreclaimable_bytes
         return floor is not None and needed is not None and needed > floor
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All comparisons of some runs.
+    """The errors of all series together.
 
     Attributes:
-        series: how many have a predicted and a measured anonymous peak.
-        median_error, largest_error: of the anonymous peak, as shares of the measured one.
-        killed: how many would have been killed under a RAM limit of their predicted floor.
+        series: the number of series with a predicted and a measured anonymous peak.
+        median_error, largest_error: the error of the anonymous peak, as a share of the measured
+            one.
+        killed: how many series would need more memory than a RAM limit of their predicted floor.
     """
 
     series: int
@@ -111,7 +115,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         )
     settings = _settings(run)
     cells = [results[0].cell for results in series.values()]
-    # Use the folders only for foreign builders, shown below: a folder may hide any module.
+    # A folder on the path may hide any module, so only a foreign builder gets the folders.
     if all(user_code.is_ours(cell.model.builder) for cell in cells):
         settings = replace(settings, python_path=())
     paths = settings.strategy_paths
@@ -147,7 +151,6 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Return all comparisons for ``--json``."""
     summary = summarised(checked)
     return {
         "summary": asdict(summary) if summary else None,
@@ -178,7 +181,7 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
 def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[str, int, int]]:
     for name, measured in _FIGURES.items():
         if prediction.cell.ranks > 1 and name == "host_file_peak_bytes":
-            continue  # the measured figure of several ranks is the page cache of their cgroup
+            continue  # several ranks: the measured figure is the page cache of their cgroup
         size: int | None = middle(getattr(result.peaks, measured) for result in results)
         alternatives = _ANONYMOUS if name in _ANONYMOUS else (name,)
         predicted = {one: getattr(prediction, one) for one in alternatives}
@@ -195,7 +198,7 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
 
 
 def _nearest(predicted: dict[str, int], size: int) -> tuple[str, int, int]:
-    """Return the name and the figure that is nearest to the measured size, and the size."""
+    """Return the name and value of the figure that is nearest to the measured size, and the size."""
     near = min(predicted, key=lambda one: abs(predicted[one] - size))
     return near, predicted[near], size
 
@@ -210,9 +213,9 @@ def _unreclaimable(results: list[Result]) -> int | None:
 
 
 def _settings(run: Path) -> RunSettings:
-    """Return the settings in a run's plan, without those of containers, which a prediction does not use.
+    """Return the settings in a run's plan, without those of containers, which no prediction uses.
 
-    Published runs have no plan, and the usual settings.
+    A published run has no plan, and so the default settings.
     """
     try:
         found = RunSettings.from_json(run_folder.read_plan(run).settings)

@@ -1,13 +1,13 @@
-"""Predict cells from a process without torch: the client of ``python -m weighin.predict``."""
+"""Predict cells from a process that imports no torch: the client of ``python -m weighin.predict``."""
 
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from weighin import child_process, formats
 from weighin.cell import Cell, ModelSpec
@@ -27,10 +27,10 @@ from weighin.suite.packages import name_of
 _FOLLOWED: Final = frozenset(
     {"torch", "numpy", "safetensors", "accelerate", *(each.name for each in LIBRARIES)}
 )
-"""Packages whose file reads ``patches.py`` simulates, or that read files with torch operations."""
+"""The packages that read files with torch operations, or whose reads ``patches.py`` simulates."""
 
 Report = Callable[[int, str], None]
-"""A function that is called with the number of finished cells and the name of the next strategy."""
+"""A function that gets the number of finished cells and the name of the next strategy."""
 
 
 def predict(
@@ -46,18 +46,19 @@ def predict(
 ) -> list[Prediction]:
     """Return a prediction for each cell, in the order of the cells.
 
-    If a cell has a use, the prediction includes it. ``forward`` adds one forward pass to the
-    prediction of a cell whose use is forward passes. ``use_paths`` has the file of each of the user's own
-    uses, by its name.
+    The prediction of a cell includes its use. ``forward`` adds one forward pass to a cell whose use
+    is forward passes. ``use_paths`` has the file of each of the user's own uses, by the use's name.
 
-    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format and
-    holds only tensors, the cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
-    which has the tensors that ``selection`` selects in ``checkpoint``, or without ``checkpoint``
-    the model's tensors. ``checkpoint_dtype`` replaces the generated checkpoint's dtype. If a cell
-    cannot be predicted, its figures are None and ``cannot`` has the reason.
+    The function reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if this
+    file has the cell's format and contains only tensors. Any other cell loads a generated
+    checkpoint without values. The generated checkpoint has the tensors that ``selection`` selects
+    in ``checkpoint``, or the model's tensors if there is no ``checkpoint``. ``checkpoint_dtype``
+    replaces the dtype of the generated checkpoint. If a cell cannot be predicted, the figures of
+    its prediction are None and ``cannot`` has the reason.
 
     Raises:
-        HarnessError: the model of a library cannot be built, or the checkpoint lacks weights of it or has
+        HarnessError: the model of a library cannot be built; the checkpoint lacks weights of it or
+            has
             them in another shape; or the predicting process was killed.
     """
     own = None
@@ -65,7 +66,7 @@ def predict(
         own = formats.detect(checkpoint).NAME
     with (
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        _Asker(child_process.environment(python_path)) as ask,
+        closing(_Asker(child_process.environment(python_path))) as ask,
     ):
         source = _Source(ask, folder, checkpoint, selection, checkpoint_dtype, own)
         source.refuse_misfit(planned)
@@ -93,7 +94,7 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
     """
     with (
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        _Asker(child_process.environment(python_path)) as ask,
+        closing(_Asker(child_process.environment(python_path))) as ask,
     ):
         make = {"folder": str(folder), "dtype": None, "source": None, "own": False}
         cell = asdict(Cell(model, "baseline", "process"))
@@ -103,28 +104,23 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
         yield Path(made["checkpoint"])
 
 
-def _not_followed(planned: Planned) -> str:
-    """Return why a cell's settings or packages prevent a prediction; empty if they do not."""
+def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     if planned.cell.environment:
-        return f"no prediction follows {', '.join(planned.cell.settings)}"
+        return f"weighin cannot predict the effect of {', '.join(planned.cell.settings)}"
     if planned.strategy.shares_load:
-        return "no prediction follows what ranks send to each other"
+        return "weighin cannot predict the memory of tensors that ranks send to each other"
     if planned.selection:
-        return "no prediction reads a whole training checkpoint"
+        return "weighin cannot predict the load of a part of a training checkpoint"
     found = quantised.of_model(planned.cell.model)
     if found and (planned.strategy.pretrained or not found.dequantises):
-        return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
-    if why := _not_followed_option(planned.cell):
-        return why
-    unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
-    return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
-
-
-def _not_followed_option(cell: Cell) -> str:
-    if cell.options.get("disable_mmap") and cell.format != gguf.NAME:
-        return "no prediction follows which of the files' bytes disable_mmap keeps in memory"
-    if cell.options.get("offload_state_dict"):
-        return "no prediction follows weights that are written to a folder and read back"
+        return f"weighin cannot predict how {planned.strategy.name} loads weights that are quantised with {found.method}"
+    options = planned.cell.options
+    if options.get("disable_mmap") and planned.cell.format != gguf.NAME:
+        return "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"
+    if options.get("offload_state_dict"):
+        return "weighin cannot predict the memory of weights that are written to a folder and read back"
+    if unknown := {name_of(each) for each in planned.strategy.packages} - _FOLLOWED:
+        return f"weighin cannot predict how {', '.join(sorted(unknown))} reads files"
     return ""
 
 
@@ -137,10 +133,13 @@ def dtype_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the cells load: the user's checkpoint, or those that are generated in ``folder``.
+    """The checkpoints that the cells load: the user's, or those that are generated in ``folder``.
 
-    ``own`` is the format of the user's checkpoint, if cells of this format load it as it is. ``made`` has
-    the answers on the checkpoints that were generated, by model and format.
+    Attributes:
+        own: the format of the user's checkpoint, if cells of this format load that checkpoint
+            itself.
+        made: the paths of the generated checkpoints, or why one cannot be made, by model and
+            format.
     """
 
     ask: "_Asker"
@@ -152,7 +151,7 @@ class _Source:
     made: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def refuse_misfit(self, planned: Sequence[Planned]) -> None:
-        """Raise HarnessError if no strategy loads the checkpoint into the model of the cells."""
+        """Raise HarnessError if no strategy can load the checkpoint into the model of the cells."""
         cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
         if not self.checkpoint or cell is None or library_of(cell.model.builder) is None:
             return
@@ -162,7 +161,7 @@ class _Source:
             raise HarnessError(*answer["error"])
 
     def predict(self, planned: Planned, after: dict[str, Any]) -> Prediction:
-        """Return the prediction for a cell; ``after`` describes what follows the load."""
+        """Return the prediction for a cell; ``after`` describes the use that follows the load."""
         cell = replace(planned.cell, ranks=1)
         fields = {
             "cell": asdict(cell),
@@ -187,17 +186,12 @@ class _Source:
 
 
 class _Asker:
-    """Sends one request at a time to a process that predicts, and returns the answer."""
-
     def __init__(self, variables: dict[str, str]) -> None:
         self._variables = variables
         self._process: child_process.Child | None = None
         self._imported: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._process:
             self._process.close()
 
@@ -214,10 +208,10 @@ class _Asker:
         return answer
 
     def _process_of(self, model: dict[str, Any]) -> child_process.Child:
-        """Return the running process, or a new one if that imported another class of a library."""
+        """Return the running process; start another one if the running one imported another model class."""
         imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
-            self.__exit__()
+            self.close()
             self._imported = imported
             command = child_process.module("weighin.predict")
             self._process = child_process.Child(command, self._variables)

@@ -1,8 +1,6 @@
-"""Intercept every torch operation of a simulated load; update the ledger, do not write memory."""
+"""Intercept every torch operation of a simulated load: update the ledger, and write no memory."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any, Final
@@ -33,46 +31,35 @@ _SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # the result ha
 
 
 class CannotFollow(Exception):
-    """The symbolic run executed code whose memory use the ledger cannot compute."""
+    """The symbolic run executed code whose memory the ledger cannot compute."""
 
 
-@dataclass(frozen=True, slots=True)
 class Call:
-    """One operation with its arguments; ``inputs`` are the tensors among them."""
+    """One torch operation with its arguments; ``inputs`` are the tensors among the arguments."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        leaves = tree_leaves((self.args, self.kwargs))
-        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
-        object.__setattr__(self, "inputs", tensors)
-
-    @property
-    def name(self) -> str:
-        return _name(self.func)
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name = _name(func)
+        self.inputs = _tensors((args, kwargs))
 
     @property
     def has_no_memory(self) -> bool:
-        """Whether the operation uses only the meta device."""
+        """Whether the operation uses only the meta device, whose tensors have no memory."""
         target = self.kwargs.get("device")
         if target is not None:
             return torch.device(target).type == "meta"
-        return bool(self.inputs) and all(one.is_meta for one in self.inputs)
+        return bool(self.inputs) and all(tensor.is_meta for tensor in self.inputs)
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The tensors that the operation writes to, according to its schema."""
+        """The tensors to which the operation writes, according to its schema."""
         names = [one.name for one in self.func._schema.arguments]
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         return [
             tensor
             for argument in self.func._schema.arguments
             if argument.alias_info and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name))
-            if isinstance(tensor, torch.Tensor)
+            for tensor in _tensors(given.get(argument.name))
         ]
 
     def run(self) -> Any:
@@ -84,16 +71,20 @@ def _name(func: Any) -> str:
     return name.removeprefix("aten::")
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 @cache
 def _kind(func: Any) -> str:
-    """Classify an operation by its schema: metadata, empty, filled, like, writes, or computes."""
+    """Classify an operation by its schema; a method of ``Operations`` is named after each kind."""
     name = _name(func)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return "metadata"
     if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
         return "writes"
     if any(one.alias_info for one in func._schema.returns):
-        return "metadata"  # a view
+        return "metadata"  # the result is a view
     for names, kind in ((_EMPTY, "empty"), (_FILLED, "filled"), (_LIKE, "like")):
         if name in names:
             return kind
@@ -103,20 +94,12 @@ def _kind(func: Any) -> str:
 class Operations(TorchDispatchMode):
     """Runs operations that only create views or allocate memory.
 
-    For any other operation, it records in the ledger the memory that the operation would touch.
+    For any other operation, the ledger records the memory that the operation would read and write.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
-        self._handlers: dict[str, Callable[[Call], Any]] = {
-            "metadata": self._metadata,
-            "empty": self._empty,
-            "filled": self._filled,
-            "like": self._like,
-            "writes": self._writes,
-            "computes": self._computes,
-        }
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -129,29 +112,28 @@ class Operations(TorchDispatchMode):
         ledger = self._ledger
         inherited: Place | None = None
         if ledger.forced_place is None and any(
-            one.ndim and ledger.place_of(one) == "cuda" for one in call.inputs
+            tensor.ndim and ledger.place_of(tensor) == "cuda" for tensor in call.inputs
         ):
-            inherited = "cuda"  # results are on the device of the inputs
+            inherited = "cuda"  # an operation puts its results on the device of its inputs
         with ledger.placed(inherited):
-            return self._handlers[_kind(func)](call)
+            return getattr(self, f"_{_kind(func)}")(call)
 
     def _metadata(self, call: Call) -> Any:
         result = call.run()
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._ledger.place_of(tensor)
+        for tensor in _tensors(result):
+            self._ledger.place_of(tensor)
         return result
 
     def _empty(self, call: Call) -> Any:
         if call.kwargs.get("pin_memory"):
-            raise CannotFollow("it creates empty pinned tensors")
+            raise CannotFollow("the code creates empty pinned tensors")
         return self._allocate(call.func(*call.args, **{**call.kwargs, "device": "meta"}))
 
     def _filled(self, call: Call) -> Any:
-        """Run a factory function; a large result has no values."""
+        """Run a factory function such as ``zeros``; a large result has no values."""
         if call.name == "eye":
-            size = [one for one in call.args if isinstance(one, int)] * 2
-            size = size[:2]
+            rows, *columns = (each for each in call.args if isinstance(each, int))
+            size = [rows, *(columns or [rows])]
         else:
             size = next(list(one) for one in call.args if isinstance(one, list | tuple))
         dtype = call.kwargs.get("dtype")
@@ -202,9 +184,11 @@ class Operations(TorchDispatchMode):
             return self._really(call)
         for tensor in call.inputs:
             self._read(tensor)
-        if call.name == "_local_scalar_dense":  # reads one element, as torch.asarray does
+        if call.name == "_local_scalar_dense":  # torch.asarray reads one element
             if self._ledger.place_of(call.inputs[0]) != "file":
-                raise CannotFollow("it uses values of tensors, which a prediction does not read")
+                raise CannotFollow(
+                    "the code uses values of tensors, but a prediction runs without values"
+                )
             return call.run()
         shapes: Any
         if call.name in _SAME:
@@ -217,13 +201,16 @@ class Operations(TorchDispatchMode):
             lambda tensor: self._allocate(tensor) if isinstance(tensor, torch.Tensor) else tensor,
             shapes,
         )
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
-                self._write(tensor, call.name)
+        for tensor in _tensors(results):
+            self._write(tensor, call.name)
         return results
 
     def _shapes(self, call: Call) -> Any:
-        """Return the results on the meta device; do not count imports made here as work."""
+        """Return the operation's results on the meta device.
+
+        Imports that happen here are not the load's, so that neither their memory nor their number
+        counts.
+        """
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
             args, kwargs = tree_map(
@@ -240,7 +227,7 @@ class Operations(TorchDispatchMode):
             self._ledger.work["modules"] -= len(sys.modules) - modules
 
     def _really(self, call: Call) -> Any:
-        """Run an operation on small tensors; large results have no values."""
+        """Run an operation on small tensors; a large result has no values."""
 
         def keep(result: Any) -> Any:
             if not isinstance(result, torch.Tensor):
@@ -255,7 +242,7 @@ class Operations(TorchDispatchMode):
         return tree_map(keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
-        """Tell whether all tensors hold the values that a real load would compute."""
+        """Tell whether all tensors have the values that a real load would compute."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
 
@@ -271,7 +258,7 @@ class Operations(TorchDispatchMode):
             ledger.work[kind] += tensor.nbytes
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an unwritten CPU tensor with the form and dtype of ``like``, a meta tensor."""
+        """Return an unwritten CPU tensor with the shape and dtype of ``like``, a meta tensor."""
         ledger = self._ledger
         nbytes = like.untyped_storage().nbytes()
         if nbytes > SMALL_BYTES:

@@ -1,4 +1,4 @@
-"""Sets of memory pages that were touched, stored as sorted intervals or as one byte per page."""
+"""Sets of touched memory pages, stored as sorted intervals or as one byte per page."""
 
 import mmap
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ class Extents:
         self.nbytes = 0
 
     def add(self, address: int, length: int) -> int:
-        """Add every page that the interval touches; return the size of the new pages in bytes."""
+        """Add every page that the interval touches; return the size of the added pages in bytes."""
         if length <= 0:
             return 0
         start = address - address % PAGE_BYTES
@@ -41,7 +41,9 @@ class HeapPages:
     """A set of pages of a heap that begins at address 0, stored as one byte per page."""
 
     def __init__(self) -> None:
-        self._pages = mmap.mmap(-1, _MOST_HEAP_BYTES // PAGE_BYTES)  # resident where touched
+        self._pages = mmap.mmap(
+            -1, _MOST_HEAP_BYTES // PAGE_BYTES
+        )  # only its touched pages use memory
         self._end = 0
         self.nbytes = 0
 
@@ -51,7 +53,6 @@ class HeapPages:
         return self._end * PAGE_BYTES
 
     def add(self, address: int, length: int) -> int:
-        """Add every page that the interval touches; return the size of the new pages in bytes."""
         if length <= 0:
             return 0
         first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1

@@ -1,8 +1,8 @@
-"""Simulate one GPU: calls that name "cuda" create CPU storages that the ledger places on the GPU.
+"""Simulate one GPU: calls that name "cuda" create CPU storages that the ledger counts as GPU memory.
 
-Torch without CUDA refuses to create a tensor on "cuda" or to move it there. A call that names this
-device is therefore executed on the CPU, and the ledger records "cuda" as the place of its results.
-The attribute ``device`` of such a tensor is "cuda".
+Torch without CUDA refuses to create a tensor on "cuda" or to move a tensor there. A call that names
+this device is therefore executed on the CPU, and the ledger records "cuda" as the place of its
+results. The attribute ``device`` of such a tensor is "cuda".
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 
 _CUDA: Final = torch.device("cuda", 0)
-_PRIORITY: Final = 15  # of a torch.load handler: between the CPU's (10) and CUDA's (20)
+_PRIORITY: Final = 15  # of a handler of torch.load, between that of the CPU (10) and of CUDA (20)
 
 
 class Devices(TorchFunctionMode):
@@ -45,7 +45,7 @@ class Devices(TorchFunctionMode):
             return own(*args, **kwargs)
         target = kwargs.get("device")
         if target is None and func in _device._device_constructors():
-            target = _device.CURRENT_DEVICE  # this mode runs before "with torch.device()"
+            target = _device.CURRENT_DEVICE  # this mode runs before that of "with torch.device()"
         if target is None:
             return func(*args, **kwargs)
         if not _is_cuda(target):
@@ -80,7 +80,6 @@ class Devices(TorchFunctionMode):
         return pinned
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replace ``Tensor.to``: allocate and copy if the device changes."""
         copy = kwargs.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):
             args = (self._device(args[0]), args[0].dtype, *args[1:])
@@ -147,7 +146,7 @@ def _deserialized() -> Iterator[None]:
 
 
 def _named(value: Any) -> Any:
-    """Return the device that a number names, which torch without CUDA refuses; else the value."""
+    """Return the CUDA device for a number, which torch without CUDA refuses; return any other value as it is."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return torch.device("cuda", value) if is_number else value
 
@@ -155,5 +154,5 @@ def _named(value: Any) -> Any:
 def _is_cuda(device: Any) -> bool:
     kind = torch.device(_named(device))
     if kind.index:
-        raise CannotFollow(f"it uses {kind}; only one GPU is simulated")
+        raise CannotFollow(f"the code uses {kind}, but a prediction simulates only one GPU")
     return kind.type == "cuda"

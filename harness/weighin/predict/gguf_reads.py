@@ -1,8 +1,8 @@
 """Patch the functions of transformers that dequantise a GGUF file: they update the ledger instead.
 
-The package gguf computes with numpy, and not with operations of torch that could be intercepted.
-For each tensor of the file, transformers holds the codes' pages, the values in parts and as a whole,
-the values in the model's order, and a copy, which becomes the tensor of the model.
+The package gguf computes with numpy, so that no torch operation could be intercepted. For each
+tensor of the file, transformers keeps in memory the pages of the codes, the values in parts and as
+a whole, the values in the model's order, and a copy, which becomes the model's tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _FLOAT_BYTES: Final = 4
 
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """Patch what reads ``checkpoint`` if it is a GGUF file; do nothing for any other file."""
+    """Patch the reads of ``checkpoint`` if it is a GGUF file; do nothing for any other file."""
     if not gguf.is_file(checkpoint):
         yield
         return
@@ -47,9 +47,8 @@ def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
         imported = 0
         parsed = original(path)
         if return_tensors:
-            reader: Any = GGUFReader(
-                path
-            )  # its objects, several for each token, live until the end
+            # The reader makes several objects for each token, which live until the end.
+            reader: Any = GGUFReader(path)
             ledger.update()
             parsed["tensors"] = _values(
                 ledger, module, Path(path), parsed["config"], model_to_load, torch_dtype
@@ -81,7 +80,6 @@ def _values(
     model: Any,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor without values for each tensor of the model that the file holds."""
     header = gguf.read_header(file)
     processor = module.TENSOR_PROCESSORS.get(
         header.metadata["general.architecture"], module.TensorProcessor
@@ -90,7 +88,7 @@ def _values(
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     pages = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(file), file.stat().st_size))
     made: dict[str, torch.Tensor] = {}
-    kept = 0  # the values of the tensor before live until those of the next are computed
+    kept = 0  # the last tensor's values live until the next tensor's values are computed
     for where in header.tensors:
         size = prod(where.shape) * _FLOAT_BYTES
         ledger.read(pages[where.offset : where.offset + where.storage_bytes])
@@ -107,7 +105,7 @@ def _values(
 
 
 def _computing_bytes(where: TensorSlice, size: int) -> int:
-    """Return the memory in which numpy computes the values: twice if it joins those of groups of rows."""
+    """Return the memory in which numpy computes the values: twice ``size`` if it joins groups of rows."""
     if where.encoding or where.dtype_name == "bfloat16":
         return 2 * size
     return 0 if where.dtype_name == "float32" else size

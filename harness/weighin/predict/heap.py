@@ -1,10 +1,9 @@
-"""A model of glibc's malloc for large blocks: the blocks in the heap, and its resident pages.
+"""A model of glibc's malloc for large blocks: the blocks in the heap, and the heap's resident pages.
 
-It follows malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are not modelled
-one by one. Their positions differ between processes, so that a ``Heap`` models one of three cases:
+The model follows malloc/malloc.c of glibc 2.36 with its default settings. It leaves out small
+blocks, whose positions differ between processes. A ``Heap`` instead models one of three cases:
 
-* usual: small blocks use the space beside large blocks, so that the hole that a freed large block
-  leaves between two blocks in use is too small for another block of the same size;
+* usual: small blocks use the space beside large blocks, so that the hole that a freed large block leaves between two blocks in use is too small for another block of the same size;
 * ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
 * ``pinned``: a small block lies above all large blocks, so that the kernel gets no freed page back.
 """
@@ -27,7 +26,7 @@ _TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: the size that trimming lea
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A part of the heap, in use or free, linked to its neighbours; or a separate mapping."""
+    """A part of the heap, with links to its neighbours; or, if not ``in_heap``, a separate mapping."""
 
     address: int
     size: int
@@ -56,7 +55,6 @@ class Heap:
         self._holes: list[Chunk] = []
 
     def malloc(self, nbytes: int) -> Chunk:
-        """Return a chunk for ``nbytes`` bytes."""
         wanted = nbytes + _ALIGNING_BYTES
         if wanted >= self._threshold:
             return Chunk(0, nbytes, in_heap=False)
@@ -100,7 +98,6 @@ class Heap:
         self.pages.remove_from(self._top)
 
     def _from_hole(self, hole: Chunk, size: int) -> Chunk:
-        """Return the beginning of a hole as a chunk in use; the rest stays a hole."""
         rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
         if hole.after:
             hole.after.before = rest
@@ -111,7 +108,7 @@ class Heap:
         return hole
 
     def _lower_top(self, chunk: Chunk) -> None:
-        """Join the last chunk to the top; trim the top if it is above glibc's threshold."""
+        """Join the last chunk to the top; trim the top if it is larger than glibc's threshold."""
         self._last = chunk.before
         if self._last:
             self._last.after = None

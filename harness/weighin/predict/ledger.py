@@ -1,8 +1,8 @@
-"""The ledger of a symbolic run: all storages, their places, and their written pages.
+"""The ledger of a symbolic run: all storages, where they are, and their written pages.
 
-A symbolic run executes a strategy on tensors without values. Storages are real, so that code that
-uses addresses, views or sharing works. Large storages are never written and so take no memory; the
-ledger sums the memory that they would take in a real load.
+A symbolic run executes a strategy on tensors without values. The tensors have real storages, so
+that code works that uses addresses, views or sharing. Large storages are never written and so use
+no memory. The ledger adds up the memory that the storages would use in a real load.
 """
 
 import ctypes
@@ -32,8 +32,10 @@ from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 
 _ATTRIBUTE: Final = "_weighin_block"
-"""The attribute of a storage that holds its ``MemoryBlock``. The storage's Python object exists as
-long as its memory."""
+"""The attribute of a storage that refers to its ``MemoryBlock``.
+
+The attribute lives as long as the storage's memory, because both belong to one Python object.
+"""
 
 
 class Ledger:
@@ -41,8 +43,8 @@ class Ledger:
 
     Attributes:
         work: the amounts of work that cost time, by the field names of ``Work``.
-        least_anon_bytes: the peak in a process whose heap reuses every hole: the lowest peak.
-        most_anon_bytes: the peak in a process whose heap releases nothing: the highest peak.
+        least_anon_bytes: the lowest possible peak, in a process whose heap reuses every hole.
+        most_anon_bytes: the highest possible peak, in a process whose heap releases nothing.
         other_anon_bytes: memory of this process that only the symbolic run needs.
     """
 
@@ -59,7 +61,7 @@ class Ledger:
         self.copies: dict[str, int] = {}
         self.phases: list[PredictedPhase] = []
         self.forced_place: Place | None = None
-        # A linked list, not a dict: a dict reallocates its table, which would pin the heap's top.
+        # A linked list: the table of a dict would move while it grows, and pin the heap's top.
         self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
         self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
@@ -75,7 +77,7 @@ class Ledger:
     # -- storages
 
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
-        """Return the block of a tensor's storage; register a new storage.
+        """Return the block of a tensor's storage; register a storage that has none.
 
         ``allocated`` means that torch's own allocator has just created the storage.
         """
@@ -85,7 +87,7 @@ class Ledger:
 
     @contextmanager
     def placed(self, place: Place | None) -> Iterator[None]:
-        """Allocate storages at ``place`` until the context exits; None changes nothing."""
+        """Put new storages at ``place`` until the context exits; None changes nothing."""
         before = self.forced_place
         self.forced_place = place or before
         try:
@@ -94,13 +96,13 @@ class Ledger:
             self.forced_place = before
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return the simulated place of a tensor."""
+        """Return where a tensor would be in a real load."""
         return "meta" if tensor.is_meta else self.block_of(tensor).place
 
     def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         place: Place = self.forced_place or "host"
-        if any(one.address <= address < one.address + one.nbytes for one in self._files):
+        if any(f.address <= address < f.address + f.nbytes for f in self._files):
             place = "file"
         block = MemoryBlock(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
         if place == "cuda" and nbytes and self.cuda is not None:
@@ -118,7 +120,7 @@ class Ledger:
         return block
 
     def _pin(self, nbytes: int) -> None:
-        """Count page-locked memory; torch's CachingHostAllocator keeps freed blocks for reuse."""
+        """Count page-locked memory; torch's CachingHostAllocator reuses freed blocks of the same size."""
         size = _pinned_size(nbytes)
         if self._free_pinned[size]:
             self._free_pinned[size] -= 1
@@ -144,12 +146,14 @@ class Ledger:
             return
         for heap, chunk in zip(self._heaps, block.chunks, strict=False):
             heap.free(chunk)
-        self._mapped_anon_bytes -= block.pages.nbytes  # freed pages of the heap may stay resident
+        self._mapped_anon_bytes -= (
+            block.pages.nbytes
+        )  # without the heap, whose freed pages may stay resident
 
     # -- touching memory
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Record a write to all elements of a tensor; really fill a small tensor with zeros."""
+        """Record a write to all elements of a tensor; fill a small tensor with zeros in reality."""
         block = self.block_of(tensor)
         block.known = False
         if block.real:
@@ -174,7 +178,7 @@ class Ledger:
         self.work["fresh_bytes"] += new
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Record that a tensor's elements are read: pages of mapped files become resident."""
+        """Record a read of all elements of a tensor, which makes pages of a mapped file resident."""
         block = self.block_of(tensor)
         if block.place == "file":
             start, length = extent(tensor)
@@ -184,7 +188,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count ``nbytes`` more anonymous memory, for buffers of code that is not executed here."""
+        """Count ``nbytes`` more anonymous memory, for buffers of code that the symbolic run skips."""
         self._mapped_anon_bytes += nbytes
         self.update()
         try:
@@ -193,7 +197,7 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """Count memory as the load's that this process needed only for the symbolic run until now."""
+        """Count ``nbytes`` from now on as the load's, after they were only the symbolic run's."""
         self.other_anon_bytes -= nbytes
 
     def trimmed(self) -> None:
@@ -202,7 +206,7 @@ class Ledger:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage without resident memory; its size may exceed the machine's RAM."""
+        """Return a storage without resident memory; it may be larger than the machine's RAM."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
@@ -231,18 +235,17 @@ class Ledger:
 
     @property
     def anon_bytes(self) -> int:
-        """The anonymous memory of the simulated process now."""
+        """The anonymous memory that the process would have now in a real load."""
         return self.own_anon_bytes - self.other_anon_bytes + self.tensor_bytes
 
     @property
     def tensor_bytes(self) -> int:
-        """The anonymous memory of large tensors now; small tensors are in ``own_anon_bytes``."""
+        """The anonymous memory of large tensors now; ``own_anon_bytes`` contains the small tensors."""
         return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def file_bytes(self) -> int:
-        """The resident pages of mapped files now."""
-        return self.baseline.file_bytes + sum(one.pages.nbytes for one in self._files)
+        return self.baseline.file_bytes + sum(file.pages.nbytes for file in self._files)
 
     def update(self) -> None:
         """Raise the peaks to the current sums."""
@@ -256,14 +259,13 @@ class Ledger:
         self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
 
     def restart_peaks(self) -> None:
-        """Reset the peaks to the current sums."""
         self.peak_anon_bytes = self.least_anon_bytes = self.most_anon_bytes = 0
         self.peak_tensor_bytes = self.peak_file_bytes = 0
         self.update()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the peaks until the context exits as a phase of this name."""
+        """Record a phase of this name, with the peaks until the context exits."""
         self._phase_peaks = (0, 0)
         self.update()
         if self.cuda:

@@ -1,7 +1,7 @@
-"""Refuse the processes that a strategy starts in a prediction, and end those that start anyway.
+"""Refuse the processes that a strategy starts in a prediction, and kill those that start anyway.
 
 Python reports most ways to start a process as an audit event. ``multiprocessing`` and C code start
-processes without an event; their processes are found afterwards.
+processes without an event; ``check`` finds such processes afterwards.
 """
 
 import os
@@ -21,31 +21,30 @@ _STARTS: Final = (
     "os.posix_spawn",
     "os.system",
 )
-REFUSED: Final = "it starts a process, whose memory a prediction does not follow"
+REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
 _refused: list[str] = []
 
 
 def refuse() -> None:
-    """Let each attempt to start a process in this process raise CannotFollow, from now on."""
+    """From now on, raise CannotFollow for each attempt to start a process."""
     sys.addaudithook(_hook)
 
 
 def check() -> None:
-    """Raise CannotFollow if this process started another, or tried to and went on."""
+    """Raise CannotFollow if this process started another process, or caught the refusal and went on."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     if _refused or of_children or children():
         raise CannotFollow(REFUSED)
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children, of which some may have ended."""
     return [pid for pid in all_pids() if parent_of(pid) == os.getpid()]
 
 
 def end_children() -> bool:
     """Kill all children of this process and their descendants; return whether there were any."""
     found = False
-    while pids := children():  # the children of one that ends become this process's
+    while pids := children():  # the children of a killed process become children of this one
         found = True
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

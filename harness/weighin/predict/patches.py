@@ -1,8 +1,8 @@
-"""Patches for code that reads files without torch operations: each records the reads in the ledger.
+"""Patches for code that reads files without torch operations; each patch updates the ledger.
 
-``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads. Neither
-calls a torch operation that could be intercepted. One more patch is for ``trunc_normal_``, which
-reads values. All other code of a strategy runs unchanged.
+``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads, so that no
+torch operation could be intercepted. Another patch replaces ``trunc_normal_``, which reads values.
+All other code of a strategy runs unchanged.
 """
 
 import json
@@ -47,7 +47,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     """Patch the functions of safetensors that read a file in Rust, among a strategy's global ``names``.
 
-    The strategy imports safetensors itself, because this import's memory is part of the load.
+    The strategy has imported safetensors itself, because the import's memory is part of the load.
     """
     module = sys.modules.get("safetensors.torch")
     if module is None:
@@ -79,7 +79,9 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     found = {
         name: fakes[value]
         for name, value in names.items()
-        if any(value is function for function in fakes)  # a value need not be hashable
+        if any(
+            value is function for function in fakes
+        )  # some values cannot be hashed, so a lookup would fail
     }
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield
@@ -87,14 +89,13 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _FileBytes:
-    """A stand-in for the content of a file: ``memory`` has its size, but not its values."""
+    """A stand-in for the content of a file: ``memory`` has the file's size, but no values."""
 
     path: Path
     memory: torch.Tensor
 
 
 def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return tensors without values, with the shapes in a safetensors file's header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {
@@ -105,7 +106,7 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
 
 
 def _archives(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` for zip files, where it reads each record into its own storage."""
+    """Patch ``torch.load`` for zip files, where it reads each record into a storage of its own."""
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -126,13 +127,12 @@ def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
 
 
 def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
-    """Record that a tensor was filled from a file."""
     ledger.write(tensor)
     ledger.work["read_bytes"] += tensor.nbytes
 
 
 def _maps(ledger: Ledger) -> Any:
-    """Patch ``torch.load(mmap=True)`` and safetensors, which privately map the whole file."""
+    """Patch ``torch.load(mmap=True)`` and safetensors, which make a private mapping of the whole file."""
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
@@ -141,14 +141,14 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` for files of old torch: it creates all storages, then fills them."""
+    """Patch ``torch.load`` for files of old torch: it creates all storages, then reads into them."""
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
     ) -> torch.UntypedStorage:
         if offset is not None:
             file.seek(offset)
-        file.seek(8 + self.nbytes(), 1)  # skips the number of elements and the elements
+        file.seek(8 + self.nbytes(), 1)  # skips the number of elements, and the elements
         whole = torch.empty(0, dtype=torch.uint8).set_(self)
         _filled(ledger, whole)
         return self
@@ -158,13 +158,15 @@ def _legacy(ledger: Ledger) -> Any:
 
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
-    """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
+    """Patch ``load_streaming``, whose threads read into memory that is already allocated."""
     from weighin.loader import computed, fill, small
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.reads import Fillable
 
     before = ledger.own_anon_bytes
-    from weighin.loader import converting  # which few loads import
+    from weighin.loader import (
+        converting,  # its memory is not the load's, because few loads import it
+    )
 
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
 
@@ -184,7 +186,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 fresh = ledger.work["fresh_bytes"]
                 for tensor in stretch.members:
                     ledger.write(tensor)
-                # Huge pages cause few page faults. Zeroing them takes time, as writes do.
+                # Huge pages cause few page faults, but zeroing them takes as long as a write.
                 ledger.work["fresh_bytes"] = fresh
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
@@ -211,7 +213,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
 
 
 def _prefetches() -> Any:
-    """Patch ``mmap`` to skip prefetches: no figure of a prediction contains the page cache."""
+    """Patch ``mmap`` to skip prefetches, because no predicted figure includes the page cache."""
 
     class Mapping(mmap.mmap):
         def madvise(self, option: int, *stretch: int) -> None:
@@ -224,7 +226,7 @@ def _prefetches() -> Any:
 def _truncated() -> Any:
     """Patch ``trunc_normal_``, which reads the drawn values to replace those outside its bounds.
 
-    If the bounds are far from the mean, no value is outside of them.
+    No value is outside of bounds that are eight standard deviations from the mean.
     """
     original = torch.nn.init._no_grad_trunc_normal_
 

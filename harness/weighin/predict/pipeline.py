@@ -1,8 +1,8 @@
 """Add up the predictions for the parts of a pipeline, which one process loads one after the other.
 
-*Together*, each loaded part stays in memory: the sum of the memory that stays, plus the largest
-transient memory of a load, so that the order of the loads does not matter. *One after the other*, each
-part is freed before the next load: the largest of the parts.
+*Together*: each loaded part stays in memory. The peak is the memory of all loaded parts plus the
+largest transient memory of a load, so that the order of the loads does not matter. *One after the
+other*: each part is freed before the next load, and the peak is that of the largest part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,18 +28,18 @@ _BASES: Final = {
     "cuda_allocated_bytes": None,
     "cuda_reserved_bytes": None,
 }
-"""The figure that is in memory before the load, once for all parts, for each peak."""
+"""For each peak, the figure before the load, which counts once for all parts; None if it is zero."""
 _PAGE_TABLE_SHARE: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """The peaks of loading all parts of a pipeline with one strategy, in bytes; None is not predicted.
+    """The peaks of a pipeline whose parts are all loaded with one strategy, in bytes; None means not predicted.
 
     Attributes:
-        strategy: the strategy's name; for the libraries' own loaders, all their names.
+        strategy: the strategy's name; for the libraries' own loaders, the names of all of them.
         held: "together" or "one after the other".
-        cannot: why a part could not be predicted; empty if all could.
+        cannot: why a part could not be predicted; empty if all parts could.
     """
 
     strategy: str
@@ -55,15 +55,17 @@ class Combined:
 
 
 def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for a pipeline's part: the loader of ``library`` in place of other libraries' loaders."""
+    """Return the strategies for a part of a pipeline; the loader of ``library`` replaces other
+    libraries' loaders.
+    """
     loaders = {each.name for each in LIBRARIES}
     return list(dict.fromkeys(library if name in loaders and library else name for name in names))
 
 
 def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
-    """Return the peaks of the whole pipeline for each strategy, from the predictions of each part.
+    """Return the peaks of the whole pipeline for each strategy, from the predictions of its parts.
 
-    The parts must have the same number of predictions, in the same order of strategies.
+    All parts must have predictions for the same strategies, in the same order.
     """
     answers = []
     for of_parts in zip(*parts.values(), strict=True):
@@ -113,7 +115,7 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the memory that a loaded part holds after its load, in bytes: its peak in the last phase."""
+    """Return the memory of a loaded part after its load, in bytes: its peak in the last phase."""
     base = _BASES[figure]
     before = (getattr(prediction, base) or 0) if base else 0
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None
@@ -121,7 +123,6 @@ def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
 
 
 def table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
-    """Yield the table of a whole pipeline, and a line for each strategy without a prediction."""
     answers = list(answers)
     known = [each for each in answers if not each.cannot]
     if known:

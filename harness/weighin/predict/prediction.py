@@ -1,19 +1,24 @@
 """The prediction for one cell. Bytes are integers; None means not predicted."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.units import MIB
+from weighin.units import MIB, format_bytes
 
+_NUMBERS: Final = {1: "one copy", 2: "two copies", 3: "three copies"}
+_WORTH_SAYING: Final = 0.03  # a share of the model's size; a smaller remainder is not mentioned
 ABOVE_PEAK_BYTES: Final = 16 * MIB
-"""The RAM floor of a copying strategy minus its anonymous peak and its page tables; measurements
-gave 8 to 24 MB."""
+"""The RAM floor of a copying strategy minus its anonymous peak and its page tables.
+
+Measurements gave 8 to 24 MB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedPhase:
-    """The predicted peaks inside one phase of a strategy; ``record.Phase`` has measured peaks."""
+    """The predicted peaks in one phase of a strategy; ``weighin.result.Phase`` has the measured ones."""
 
     name: str
     host_anon_peak_bytes: int
@@ -31,7 +36,8 @@ class Work:
         read_bytes: the bytes read from files through the page cache.
         read_direct_bytes: the bytes read from files with direct I/O, by several threads.
         mapped_bytes: the bytes read as pages of mapped files.
-        fresh_bytes: the size of pages touched for the first time, or again after their release.
+        fresh_bytes: the size of pages that were touched for the first time, or again after their
+            release.
         written_bytes: the bytes written by copies, fills and computations.
         random_bytes: the size of the random numbers that constructors draw.
         archives: the number of files that ``torch.load`` opened.
@@ -49,19 +55,20 @@ class Work:
 
     @property
     def disk_read_bytes(self) -> int:
-        """The number of bytes read from files; a range that is read twice counts twice."""
+        """The bytes read from files; a range counts twice if it is read twice."""
         return self.read_bytes + self.read_direct_bytes + self.mapped_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedUse:
-    """The predicted memory of the use of a loaded model, from the beginning of the use to its end.
+    """The predicted memory of the use of a loaded model, from the start of the use to its end.
 
     Attributes:
         name: the name of the use.
         host_anon_peak_bytes, host_anon_least_bytes, host_anon_most_bytes: the peak of the process's
             anonymous memory, in the three cases of a ``Prediction``.
-        tensor_peak_bytes: the part of the anonymous memory that tensors hold, also in forked processes.
+        tensor_peak_bytes: the part of the anonymous memory that tensors use, also in forked
+            processes.
         host_file_peak_bytes: the peak of resident pages of mapped files.
         children_private_bytes: the private memory of each forked process at its end.
     """
@@ -84,12 +91,12 @@ class PredictedUse:
 
     @property
     def all_least_bytes(self) -> int:
-        """The lowest such peak, see ``host_anon_least_bytes``."""
+        """The sum of ``host_anon_least_bytes`` and the private memory of forked processes."""
         return self.host_anon_least_bytes + sum(self.children_private_bytes)
 
     @property
     def all_most_bytes(self) -> int:
-        """The highest such peak, see ``host_anon_most_bytes``."""
+        """The sum of ``host_anon_most_bytes`` and the private memory of forked processes."""
         return self.host_anon_most_bytes + sum(self.children_private_bytes)
 
 
@@ -98,31 +105,29 @@ class Prediction:
     """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
-        use: the use that follows the load; None if no use is predicted. ``floor_bytes`` and
-            ``phases`` include the use, and no other figure does.
+        use: the use that follows the load; None if no use is predicted. Only ``floor_bytes`` and
+            ``phases`` include the memory of the use.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
         baseline_file_bytes: the resident pages of mapped files before the load, torch's libraries.
         host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
             torch.
-        host_anon_least_bytes: this peak in processes whose heap reuses the holes that freed large
-            blocks leave; equal to ``host_anon_peak_bytes`` if there are no holes.
-        host_anon_most_bytes: this peak in processes where a small block lies above freed large
-            blocks, so that the kernel does not get them back; equal to ``host_anon_peak_bytes`` if
-            there are no freed large blocks.
-        tensor_peak_bytes: the part of the anonymous memory that tensors hold.
-        host_file_peak_bytes: the peak of resident pages of mapped files, torch's libraries
-            included.
-        in_flight_bytes: the size of a mapped file's pages that the disk is reading while the model
-            is touched; the kernel cannot reclaim these pages. It depends on the disk's read-ahead,
-            and is 0 if no file stays mapped.
+        host_anon_least_bytes: the lowest such peak, in a process whose heap reuses the holes that
+            freed large blocks leave; ``host_anon_peak_bytes`` if there are no holes.
+        host_anon_most_bytes: the highest such peak, in a process where a small block above freed
+            large blocks keeps them in the heap; ``host_anon_peak_bytes`` if there are none.
+        tensor_peak_bytes: the part of the anonymous memory that tensors use.
+        host_file_peak_bytes: the peak of resident pages of mapped files, including torch's
+            libraries.
+        in_flight_bytes: the size of the pages that the disk is reading at once while the model is
+            touched, which the kernel cannot reclaim; 0 if no file stays mapped.
         floor_bytes: the smallest RAM limit under which the load should work in every process.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
             allocator; None if the device is the CPU.
         disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
         reasons: phrases that explain the peak, such as "keeps two copies of the weights".
-        cannot: the reason why the cell could not be predicted, in which case no figure is given;
-            empty if the cell was predicted.
+        cannot: the reason why the cell has no prediction and all figures are None; empty if the cell
+            was predicted.
     """
 
     cell: Cell
@@ -162,16 +167,16 @@ class Prediction:
 
     @property
     def use_floor_bytes(self) -> int | None:
-        """The smallest RAM limit for the use alone, after a load without a limit, in the usual case."""
+        """The smallest RAM limit for the use alone, if the load before it had no limit."""
         return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
 
     @property
     def tensors_with_use_bytes(self) -> int:
-        """The highest part of the anonymous memory that tensors hold in the load and the use."""
+        """The larger ``tensor_peak_bytes`` of the load and the use."""
         return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
 
     def cuda_with_use(self, name: str) -> int | None:
-        """Return the peak in the load and the use; ``name`` is that of a field: "cuda_reserved_bytes"."""
+        """Return the larger peak of the load and the use; ``name`` is a field such as "cuda_reserved_bytes"."""
         sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
         return max((size for size in sizes if size is not None), default=None)
 
@@ -192,13 +197,11 @@ class Prediction:
 
     @property
     def strategy(self) -> str:
-        """The strategy's name."""
         return self.cell.strategy
 
 
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
-    """Return the prediction that a child process sent as JSON."""
-    fields.pop("error", None)  # of a HarnessError, whose text is in ``cannot``, too
+    fields.pop("error", None)  # the text of the error is also in ``cannot``
     fields.pop("cell", None)
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
     reasons = tuple(fields.pop("reasons", ()))
@@ -207,3 +210,24 @@ def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
     if use:
         use = PredictedUse(**use | {"children_private_bytes": tuple(use["children_private_bytes"])})
     return Prediction(cell=cell, phases=phases, reasons=reasons, work=work, use=use, **fields)
+
+
+def reasons(
+    model_bytes: int, tensor_bytes: int, mapped_bytes: int, cuda_bytes: int | None
+) -> Iterator[str]:
+    """Yield phrases that explain the peaks of tensors in RAM, mapped pages and GPU requests."""
+    if cuda_bytes:
+        yield f"keeps {_copies(cuda_bytes, model_bytes)} on the GPU"
+    if tensor_bytes >= model_bytes * 0.5:
+        yield f"keeps {_copies(tensor_bytes, model_bytes)} in memory"
+    if mapped_bytes >= model_bytes * 0.5:
+        yield f"maps {_copies(mapped_bytes, model_bytes)}, which the kernel may drop and read again"
+
+
+def _copies(size: int, model_bytes: int) -> str:
+    number = int((size + _WORTH_SAYING * model_bytes) // model_bytes)
+    rest = size - number * model_bytes
+    words = [_NUMBERS.get(number, f"{number} copies") + " of the weights"] if number else []
+    if rest > _WORTH_SAYING * model_bytes:
+        words.append(format_bytes(rest))
+    return " and ".join(words)

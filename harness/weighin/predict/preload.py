@@ -1,9 +1,9 @@
 """Import torch's largest optional part once, and hide it from each load until the load imports it.
 
 A module on the meta device makes torch import ``torch._dynamo``: 827 modules, and a second of
-processor time. In a worker, this import is a part of the load. Here the forks of one process share
-it: the process imports the modules and takes them out of ``sys.modules``. A fork that imports
-``torch._dynamo`` gets them back, and counts them from then on.
+processor time. In a worker, this import is a part of the load. The predicting process imports the
+modules once, for all its forks, and removes them from ``sys.modules``. When a fork imports
+``torch._dynamo``, it gets these modules, and their memory counts from then on.
 """
 
 import sys
@@ -15,18 +15,17 @@ from types import ModuleType
 from typing import Any, Final
 
 from weighin.probes.process import memory_of, read_status
-from weighin.result import Memory
 
 _ROOT: Final = "torch._dynamo"
 
 
 class Preloaded(MetaPathFinder, Loader):
-    """Finds the hidden modules, before any other finder.
+    """A finder of modules that comes before all other finders and returns the hidden modules.
 
     Attributes:
         anon_bytes: the anonymous memory of modules that are hidden.
-        file_bytes: the resident pages of files that their import has mapped.
-        on_import: is called with ``anon_bytes`` when the modules are imported.
+        file_bytes: the resident pages of files that the import of these modules has mapped.
+        on_import: a function that gets ``anon_bytes`` when the modules are imported.
     """
 
     def __init__(self) -> None:
@@ -36,10 +35,10 @@ class Preloaded(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def hide(self) -> None:
-        """Import the modules and hide those that were not imported before."""
-        before, known = _memory(), set(sys.modules)
+        """Import the modules, and hide those that were not imported before."""
+        before, known = memory_of(read_status()), set(sys.modules)
         import_module(_ROOT)
-        after = _memory()
+        after = memory_of(read_status())
         self.anon_bytes = after.anon_bytes - before.anon_bytes
         self.file_bytes = after.file_bytes - before.file_bytes
         self._hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name not in known}
@@ -58,7 +57,7 @@ class Preloaded(MetaPathFinder, Loader):
         return self._hidden[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Show a module that is imported; with ``torch._dynamo``, show all modules."""
+        """Stop hiding an imported module; after the import of ``torch._dynamo``, hide no module."""
         name = module.__name__
         module.__spec__ = self._specs[name]
         del self._hidden[name]
@@ -74,7 +73,7 @@ class Preloaded(MetaPathFinder, Loader):
         self.anon_bytes = self.file_bytes = 0
 
     def _attributes(self) -> Iterator[tuple[ModuleType, str, ModuleType]]:
-        """Yield each hidden module with its parent that is not hidden, and its name there."""
+        """Yield a parent that is not hidden, an attribute's name, and the hidden module that it names."""
         for path, module in self._hidden.items():
             parent, _, name = path.rpartition(".")
             if parent in sys.modules and parent not in self._hidden:
@@ -83,7 +82,3 @@ class Preloaded(MetaPathFinder, Loader):
 
 PRELOADED: Final = Preloaded()
 """The hidden modules of this process and its forks."""
-
-
-def _memory() -> Memory:
-    return memory_of(read_status())

@@ -1,7 +1,7 @@
 """Turn the prediction for one process into the prediction for several ranks under one limit.
 
-Each rank loads for itself: the anonymous memory of all ranks is private and adds up, while mapped
-pages of files are shared and count once.
+Each rank loads for itself. The anonymous memory of a rank is private, so that it counts for each
+rank. The mapped pages of files are shared, so that they count once.
 """
 
 from dataclasses import fields, replace
@@ -21,10 +21,10 @@ _SHARED_WORK: Final = ("mapped_bytes",)
 
 
 def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
-    """Return the prediction for ``cell``, given that for one of its ranks.
+    """Return the prediction for ``cell`` from the prediction ``of_one`` of its ranks.
 
-    The work is that of all ranks, which share the machine's processors and memory. Figures of the
-    GPU stay those of one rank, because each rank has a GPU of its own.
+    The work is the sum over all ranks, because they share the machine's processors and memory.
+    Figures of the GPU stay those of one rank, because each rank has a GPU of its own.
     """
     if of_one.cannot:
         return replace(of_one, cell=cell)

@@ -17,9 +17,8 @@ from weighin.predict.fake_cuda import pretended
 from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
-from weighin.predict.prediction import ABOVE_PEAK_BYTES, Prediction, Work
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, Prediction, Work, reasons
 from weighin.predict.preload import PRELOADED
-from weighin.predict.reasons import reasons
 from weighin.predict.using import UseToFollow, follow
 from weighin.result import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
@@ -29,10 +28,12 @@ from weighin.worker.touch import identity, named_tensors, touch
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
-"""The possible error of a use's peak, 1/100 of it plus these bytes, for which its floor has room: what a
-backward pass frees stays in the heap in another way each time."""
-_PART: Final = 4096  # of the rows or columns of a matrix; more of them need no more buffers
-_TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
+"""A use's peak may be wrong by 1/100 of itself plus these bytes, which its floor leaves room for.
+
+The pages that a backward pass frees lie in the heap differently in each run.
+"""
+_PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
+_TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
 
 
 def run(
@@ -48,11 +49,10 @@ def run(
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
     Args:
-        baseline: the memory of the parent process; this process is its fork and has no file pages
-            yet.
+        baseline: the memory of the parent process, of which this process is a fork.
         own_bytes: the anonymous memory that this process has, but a worker has not.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
-        use: what follows the load; None if the run ends when the model is ready.
+        use: the use that follows the load; None if the run ends when the model is ready.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
@@ -96,14 +96,16 @@ def run(
 
 @contextmanager
 def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """Let torch's operations, reads of files and calls of the GPU update the ledger."""
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
     with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
         yield
 
 
 def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes: int) -> Prediction:
-    """Read every tensor of the loaded model; return the figures of the load."""
+    """Read every tensor of the loaded model, and return the prediction of the load.
+
+    The file pages that the disk is reading stay in RAM, because the kernel cannot reclaim them.
+    """
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
         for tensor in tensors.values():
@@ -112,48 +114,7 @@ def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes:
             _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
-    return _figures(ledger, cell, model_bytes, mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes)
-
-
-def _floor(most_bytes: int, in_flight_bytes: int) -> int:
-    """Return the smallest RAM limit for an anonymous peak; page tables take a share of it."""
-    return most_bytes + most_bytes // _PAGE_TABLE_SHARE + ABOVE_PEAK_BYTES + in_flight_bytes
-
-
-def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
-    """Read real tensors as the worker reads a model, to measure the memory that this needs.
-
-    Each thread reads one tensor, of which a part is enough. ``sizes`` are those of the model's
-    tensors, in bytes.
-    """
-    before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
-    largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
-    tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
-    ledger.other_anon_bytes += ledger.own_anon_bytes - before
-    touch(tensors)
-    ledger.update()
-    tensors.clear()
-    ledger.other_anon_bytes = other
-
-
-def _multiply(model: torch.nn.Module) -> None:
-    """Multiply with real matrices as a forward pass does, so that this process has its buffers.
-
-    The math library keeps buffers for each thread; a part of the largest matrices is enough.
-    """
-    shapes = {
-        (min(rows, _PART), min(columns, _PART), weight.dtype)
-        for weight in model.parameters()
-        if weight.dim() == 2 and weight.is_floating_point() and weight.itemsize > 1
-        for rows, columns in [weight.shape]
-    }
-    for rows, columns, dtype in nlargest(2, shapes, key=lambda shape: shape[0] * shape[1]):
-        some_tokens = torch.zeros(16, columns, dtype=dtype)
-        torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
-
-
-def _figures(ledger: Ledger, cell: Cell, model_bytes: int, in_flight_bytes: int) -> Prediction:
-    """Return the peaks; ``in_flight_bytes`` are file pages in reading, which stay in RAM."""
+    in_flight_bytes = mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes
     highest: dict[str, Any] = {
         f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
         if ledger.cuda
@@ -187,3 +148,39 @@ def _figures(ledger: Ledger, cell: Cell, model_bytes: int, in_flight_bytes: int)
         ),
         **highest,
     )
+
+
+def _floor(most_bytes: int, in_flight_bytes: int) -> int:
+    return most_bytes + most_bytes // _PAGE_TABLE_SHARE + ABOVE_PEAK_BYTES + in_flight_bytes
+
+
+def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
+    """Read real tensors as the worker reads a model, to measure the memory of reading.
+
+    ``sizes`` are the sizes of the model's tensors, in bytes. Each thread reads one tensor; a part
+    of the tensor needs as much memory as the whole.
+    """
+    before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
+    largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
+    tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
+    ledger.other_anon_bytes += ledger.own_anon_bytes - before
+    touch(tensors)
+    ledger.update()
+    tensors.clear()
+    ledger.other_anon_bytes = other
+
+
+def _multiply(model: torch.nn.Module) -> None:
+    """Multiply real matrices as a forward pass does, so that this process has the same buffers.
+
+    The math library allocates buffers for each thread; for large matrices they have a fixed size.
+    """
+    shapes = {
+        (min(rows, _PART), min(columns, _PART), weight.dtype)
+        for weight in model.parameters()
+        if weight.dim() == 2 and weight.is_floating_point() and weight.itemsize > 1
+        for rows, columns in [weight.shape]
+    }
+    for rows, columns, dtype in nlargest(2, shapes, key=lambda shape: shape[0] * shape[1]):
+        some_tokens = torch.zeros(16, columns, dtype=dtype)
+        torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))

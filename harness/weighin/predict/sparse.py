@@ -1,4 +1,4 @@
-"""Write checkpoints without values: sparse files that take almost no disk space."""
+"""Write checkpoints without values: sparse files, which use almost no disk space."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +31,10 @@ def make_sparse(
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
     The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
-    all tensors of ``model`` if ``source`` is None. If the source is in a Hugging Face folder, its keys
-    may differ from the model's: the new checkpoint has the model's tensors in the widest dtype of the
-    source, as ``weighin bench`` writes them. ``dtype`` replaces the dtype of floating-point tensors;
-    None means the dtypes that ``weighin bench`` writes.
+    all tensors of ``model`` if ``source`` is None. The keys in a Hugging Face folder may differ
+    from the model's. For such a source, the new checkpoint has the model's tensors in the widest
+    dtype of the source, as ``weighin bench`` writes them. ``dtype`` replaces the dtype of
+    floating-point tensors; None means the dtypes that ``weighin bench`` writes.
 
     Raises:
         ConfigError: the builder cannot be used.
@@ -67,10 +67,10 @@ def make_sparse(
 
 
 def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
-    """Refuse a checkpoint ``source`` from which no strategy loads all weights of a library's model.
+    """Raise an error for a checkpoint that no strategy can load into a library's model.
 
     Raises:
-        CheckpointError: it lacks weights, or has them in another shape, or cannot be read.
+        CheckpointError: ``source`` lacks weights, has them in another shape, or cannot be read.
     """
     refuse_part(source, selection)
     own, slices = formats.read(source, selection)
@@ -86,8 +86,9 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     """Write the manifest that a worker would read, with placeholder checksums; return its path.
 
-    ``dtype`` is the dtype of the load. Linux refuses a tensor that is larger than this machine's RAM,
-    even if the tensor is never written: a wider dtype than necessary would exclude some models.
+    ``dtype`` is the dtype of the load. Linux refuses to allocate a tensor that is larger than this
+    machine's RAM, even if the tensor is never written. A wider dtype than that of the load would
+    exclude some models.
     """
     kind = getattr(torch, dtype)
     described = describe(model, real_buffers="non_persistent", dtype=kind)

@@ -1,4 +1,4 @@
-"""One storage of a symbolic run, with its simulated place and its written pages."""
+"""One storage of a symbolic run: where it would be in a real load, and its written pages."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from weighin.units import KIB
 Place = Literal["host", "pinned", "file", "cuda", "meta"]
 
 SMALL_BYTES: Final = 64 * KIB
-"""Storages up to this size are really written, because code may read their values."""
+"""Storages up to this size are written in reality, because code may read their values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +24,8 @@ class MemoryBlock:
 
     Attributes:
         chunks: the storage's chunk in each of the ledger's heaps.
-        real: whether the storage is really written and so takes memory of this process.
-        known: whether its values are the values that a real load would compute.
+        real: whether the storage is written in reality, and so uses memory of this process.
+        known: whether its values are those that a real load would compute.
     """
 
     place: Place
@@ -42,7 +42,7 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with its block and a function to call when it is freed."""
+    """A weak reference to a storage, with the storage's block; its callback runs when the storage is freed."""
 
     __slots__ = ("block",)
     block: MemoryBlock
@@ -50,7 +50,7 @@ class FollowedStorage(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(slots=True, eq=False)
 class MappedFile:
-    """A private mapping of a file, and the pages of it that were read."""
+    """A private mapping of a file, and those of its pages that were read."""
 
     path: str
     address: int
@@ -59,6 +59,6 @@ class MappedFile:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte and the number of bytes that its elements span."""
+    """Return the address of a tensor's first byte, and the number of bytes from there to its last one."""
     start, end = tensor_memory.extent(tensor)
     return tensor.data_ptr(), end - start

@@ -44,22 +44,19 @@ _ON_GPU: Final = {
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return all predictions for ``--json``; bytes are integers, None means not predicted."""
-    return {"predictions": [one_as_json(one) for one in predictions]}
-
-
-def one_as_json(prediction: Prediction) -> dict[str, Any]:
-    """Return one prediction for ``--json``; the fields of its cell come first."""
-    cell = prediction.cell
-    fields = asdict(prediction)
-    del fields["cell"]
     return {
-        "strategy": cell.strategy,
-        "model": cell.model.title,
-        "format": cell.format,
-        "device": cell.device,
-        "dtype": cell.dtype,
-        "options": cell.options,
-        **fields,
+        "predictions": [
+            {
+                "strategy": prediction.strategy,
+                "model": prediction.cell.model.title,
+                "format": prediction.cell.format,
+                "device": prediction.cell.device,
+                "dtype": prediction.cell.dtype,
+                "options": prediction.cell.options,
+                **{name: value for name, value in asdict(prediction).items() if name != "cell"},
+            }
+            for prediction in predictions
+        ]
     }
 
 
@@ -98,7 +95,6 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
 
 
 def _other_peak(prediction: Prediction, peak: str) -> int | None:
-    """Return the anonymous peak ``peak`` if it differs from the usual peak beyond the tolerance."""
     usual, other = prediction.host_anon_peak_bytes, getattr(prediction, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
         return None
@@ -135,7 +131,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
 
 
 def figure_columns(*, uses: bool = False, on_gpu: bool) -> dict[str, str]:
-    """Return the names of the predicted peaks, by the headings of their columns."""
+    """Return the predicted peaks of a table: the field's name by the column's heading."""
     return {
         "anony-\nmous": "host_anon_peak_bytes",
         "file\npages": "host_file_peak_bytes",
@@ -157,7 +153,7 @@ def _figure(prediction: Prediction, name: str) -> int | None:
 def check_table(checked: Sequence[Checked]) -> Table:
     """Return a table with a row for each measured figure and its prediction.
 
-    Properties that all cells share are in the title.
+    The title has the properties that all cells share.
     """
     names = [_parts(series.prediction.cell) for series in checked]
     common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
@@ -185,7 +181,6 @@ def check_table(checked: Sequence[Checked]) -> Table:
 
 
 def summary_line(summary: Summary) -> str:
-    """Return the line below the table of ``--check``."""
     share = summary.killed / summary.series
     return (
         f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"
@@ -210,7 +205,7 @@ def _name(prediction: Prediction) -> str:
 
 
 def gib(size: int | None) -> str:
-    """Format a size in GiB with three decimals, from 100 GiB on with one; empty for None."""
+    """Format a size in GiB with three decimals, or with one from 100 GiB on; empty for None."""
     if size is None:
         return ""
     return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

@@ -23,7 +23,7 @@ from weighin.worker.touch import named_tensors
 from weighin.worker.uses import CHILDREN, Done, Given
 
 _OF_A_CHILD_BYTES: Final = 4 * MIB
-"""The private memory of a forked Python process beside the weights that it writes."""
+"""The private memory of a forked Python process, without the weights that it writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class UseToFollow:
 
 
 def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
-    """Run the use in a phase of its own; return its peaks.
+    """Run the use in a phase of its own, and return its peaks.
 
     Raises:
-        CannotFollow: the use runs code whose memory use the ledger cannot compute.
+        CannotFollow: the use runs code whose memory the ledger cannot compute.
     """
     ledger.restart_peaks()
     written_bytes = 0
@@ -68,7 +68,6 @@ def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Predicte
 
 
 def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
-    """Run the use, and return what it keeps in memory."""
     if use.function is None:
         return _forward(model, use.inputs)
     with tempfile.TemporaryDirectory() as folder, _saves():
@@ -78,7 +77,7 @@ def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
         except (CannotFollow, RuntimeError, NotImplementedError):
             if use.name not in TRAINING or use.inputs is None:
                 raise
-        # Only the activations of a few tokens are missing: a gradient is as large as its weight.
+        # Without inputs, the use makes its own gradients; only the activations are then missing.
         for weight in model.parameters():
             weight.grad = None
         ledger.restart_peaks()
@@ -95,7 +94,6 @@ def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    """Return the size of the pages that hold the parameters and buffers."""
     pages = Extents()
     for tensor in named_tensors(model).values():
         pages.add(*extent(tensor))
@@ -104,7 +102,7 @@ def _weight_bytes(model: torch.nn.Module) -> int:
 
 @contextmanager
 def _saves() -> Iterator[None]:
-    """Patch ``torch.save``: it reads the tensors' memory and needs no copy, so it writes no values."""
+    """Let ``torch.save`` write no values: it writes from the tensors' own memory, and needs no copy."""
     original = torch._C.PyTorchFileWriter
 
     class Writer(original):  # type: ignore[misc, valid-type]

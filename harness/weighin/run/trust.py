@@ -74,8 +74,7 @@ def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
         lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
     base_image = settings.base_image
     if base_image and any(cell.isolation == "docker" for cell in cells):
-        from weighin.isolation.docker.image import BASE_VARIABLE
-        from weighin.isolation.docker.image_build import DEFAULT_BASE  # these import the SDK
+        from weighin.isolation.docker.image import BASE_VARIABLE, DEFAULT_BASE  # imports the SDK
 
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
             lines[f"base image {one_line(base_image)}"] = None

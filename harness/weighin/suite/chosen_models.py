@@ -1,6 +1,6 @@
-"""Turn what was typed for a run into its models, their checkpoint and their dtype.
+"""Turn the arguments of a run into its models, their checkpoint and their dtype.
 
-Every verb that takes a model uses ``choose``, so that all of them take the same.
+Every verb that takes a model uses ``choose``, so that all verbs accept the same models.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,14 @@ class ChosenModels:
     """The models of a run.
 
     Attributes:
-        checkpoint: the user's own weights of all models; None for weights that weighin generates, and for
-            models that each have ``checkpoints``.
-        selection: the part of the checkpoint that holds the weights.
-        dtypes: the dtype of each model's loads, by title, which is the model's own dtype for "auto".
-        checkpoints: the weights of each model's own, by title, in a suite of several models.
-        python_path: the folders from which to import the models' builders.
-        notes: what the user may not expect of the checkpoint, and what lies beside it.
+        checkpoint: the user's own weights, for all models; None if weighin generates the weights,
+            or if
+            ``checkpoints`` has them.
+        selection: the part of the checkpoint that contains the weights.
+        dtypes: the dtype of each model's loads, by the model's title; "auto" is already resolved.
+        checkpoints: the user's own weights of each model, by title, in a suite of several models.
+        python_path: the folders from which the models' builders are imported.
+        notes: surprises of the checkpoint, and files beside it that a load ignores.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -43,12 +44,12 @@ class ChosenModels:
 
     @property
     def own_format(self) -> str | None:
-        """The format in which all models' own checkpoint is loaded; None if they have none, or several."""
+        """The format in which ``checkpoint`` is loaded; None without such a checkpoint."""
         return formats.loaded_as(self.checkpoint, self.selection)
 
     @property
     def own_formats(self) -> Mapping[str, str]:
-        """The format in which each model's own checkpoint is loaded, by title."""
+        """The format in which each model's own checkpoint is loaded, by the model's title."""
         loaded = {
             spec.title: formats.loaded_as(
                 self.checkpoints.get(spec.title, self.checkpoint), self.selection
@@ -59,7 +60,7 @@ class ChosenModels:
 
     @property
     def dtype(self) -> str:
-        """The one dtype of all loads.
+        """The dtype of all loads.
 
         Raises:
             ConfigError: the models have different dtypes.
@@ -81,15 +82,16 @@ def choose(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> ChosenModels:
-    """Return the models of a suite, with the checkpoint that their names or --checkpoint give.
+    """Return the models of a suite, with the checkpoint from their names or from --checkpoint.
 
-    ``kwargs`` are arguments of all models, beside their own. ``selection`` is that of --key and
-    --strip-prefix, which a model's entry in a suite may have instead. ``choice`` is for all models that
-    are Hugging Face folders.
+    ``kwargs`` are arguments for the builders of all models, beside the suite's. ``selection`` comes
+    from --key and --strip-prefix; a model's entry in a suite may select instead. ``choice`` applies
+    to every model that is a Hugging Face folder.
 
     Raises:
         HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
-            in what a run has only once: the checkpoint, the selection and the dtype.
+            in the
+            checkpoint, the selection or the dtype, of which a run has only one.
     """
     typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
@@ -108,7 +110,13 @@ def choose(
         dtypes[spec.title] = _dtype(spec, entry.dtype or suite.dtype)
         weights = _own(entry, spec, weights, checkpoint)
         if weights and len(suite.models) > 1:
-            _refuse_shared(entry, selection)
+            if selection:
+                raise ConfigError(
+                    f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for"
+                    " all models",
+                    "measure this model in a run of its own; weighin compare RUN_A RUN_B then"
+                    " compares the runs",
+                )
             several[spec.title] = weights
         else:
             own = weights or own
@@ -121,13 +129,15 @@ def choose(
             f"add {path}, or leave {options} out",
         )
     python_path: tuple[str, ...] = ()
-    if not all(user_code.is_ours(spec.builder) for spec in specs):  # a folder may hide any module
+    if not all(
+        user_code.is_ours(spec.builder) for spec in specs
+    ):  # a folder on the path may hide any module
         python_path = user_code.import_path(suite.sources)
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     notes: list[str] = []
     for weights in [own] if own else several.values():
-        formats.detect(weights)  # names a file that is no checkpoint before anything is made
+        formats.detect(weights)  # raises an error for a file that is no checkpoint
         if any(map(is_folder, specs)):
             notes += filter(None, [adapters.note(folder_of(weights))])
             notes += registry.notes_on(weights, choice, selection)
@@ -136,19 +146,8 @@ def choose(
     )
 
 
-def _refuse_shared(entry: SuiteModel, selection: Selection) -> None:
-    """Raise ConfigError if a model with weights of its own is in a suite with one selection for all models."""
-    if selection:
-        raise ConfigError(
-            f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for all"
-            " models",
-            "measure this model in a run of its own; weighin compare RUN_A RUN_B then compares the"
-            " runs",
-        )
-
-
 def _selection(suite: Suite, typed: Selection) -> Selection:
-    """Return the selection of the suite's models, or else the one that was typed."""
+    """Return the selection that the suite's models name, or else ``typed``, the command line's."""
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
     if any(other != first for other in others):
         raise ConfigError(
@@ -166,7 +165,7 @@ def _selection(suite: Suite, typed: Selection) -> Selection:
 def _own(
     entry: SuiteModel, spec: ModelSpec, weights: Path | None, given: Path | None
 ) -> Path | None:
-    """Return a model's own checkpoint, unless --checkpoint gives other weights of the same folder."""
+    """Return a model's own checkpoint; None if --checkpoint replaces that of a Hugging Face folder."""
     if entry.checkpoint and weights is None:
         weights = registry.weights_of(Path(entry.checkpoint))
     if weights is None or given is None:
@@ -183,7 +182,7 @@ def _dtype(spec: ModelSpec, asked: str) -> str:
     """Return the dtype of a model's loads.
 
     Raises:
-        ConfigError: "auto" is a dtype that no cell has.
+        ConfigError: "auto" stands for a dtype in which weighin measures no load.
     """
     dtype = own_dtype(spec) if asked == "auto" else asked
     if dtype not in DTYPES.values():

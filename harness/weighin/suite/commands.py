@@ -1,4 +1,4 @@
-"""Read and validate the YAML files of suites of commands, which ``weighin run --suite`` measures."""
+"""Read and validate the YAML files of suites of commands for ``weighin run --suite``."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ from weighin.units import complaint_of_limit
 
 
 def _as_command(value: object) -> object:
-    """Read a command, which is a list of words, or a text that is split as a shell splits it."""
+    """Read a command: a list of words, or a text that is split into words as in a shell."""
     if not isinstance(value, str):
         words = value if isinstance(value, list) else [value]
         return [str(word) if isinstance(word, int | float) else word for word in words]

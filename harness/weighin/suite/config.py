@@ -1,6 +1,7 @@
 """Read and validate the YAML files of suites and models.
 
-Each error names the file and the key, and for an unknown key the most similar valid key.
+An error names the file and the key. For an unknown key, the error also names the most similar valid
+key.
 """
 
 import re
@@ -49,7 +50,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-"""Target dtypes for floating-point tensors, by the names that a user may write."""
+"""The dtypes of a load for floating-point tensors, by the names that a user may write."""
 
 
 def _as_dtype(value: object) -> object:
@@ -57,12 +58,11 @@ def _as_dtype(value: object) -> object:
 
 
 def as_list(value: object) -> list[object]:
-    """Return a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
 def _read(parse: Callable[[str], int], value: object) -> object:
-    """Read one limit, rate or latency: a text for ``parse``, a number, or "none" for no limit."""
+    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" for no limit."""
     if isinstance(value, str) and value.lower() == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -74,7 +74,6 @@ def _read(parse: Callable[[str], int], value: object) -> object:
 
 
 def _as_environment(value: object) -> object:
-    """Read a cell's environment variables: texts by name. A number is converted to text."""
     items = value.items() if isinstance(value, dict) else [(value, None)]
     for name, content in items:
         if complaint := _complaint_of_variable(name, content):
@@ -115,15 +114,12 @@ Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))
 
 
 def _check_ram(value: int | None) -> int | None:
-    """Refuse a limit that no worker survives, which is mostly a size without its unit."""
+    """Refuse a limit below ``LEAST_RAM``, which no worker survives; often the user forgot the unit."""
     if value is None or value >= LEAST_RAM:
         return value
-    without_unit = value < 1024
-    repair = (
-        f"did you mean {value}g?"
-        if without_unit
-        else "give at least 64MiB plus the size of the weights"
-    )
+    repair = "give at least 64MiB plus the size of the weights"
+    if value < 1024:  # a size without its unit
+        repair = f"did you mean {value}g?"
     raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
@@ -178,19 +174,19 @@ class SuiteModel(Strict):
 
     @property
     def source(self) -> str:
-        """The model as it is written on a command line."""
+        """The model as a user types it on a command line."""
         if self.builder or self.folder:
             return self.builder or self.folder
         return self.name or f"from:{self.checkpoint}"
 
     @property
     def title(self) -> str:
-        """The name of the model in a report or a folder's name."""
+        """The name of the model in a report, or in the name of a run's folder."""
         return self.name or self.source
 
 
 def _by_name(value: object) -> object:
-    """Read a list of mappings, or of names alone."""
+    """Read a list of mappings; replace an entry that is only a name with the mapping {name: entry}."""
     return [
         item if isinstance(item, dict | BaseModel) else {"name": item} for item in as_list(value)
     ]
@@ -228,9 +224,11 @@ def _check_passes(value: int, info: ValidationInfo) -> int:
     if value > 1 and info.data.get("operation") == "save":
         raise ValueError("a save runs no forward pass", "leave it out")
     if value < 1:
-        raise ValueError("0 forward passes are the use none", "write --use none, or uses: none")
+        raise ValueError("0 forward passes mean the use none", "write --use none, or uses: none")
     if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
-        raise ValueError("no use is forward, so the passes would be ignored", "leave it out")
+        raise ValueError(
+            "forward is not among the uses, so the passes would be ignored", "leave it out"
+        )
     return value
 
 
@@ -245,7 +243,7 @@ def _check_ranks(value: list[int], info: ValidationInfo) -> list[int]:
 
 
 def _check_disk(value: list[int | None], info: ValidationInfo) -> list[int | None]:
-    """Refuse a slow disk where nothing is read from it."""
+    """Refuse a slow disk for a save or a warm load, which read nothing from the disk."""
     if all(each is None for each in value):
         return value
     if info.data.get("operation") == "save":
@@ -328,7 +326,6 @@ class Suite(Strict):
 
     @property
     def sources(self) -> list[str]:
-        """The models as they are written on a command line."""
         return [model.source for model in self.models]
 
 
@@ -343,7 +340,11 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def read_suite(path: Path) -> Suite:
-    """Read a suite's YAML file; raise ConfigError as ``read_model`` does, or if it has commands."""
+    """Read a suite's YAML file.
+
+    Raises:
+        ConfigError: as ``read_model``, or the suite has commands.
+    """
     content = read_mapping(path)
     refuse_both(path, content)
     if "commands" in content:
@@ -354,38 +355,40 @@ def read_suite(path: Path) -> Suite:
 
 
 def refuse_both(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigError if a suite has models and commands."""
     if {"models", "commands"} <= content.keys():
         raise ConfigError(f"{path}: a suite has models or commands, not both", "write two suites")
 
 
 def check_suite(options: dict[str, Any]) -> Suite:
-    """Return command-line options as a suite; raise ConfigError that names an invalid option."""
+    """Return a suite that was given as options; raise ConfigError that names an invalid option."""
     return validate(Suite, options, "")
 
 
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     """Validate ``content`` and return it as an instance of ``kind``.
 
-    ``file`` is the content's source for error messages, or empty for a command line.
+    ``file`` is the name of the content's source in error messages. It is empty if the content comes
+    from a command line.
 
-    Raises: ConfigError: a key or value is invalid; the message names the key, and the most similar
-        valid key.
+    Raises:
+        ConfigError: a key or value is invalid; the message names the key, and the most similar
+            valid key.
     """
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        # Report an unknown key first: often it is a misspelling of a key that is reported missing.
+        # An unknown key comes first: often it is a misspelling of the key that is missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
-    option = f"--{_OPTIONS.get(key, key.removesuffix('_s').replace('_', '-'))}"
-    place = f"{file}: {key}" if file else option
     message, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
-    raise ConfigError(f"{place}: {message}", repair, option="" if file else option)
+    if file:
+        raise ConfigError(f"{file}: {key}: {message}", repair)
+    option = f"--{_OPTIONS.get(key, key.removesuffix('_s').replace('_', '-'))}"
+    raise ConfigError(f"{option}: {message}", repair, option=option)
 
 
 def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the innermost nested model on the path ``place`` inside ``kind``."""
+    """Return the pydantic model that describes the mapping at ``place`` inside a ``kind``."""
     for part in place:
         if isinstance(part, str) and part in kind.model_fields:
             kind = next(_models_in(kind.model_fields[part].annotation), kind)
@@ -399,11 +402,10 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-_OPTIONS = {"environment": "env", "uses": "use"}  # of the command line, by the key of a suite
+_OPTIONS = {"environment": "env", "uses": "use"}  # an option's name, where a suite's key differs
 
 
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
-    """Return the message and the repair for one validation error in a ``kind``."""
     keys = [field.alias or name for name, field in kind.model_fields.items()]
     known = f"known keys: {', '.join(keys)}"
     if error["type"] == "value_error":

@@ -28,7 +28,7 @@ _FOLDERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned cell. ``skip`` is the reason not to run the cell, or empty for a cell to run."""
+    """A planned cell. ``skip`` is the reason not to run the cell; it is empty for a cell to run."""
 
     cell: Cell
     strategy: StrategyInfo
@@ -42,7 +42,7 @@ class Planned:
 
     @classmethod
     def of(cls, cell: Cell, info: StrategyInfo, own_format: str | None = None) -> "Planned":
-        """Plan a cell; skip it if its strategy does not support the device or format, or lacks a package.
+        """Plan a cell; skip the cell if its strategy lacks a package, or does not support the cell's settings.
 
         ``own_format`` is the format of the model's own checkpoint.
         """
@@ -62,8 +62,13 @@ class Planned:
         if info.shares_load and cell.ranks == 1:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
         skip = uses.obstacle(cell) or skip
-        if cell.format == gguf.NAME and (missing := _missing_for_gguf()):
-            skip = f"{info.name} of a GGUF file {missing}"
+        if cell.format == gguf.NAME:
+            from weighin.suite import packages  # imports what `weighin list` does not need
+
+            if missing := packages.missing(
+                ("gguf", "accelerate")
+            ):  # transformers imports both for a GGUF file
+                skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
             if cell.format == gguf.NAME:
@@ -74,8 +79,7 @@ class Planned:
 
 
 def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
-    """Return why a strategy cannot load or save quantised weights; empty if it can."""
-    from weighin.suite import packages  # as in StrategyInfo.missing
+    from weighin.suite import packages  # imports what `weighin list` does not need
 
     if operation == "save":
         return f"the weights are {found.summary}; a save needs the weights themselves"
@@ -92,13 +96,6 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     )
 
 
-def _missing_for_gguf() -> str:
-    """Return which packages transformers lacks for a GGUF file, and how to install them."""
-    from weighin.suite import packages  # as in StrategyInfo.missing
-
-    return packages.missing(("gguf", "accelerate"))
-
-
 def plan(
     suite: "Suite",
     models: Sequence[ModelSpec],
@@ -110,8 +107,9 @@ def plan(
 ) -> list[Planned]:
     """Return the cells of a suite without duplicates. Repeats are interleaved: A B C A B C.
 
-    Strategies that divide a load among ranks have no cell of one rank beside those of several.
-    ``dtypes`` and ``own_formats``, the formats of the user's checkpoints, are by the models' titles.
+    If the suite has several numbers of ranks, a strategy that divides a load among ranks gets no
+    cell of one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the format of each
+    user's checkpoint, by the model's title.
 
     Raises:
         UnknownName: the suite names a format or a use that does not exist.
@@ -158,15 +156,15 @@ def plan(
 
 
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
-    """Return the formats with which one strategy loads or saves one model.
+    """Return the formats in which one strategy loads or saves one model.
 
-    If formats are ``wanted``, these are all that the strategy supports; if it supports none, the
-    first one, so that its cell is skipped with a reason. Else it is the ``own`` format of the model's
-    checkpoint, or the first one that the strategy declares.
+    If the suite names formats (``wanted``), the result has those formats that the strategy
+    supports. If the strategy supports none of them, the first format is returned, whose cell is
+    then skipped with a reason. Without ``wanted``, the result is the ``own`` format of the model's
+    checkpoint, or the first format that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
-        return [
-            own
-        ]  # a GGUF file is dequantised only if asked for: it takes up to 8 times its size
+        # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.
+        return [own]
     supported = [fmt for fmt in wanted if fmt in info.formats]
     return supported or [*wanted, *info.formats][:1]

@@ -1,4 +1,4 @@
-"""Look up the packages that strategies declare, without importing them.
+"""Find out which of the packages that strategies declare are missing, without importing them.
 
 A strategy declares each package by its name on PyPI, if necessary with a minimum version:
 "safetensors>=0.8".
@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from shlex import quote
 
+from packaging.utils import canonicalize_name
+
 from weighin import install
 
 
@@ -18,7 +20,6 @@ def name_of(requirement: str) -> str:
 
 
 def versions(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each required package that is installed."""
     found = {}
     for name in map(name_of, requirements):
         try:
@@ -29,7 +30,7 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def missing(requirements: Iterable[str]) -> str:
-    """Return a text on the missing packages and how to install them; empty if none is missing.
+    """Return the missing packages and the command that installs them; empty if no package is missing.
 
     For example "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
     """
@@ -55,20 +56,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _extra_with(requirement: str) -> str:
-    """Return the smallest extra of weighin that contains this package: "loaders"; empty if none does."""
+    """Return the smallest extra of weighin that contains this package, "loaders"; empty without one."""
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed
         lines = []
-    name = _normal(name_of(requirement))
+    name = canonicalize_name(name_of(requirement))
     extras = [
         found[1]
         for line in lines
-        if _normal(name_of(line)) == name
+        if canonicalize_name(name_of(line)) == name
         and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
     ]
-    return min(extras, key=len, default="")  # others contain it
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return min(extras, key=len, default="")  # larger extras contain the package, too

@@ -1,7 +1,7 @@
 """Find strategies and models by name, without importing torch or any strategy.
 
-A file that defines ``load`` is a strategy for loads; a file that defines ``save`` is a strategy for
-saves.
+A file with a function ``load`` is a strategy for loads. A file with a function ``save`` is a
+strategy for saves.
 """
 
 import ast
@@ -50,18 +50,24 @@ def data_folder(name: str) -> Path:
 class StrategyInfo:
     """The declarations in a strategy's file.
 
-    ``formats`` are the checkpoint formats that the strategy reads (a load) or writes (a save).
-    ``options`` are the names that the strategy accepts in ``job.options``. ``maps_keys`` tells
-    whether the strategy renames and converts a checkpoint's keys as transformers does.
-    ``pretrained`` is the library whose folders the strategy loads, "transformers", "diffusers" or "timm";
-    empty for a strategy that needs no such folder. ``packages`` are the
-    packages that the strategy imports beside torch and weighin, by their names on PyPI:
-    "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
-    load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
-    reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
-    ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
-    does; ``loads`` tells it for one method. ``merges`` tells whether the strategy merges an adapter into
-    the model, and ``needs_adapter`` whether it does nothing else.
+    Attributes:
+        formats: the checkpoint formats that the strategy reads (a load) or writes (a save).
+        options: the names that the strategy accepts in ``job.options``.
+        maps_keys: whether the strategy renames and converts a checkpoint's keys as transformers
+            does.
+        pretrained: the library whose Hugging Face folders the strategy loads, "transformers",
+            "diffusers" or "timm"; empty if the strategy needs no such folder.
+        packages: the packages that the strategy imports beside torch and weighin, by their names on
+            PyPI:
+            "fastsafetensors", "safetensors>=0.8".
+        shares_load: whether the strategy divides one load among ranks, so that it needs two of
+            them.
+        weights_only: whether the strategy reads a training checkpoint with
+            torch.load(weights_only=True), which refuses most classes.
+        dequantises: whether the strategy loads a quantised Hugging Face folder as from_pretrained
+            does.
+        merges: whether the strategy merges an adapter into the model.
+        needs_adapter: whether the strategy works only with an adapter.
     """
 
     name: str
@@ -85,15 +91,12 @@ class StrategyInfo:
 
     @property
     def missing(self) -> str:
-        """A text on the missing packages and how to install them; empty if none is missing."""
-        from weighin.suite import (
-            packages,
-        )  # imports importlib.metadata, which `weighin list` does not need
+        """The missing packages and the command that installs them; empty if no package is missing."""
+        from weighin.suite import packages  # imports what `weighin list` does not need
 
         return packages.missing(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
-        """Raise UnknownName for an option that the strategy does not declare."""
         for name in names:
             if name not in self.options:
                 declare = f'a strategy declares its options in its file: OPTIONS = ("{name}",)'
@@ -135,8 +138,8 @@ def chosen(
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a suite, each with its options.
 
-    If the suite names none and none of the usual ones reads ``own_format``, a format of a user's
-    checkpoint that weighin does not write, return the strategies that read it in one process.
+    ``own_format`` is the format of a user's checkpoint. If the suite names no strategy, and no
+    usual strategy reads this format, return the strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
@@ -156,11 +159,11 @@ def chosen(
 
 
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
-    """Read a strategy's name, summary and constants from its syntax tree, without executing it.
+    """Read a strategy's name, summary and constants from its syntax tree, without executing the file.
 
     Raises:
-        ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has
-            an invalid constant.
+        ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has an
+            invalid constant.
     """
     example = "see strategies/README.md for an example of 20 lines"
     tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
@@ -185,7 +188,6 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
 
 
 def models() -> dict[str, Path]:
-    """Return the built-in models' configuration files by name."""
     return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
 
 
@@ -195,7 +197,7 @@ def model(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> ModelSpec:
-    """Return the model of ``model_and_checkpoint``, which says what ``name`` may be."""
+    """Return the model that ``name`` stands for (see ``model_and_checkpoint``)."""
     return model_and_checkpoint(name, kwargs, selection, choice)[0]
 
 
@@ -205,21 +207,26 @@ def model_and_checkpoint(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> tuple[ModelSpec, Path | None]:
-    """Return the model that ``name`` gives, and the model's own checkpoint if ``name`` is a path.
+    """Return the model that ``name`` stands for, and the model's own checkpoint if ``name`` is a path.
 
-    ``name`` is, in this order: the name of a built-in model; a builder, "package.module:callable" or
-    "path/nets.py:callable"; the path of a Hugging Face folder, or its id in the local cache; the
-    path of a GGUF file or of a folder with one; the
-    path of any other checkpoint. A model from such a checkpoint consists of the tensors that
-    ``selection`` selects, and needs no code. "from:PATH" is this model for every checkpoint, also
-    for a Hugging Face folder. ``choice`` chooses the weights and the class in a Hugging Face folder.
+    ``name`` is, in this order:
+
+    * the name of a built-in model,
+    * a builder, "package.module:callable" or "path/nets.py:callable",
+    * the path of a Hugging Face folder, or a Hub id whose folder is in the local cache,
+    * the path of a GGUF file or of a folder with a GGUF file,
+    * the path of any other checkpoint, or "from:PATH" for a checkpoint of any kind.
+
+    A model from the last kind consists of the tensors that ``selection`` selects, and needs no
+    code. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
         UnknownName: ``name`` is none of these.
         CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
-            weights; the message says what it is.
-        ConfigError: ``kwargs`` are given for a path, or a choice for a model that is no folder, or the
-            folder's own code may not run.
+            weights; the message names the kind of file.
+        ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no
+            folder, or
+            the folder's own code may not run.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
@@ -255,15 +262,15 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 
 def library_at(path: Path) -> str:
-    """Return the library of the folder at a path: "transformers"; empty if it is no such folder."""
+    """Return the library of the folder at ``path``: "transformers"; empty if it is no such folder."""
     return read_folder(path).library.name if is_pretrained(path) else ""
 
 
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
-    """Return the file or folder that a model's name gives; None for a built-in model or a builder.
+    """Return the file or folder that ``name`` stands for; None for a built-in model or a builder.
 
-    An index stands for its folder, and the id of a Hub model for its folder in the local cache, in
-    this ``revision``.
+    The path of an index stands for the index's folder. A Hub id stands for the folder of this
+    ``revision`` in the local cache.
 
     Raises:
         UnknownName: no built-in model has this name, and it is neither a path nor a builder.
@@ -281,7 +288,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
         return path
     if ":" in name:
         return None
-    cached_snapshot(name, revision)  # raises the error for a missing path or Hub model
+    cached_snapshot(name, revision)  # raises an error for a missing path or Hub model
     raise UnknownName(
         "model",
         name,
@@ -291,7 +298,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
 
 
 def gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file that a path gives; None if it gives another checkpoint, or none.
+    """Return the GGUF file at a path, or in the folder at a path; None for any other checkpoint.
 
     Raises:
         CheckpointError: the folder has several models in GGUF files and no other weights.
@@ -302,7 +309,7 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
-    """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one.
+    """Return the checkpoint at ``path``; for a Hugging Face folder, its single file if it has only one.
 
     Raises:
         CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.
@@ -321,7 +328,7 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 def notes_on(
     checkpoint: Path, choice: FolderChoice = AS_SAVED, selection: Selection = WHOLE
 ) -> tuple[str, ...]:
-    """Return what a user may not expect of a checkpoint: its shards, and the class and parts of a folder.
+    """Return notes on a checkpoint: its shards, and the class and the unloaded parts of its folder.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -336,7 +343,7 @@ def notes_on(
         and folder.names_model
         and not (choice.model_class or folder.config.get("architectures"))
     ):
-        with suppress(ConfigError):  # AutoModel chooses none
+        with suppress(ConfigError):  # AutoModel chooses no class
             notes.append(
                 f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
                 " chooses; another one: --class CLASS"
@@ -350,7 +357,6 @@ def notes_on(
 
 
 def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
-    """Return a built-in model, or the model of a builder."""
     known = models()
     if name not in known:
         builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
@@ -363,7 +369,6 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
 
 
 def suites() -> dict[str, Path]:
-    """Return the built-in suites' files by name."""
     return {path.stem: path for path in sorted((data_folder("configs") / "suites").glob("*.yaml"))}
 
 
@@ -382,7 +387,6 @@ def suite_file(name: str) -> Path:
 
 
 def _third_party(operation: Operation) -> list[Path]:
-    """Return the strategy files that installed packages declare as entry points."""
     paths = []
     for entry in entry_points(group=_ENTRY_POINTS[operation]):
         path = _file_of(entry.module)
@@ -406,7 +410,7 @@ def _file_of(module: str) -> Path | None:
 
 
 _Constants = dict[str, tuple[Any, int]]
-"""The value and the line of each name that a file sets; None for a value that is no literal."""
+"""The value and the line of each name that a file sets; the value is None if it is no literal."""
 
 
 def _constants(tree: ast.Module) -> _Constants:
@@ -424,7 +428,7 @@ def _constants(tree: ast.Module) -> _Constants:
 def _texts(
     path: Path, constants: _Constants, name: str, default: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Return the strings of a constant, which may be empty if its default is."""
+    """Return the strings of a constant; only a constant without a default may be empty."""
     value, line = constants.get(name, (default, 0))
     is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     if not is_texts or (default and not value):

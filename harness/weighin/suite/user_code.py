@@ -1,7 +1,7 @@
-"""Find the module of a user's model: in a file, in the current folder, or in a folder of
-PYTHONPATH; and parse the files of strategies and uses.
+"""Find the module of a user's model, and parse the files of strategies and uses.
 
-Nothing here imports or executes a user's code.
+A model's module is in a file that the user names, in the current folder, or in a folder of
+PYTHONPATH. Nothing here imports or executes a user's code.
 """
 
 import ast
@@ -22,15 +22,15 @@ _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "wei
 
 
 def is_file(name: str) -> bool:
-    """Return whether a model's name is a builder in a file: "path/nets.py:build"."""
+    """Tell whether a model's name is a builder in a file: "path/nets.py:build"."""
     return _FILE in name
 
 
 def of_file(name: str) -> tuple[str, Path]:
-    """Return the builder that "path/nets.py:build" names: "nets:build", and its module's import folder.
+    """Return the builder that "path/nets.py:build" names, "nets:build", and the folder to import it from.
 
-    A file in a package, with ``__init__.py`` beside it, is imported as a part of that package, so
-    that the file's relative imports work.
+    A file beside an ``__init__.py`` is imported as a part of that package, so that the file's
+    relative imports work.
 
     Raises:
         ConfigError: the file does not exist, or Python cannot import a file of this name.
@@ -66,7 +66,7 @@ def of_file(name: str) -> tuple[str, Path]:
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
     """Return the folders from which the modules of these models are imported, first to last.
 
-    The folders are those of builders in files, the current folder, and the existing folders of
+    These are the folders of builders in files, the current folder, and the existing folders of
     PYTHONPATH.
     """
     folders = [of_file(name)[1] for name in names if is_file(name)]
@@ -77,7 +77,7 @@ def import_path(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_ours(builder: str) -> bool:
-    """Return whether a builder belongs to weighin, so that it needs no import path."""
+    """Tell whether a builder belongs to weighin, so that it needs no import path."""
     return builder.startswith(_OURS)
 
 
@@ -92,10 +92,10 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
 
 
 def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str]) -> None:
-    """Find a wrong builder of a user in the source of its module, without running any code.
+    """Raise an error for a wrong builder from the source of its module, without running any code.
 
-    A module that is not a plain file, and a name that the module imports or computes, are left to
-    the subprocess that builds the model.
+    The process that builds the model finds errors that the source does not show: in a module that
+    is not a plain file, and for a name that the module imports or computes.
 
     Raises:
         ConfigError: the module or the function is missing, or does not accept ``kwargs``.
@@ -130,11 +130,11 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
 
 
 def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
-    """Return the syntax tree of a strategy's or a use's file, which has a ``function``: "load(job)".
+    """Return the syntax tree of the file of a strategy or a use, which must define ``function``: "load(job)".
 
     Raises:
-        ConfigError: the file is missing or not Python, has no such function, or its name cannot be
-            shown; ``example`` is the repair for a missing function.
+        ConfigError: the file is missing or not Python, its name cannot be shown, or it has no such
+            function, in which case ``example`` is the repair.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -156,7 +156,6 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Yield every name that some statement of a module defines, imports or assigns."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -167,12 +166,11 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _check_arguments(builder: str, taken: ast.arguments, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a function with these parameters cannot be called with ``kwargs``."""
-    by_name = [one.arg for one in (*taken.args, *taken.kwonlyargs)]
-    positional = [one.arg for one in (*taken.posonlyargs, *taken.args)]
+    by_name = [each.arg for each in (*taken.args, *taken.kwonlyargs)]
+    positional = [each.arg for each in (*taken.posonlyargs, *taken.args)]
     needed = positional[: len(positional) - len(taken.defaults)]
     pairs = zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
-    needed += [one.arg for one, default in pairs if default is None]
+    needed += [each.arg for each, default in pairs if default is None]
     unknown = [name for name in kwargs if name not in by_name and not taken.kwarg]
     missing = [name for name in needed if name not in kwargs]
     for names, verb in ((unknown, "does not take"), (missing, "needs")):

@@ -1,4 +1,4 @@
-"""Find the uses of a suite by name, or by the path of a user's own file, without importing it."""
+"""Find the uses of a suite by name, or by the path of a user's own file, without importing the file."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from weighin.uses import FORK, NONE, TO_DEVICE, USES
 
 
 def chosen(names: list[str]) -> dict[str, str]:
-    """Return the uses in order by name, each with the path of its file; empty for those of weighin.
+    """Return the path of each use's file, by the use's name; empty for a use of weighin.
 
     Raises:
         UnknownName: weighin has no such use.
@@ -37,7 +37,7 @@ def chosen(names: list[str]) -> dict[str, str]:
 
 
 def obstacle(cell: Cell) -> str:
-    """Return why a cell's use, other than forward passes, cannot follow its load; empty if it can."""
+    """Return why a cell's use cannot follow its load; empty if it can, or for forward passes."""
     is_on_gpu = cell.device != "cpu"
     if cell.use and cell.ranks > 1:
         return f"the use {cell.use} is measured in one process: --ranks 1"

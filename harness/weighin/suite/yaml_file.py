@@ -1,4 +1,6 @@
-"""Read a YAML file without validation, because importing pydantic would slow ``weighin list``."""
+"""Read a YAML file without validation. This module avoids pydantic, whose import slows ``weighin
+list``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from weighin.text import one_line
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the top-level mapping of a YAML file; raise ConfigError with the file and the line."""
+    """Return the top-level mapping of a YAML file; raise ConfigError that names the file and the line."""
     try:
         content = bounded(yaml.safe_load(read_bytes(path, MIB).decode()))
     except OSError as error:
@@ -25,7 +27,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{path}: too many nested values") from None
-    except ValueError as error:  # a number or a date that Python does not accept, or a bound
+    except ValueError as error:  # a number or a date that Python does not accept, or a file above the limits of ``bounded``
         raise ConfigError(f"{path}: {one_line(str(error))}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys to values")

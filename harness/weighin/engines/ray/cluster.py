@@ -1,4 +1,4 @@
-"""Talk to a Ray cluster: its nodes, the state of their memory monitors, and tasks on one node."""
+"""Talk to a Ray cluster: list its nodes, read the state of their memory monitors, start tasks on a node."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ with extra("ray", "--engine ray"):
 
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
-"""The command that starts a node; the first node also has --head, and others --address."""
+"""The command that starts a node; add --head for the first node, and --address for the others."""
 _NODE_ID: Final = "ray.io/node-id"
 _PROBE_S: Final = 120.0
 
@@ -30,23 +30,12 @@ Relay = Callable[[bytes], Iterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living node that has a slot for measurements, as Ray describes it."""
+    """A living node with the resource ``SLOT``, as Ray describes it."""
 
     id: str
     name: str
     gpus: float
     labels: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryMonitor:
-    """Whether Ray's own memory monitor is on at a node, which then kills tasks."""
-
-    is_on: bool
-    source: str
-
-    def __str__(self) -> str:
-        return f"{'on' if self.is_on else 'off'} ({self.source})"
 
 
 class RayTask:
@@ -72,7 +61,7 @@ class RayTask:
 def answer(
     node: RayNode, task: RayTask, kind: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return the event of this kind with which a task answers; ``say`` gets a line for each step.
+    """Return the event of this kind from a task; ``say`` gets a line for each step of the task.
 
     Raises:
         LostTask: the task's process, or its node, was lost.
@@ -93,7 +82,6 @@ def answer(
 
 
 def no_slot() -> ConfigError:
-    """Return the error for a cluster none of whose nodes can measure."""
     return ConfigError(
         f"no node of the cluster has the resource {SLOT} and all labels of --label",
         f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
@@ -111,7 +99,7 @@ class Cluster:
         self._look = ray.remote(max_retries=0, num_cpus=0)(relay.look)
 
     def nodes(self) -> list[RayNode]:
-        """Return the living nodes that have a slot and the wanted labels."""
+        """Return the living nodes that have the resource ``SLOT`` and the labels of --label."""
         described = [
             RayNode(
                 each["NodeID"],
@@ -129,19 +117,22 @@ class Cluster:
             if self._labels.items() <= each.labels.items()
         ]
 
-    def monitor(self, node: RayNode) -> MemoryMonitor:
-        """Find out whether Ray's memory monitor is on at a node, from what its raylet was given."""
+    def monitor(self, node: RayNode) -> tuple[bool, str]:
+        """Tell whether Ray's memory monitor, which kills tasks, is on at a node, and which setting says so."""
         configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
         if configured is not None:
-            return MemoryMonitor(int(configured) > 0, f"the cluster's system config: {configured}")
+            return int(configured) > 0, f"the cluster's system config: {configured}"
         value = self.look(node)["refresh_ms"]
         if value is None:
-            return MemoryMonitor(True, "RAY_memory_monitor_refresh_ms is not set: Ray's default")
-        is_off = value.strip() == "0"
-        return MemoryMonitor(not is_off, f"RAY_memory_monitor_refresh_ms={value}")
+            return True, "RAY_memory_monitor_refresh_ms is not set: Ray's default"
+        return value.strip() != "0", f"RAY_memory_monitor_refresh_ms={value}"
 
     def look(self, node: RayNode) -> dict[str, Any]:
-        """Return what ``relay.look`` finds on a node."""
+        """Run ``relay.look`` on a node, and return what it found.
+
+        Raises:
+            LostTask: the node was lost, or did not answer within 120 s.
+        """
         at_node = self._look.options(label_selector=self._at(node))
         try:
             facts: dict[str, Any] = ray.get(at_node.remote(), timeout=_PROBE_S)
@@ -150,14 +141,13 @@ class Cluster:
         return facts
 
     def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> RayTask:
-        """Start an assignment in the node's slot; one node runs one assignment at a time."""
+        """Start an assignment in the node's slot; Ray runs one assignment at a time in a slot."""
         line = encode_event({"event": "assignment", **assignment}).rstrip(b"\n")
         resources = {SLOT: 1.0}
         options = {"resources": resources, "num_gpus": node.gpus, "label_selector": self._at(node)}
         return RayTask(self._relay.options(**options).remote(line))
 
     def wait(self, tasks: Sequence[RayTask], timeout_s: float) -> list[RayTask]:
-        """Return the tasks that have a next event, or have ended, within ``timeout_s``."""
         streams = {id(task.stream): task for task in tasks}
         ready, _ = ray.wait(
             [task.stream for task in tasks],

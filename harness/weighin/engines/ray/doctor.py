@@ -1,8 +1,8 @@
-"""``weighin doctor --engine ray``: what each node of a cluster can limit and measure."""
+"""``weighin doctor --engine ray``: test what each node of a cluster can limit and measure."""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -18,7 +18,7 @@ from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError
 from weighin.records import sources
 
-_PINGS: Final = 5  # the first ones start processes
+_PINGS: Final = 5  # the first calls are slow, because Ray starts processes
 _CLOCK_NS: Final = 1_000_000_000
 
 
@@ -33,11 +33,10 @@ class NodeExamination:
 
     @property
     def can_measure(self) -> bool:
-        """Whether the node enforces a limit, and nothing but the kernel enforces it."""
+        """Whether the kernel enforces a RAM limit on the node, and Ray's memory monitor is off."""
         return self.examination.holds_a_limit and not self.is_monitored
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole examination for ``--json``."""
         about = {"name": self.name, "id": self.id, "can_measure": self.can_measure}
         return about | self.examination.as_json()
 
@@ -48,7 +47,7 @@ def examine(
     """Test all nodes of a cluster at the same time; ``say`` gets a line for each step.
 
     Raises:
-        ConfigError: no cluster answers, it has no node with a slot, or weighin does not run there.
+        ConfigError: no cluster answers, no node has a slot, or weighin does not run on a node.
     """
     with clusters.connected(address, labels) as cluster:
         nodes = cluster.nodes()
@@ -68,7 +67,6 @@ def examine(
 
 
 def table(node: NodeExamination) -> RenderableType:
-    """Return the examination of one node for a terminal."""
     return Group(Text(f"node {node.name}", style="bold"), doctors.table(node.examination))
 
 
@@ -76,19 +74,18 @@ def _examined(
     cluster: Cluster, node: RayNode, task: RayTask, say: Callable[[str], None]
 ) -> NodeExamination:
     examined = clusters.answer(node, task, "examined", say)
-    state = cluster.monitor(node)
-    repair = f"; start the node with the monitor off: {START}" if state.is_on else ""
-    monitor = Capability(
-        "no memory monitor of Ray", "bad" if state.is_on else "good", f"{state}{repair}"
-    )
+    is_on, source = cluster.monitor(node)
+    monitor = Capability("no memory monitor of Ray", "good", f"off ({source})")
+    if is_on:
+        detail = f"on ({source}); start the node with the monitor off: {START}"
+        monitor = replace(monitor, verdict="bad", detail=detail)
     capabilities = [Capability(**fields) for fields in examined["capabilities"]]
     code = _code(examined)
     examination = Examination((*capabilities, code, monitor, _clock(cluster, node)))
-    return NodeExamination(node.name, node.id, examination, state.is_on)
+    return NodeExamination(node.name, node.id, examination, is_on)
 
 
 def _code(examined: Mapping[str, Any]) -> Capability:
-    """Compare the node's version and code of weighin with this machine's."""
     there = (examined["weighin"], examined["code"])
     here = (__version__, sources.digest_of_all())
     detail = f"weighin {there[0]}, files with the digest {there[1]}"
@@ -98,7 +95,10 @@ def _code(examined: Mapping[str, Any]) -> Capability:
 
 
 def _clock(cluster: Cluster, node: RayNode) -> Capability:
-    """Compare the node's clock with the driver's, as NTP does, in the quickest of some calls."""
+    """Measure how far the node's clock is from this machine's, as NTP does.
+
+    Of several calls, the quickest one gives the smallest error.
+    """
     readings = []
     for _ in range(_PINGS):
         sent_ns = time.time_ns()

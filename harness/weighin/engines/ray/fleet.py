@@ -1,30 +1,34 @@
-"""Find the nodes of a cluster that can measure, and what they can do, before a run is planned."""
+"""The engine for a Ray cluster: find the nodes that can measure, and give them cells."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weighin import __version__, install
-from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask, answer, no_slot
+from weighin.engines.driver import Driver
+from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask, answer, connected, no_slot
 from weighin.engines.scheduler import Demand, Node
-from weighin.engines.transport import LostTask, NodeFacts
+from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.records import sources
+from weighin.records import run_folder, sources
+from weighin.result import Result
+from weighin.run import runner
 from weighin.run.machines import Machines
+from weighin.run.task import Progress, Run
 from weighin.units import format_bytes, format_exact
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet(Machines):
-    """The nodes of a cluster"""
+    """The nodes of a cluster."""
 
-    nodes: Sequence[NodeFacts]
+    nodes: Sequence[Node]
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
-        most = max(each.node.ram_bytes for each in self.nodes)
+        most = max(each.ram_bytes for each in self.nodes)
         for limit in limits:
             if limit is not None and limit > most:
                 raise ConfigError(
@@ -34,7 +38,7 @@ class Fleet(Machines):
 
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
         for vram in vram_limits:
-            reasons = [Demand(None, device, vram).obstacle(each.node) for each in self.nodes]
+            reasons = [Demand(None, device, vram).obstacle(each) for each in self.nodes]
             if all(reasons):
                 raise IsolationUnavailable(
                     f"no node can run --device {device}: {'; '.join(reasons)}",
@@ -51,9 +55,9 @@ class Fleet(Machines):
         containers: bool = True,
         image: str = "",
     ) -> tuple[Isolation, str]:
-        """Return the named isolation, or for ``auto`` the first one that works on every node."""
+        """Return the named isolation, or for ``auto`` the first isolation that works on every node."""
         refused = []
-        tried = [one for one in select.NAMES if containers or one != "docker"]
+        tried = select.NAMES if containers else select.NAMES[1:]
         for candidate in tried if name == "auto" else [name]:
             isolation = select.named(candidate, base_image, packages, image)
             if limited and not isolation.limits:
@@ -61,7 +65,7 @@ class Fleet(Machines):
                 continue
             broken = [each for each in self.nodes if each.isolations[candidate]]
             reasons = "; ".join(
-                f"{candidate} on {each.node.name}: {each.isolations[candidate]}" for each in broken
+                f"{candidate} on {each.name}: {each.isolations[candidate]}" for each in broken
             )
             if not broken:
                 return isolation, f"isolation {candidate}: {'; '.join(refused)}" if refused else ""
@@ -79,14 +83,43 @@ class Fleet(Machines):
         for each in self.nodes:
             if isolation.name != "cgroup" or each.no_soft_limit:
                 raise IsolationUnavailable(
-                    f"a soft limit (--ram-high) does not work on {each.node.name}:"
+                    f"a soft limit (--ram-high) does not work on {each.name}:"
                     f" {each.no_soft_limit or f'the isolation is {isolation.name}'}",
                     "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class RayEngine:
+    """Runs cells as Ray tasks on the nodes of a cluster, one cell per node at a time."""
+
+    cluster: Cluster
+    machines: Fleet
+
+    def run(self, task: Run, progress: Progress) -> Sequence[Result]:
+        with runner.discarding(task):
+            Driver(RayTransport(self.cluster), self.machines.nodes, task, progress, placed).run()
+        return run_folder.read(task.folder).results
+
+
+def placed(result: Result, node: Node) -> Result:
+    where = {"node": {"name": node.name, "id": node.id}}
+    return replace(result, environment=result.environment | where)
+
+
+@contextmanager
+def opened(address: str, labels: Mapping[str, str]) -> Iterator[RayEngine]:
+    """Connect to a cluster, and yield the engine for the nodes that have a slot and the labels.
+
+    Raises:
+        ConfigError: no cluster answers, or its nodes cannot measure.
+    """
+    with connected(address, labels) as cluster:
+        yield RayEngine(cluster, find(cluster))
+
+
 class RayTransport:
-    """A cluster as the transport of a driver (``weighin.engines.transport.Transport``)."""
+    """The connection of a driver to the nodes of a cluster (a ``Transport``)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -102,10 +135,10 @@ class RayTransport:
     def is_alive(self, node: Node) -> bool:
         return any(each.id == node.id for each in self._cluster.nodes())
 
-    def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
+    def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
         return probe(self._cluster, [self._nodes[node.id] for node in nodes])
 
-    def joined(self, known: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
+    def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
         found, refused = [], []
         for node in self._cluster.nodes():
             if node.id in known or node.id in self._refused:
@@ -121,7 +154,7 @@ class RayTransport:
 
 
 def find(cluster: Cluster) -> Fleet:
-    """Return the cluster's nodes that can measure. A node that does not answer is left out.
+    """Return the cluster's nodes that can measure; a node that does not answer is left out.
 
     Raises:
         ConfigError: no node has a slot, Ray's memory monitor is on, or a node has another weighin.
@@ -137,14 +170,15 @@ def find(cluster: Cluster) -> Fleet:
 def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
     """Raise ConfigError if Ray's memory monitor is on at a node.
 
-    The monitor watches the memory of the whole node and kills tasks: a cell that needs much memory
-    would be killed by Ray, and not at its limit by the kernel.
+    The monitor kills tasks when the whole node is short of memory. Ray would then kill a cell
+    before the kernel does at the cell's limit.
     """
     on = []
     for node in nodes:
         with suppress(LostTask):
-            if (state := cluster.monitor(node)).is_on:
-                on.append(f"{node.name}: {state}")
+            is_on, source = cluster.monitor(node)
+            if is_on:
+                on.append(f"{node.name}: on ({source})")
     if on:
         raise ConfigError(
             "Ray's memory monitor is on, and would kill cells before their limit does:"
@@ -153,8 +187,8 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
         )
 
 
-def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[NodeFacts]:
-    """Ask all nodes at the same time what they can do; a node that is lost gives no answer.
+def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[Node]:
+    """Ask all nodes at the same time what they can do; lost nodes are left out.
 
     Raises:
         ConfigError: a node has no weighin, or another version of it, or other code.
@@ -167,7 +201,7 @@ def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[NodeFacts]:
     return found
 
 
-def _described(node: RayNode, facts: Mapping[str, Any]) -> NodeFacts:
+def _described(node: RayNode, facts: Mapping[str, Any]) -> Node:
     if facts["weighin"] != __version__:
         raise ConfigError(
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
@@ -179,9 +213,12 @@ def _described(node: RayNode, facts: Mapping[str, Any]) -> NodeFacts:
             f" have the digest {facts['code']}, those here {own}",
             "install the same files on all nodes: records of different code must not share a row",
         )
-    gpu_bytes = tuple(facts["gpu_bytes"])
-    return NodeFacts(
-        Node(node.id, node.name, facts["ram_bytes"], facts["free_ram_bytes"], gpu_bytes),
+    return Node(
+        node.id,
+        node.name,
+        facts["ram_bytes"],
+        facts["free_ram_bytes"],
         facts["isolations"],
+        tuple(facts["gpu_bytes"]),
         facts["no_soft_limit"],
     )

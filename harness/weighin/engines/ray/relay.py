@@ -1,7 +1,8 @@
 """The Ray tasks: one starts ``weighin.engines.node`` on its node and passes the events on.
 
-Ray copies these functions, and those that they use of ``child_process`` and ``pipes``, to the nodes by
-value, so that they import nothing but the standard library: a node without weighin can then say so.
+Ray copies these functions by value to the nodes, with the functions of ``child_process`` and
+``pipes`` that they use. All of them import only the standard library, so that a node without
+weighin can report that weighin is missing.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ from typing import Any
 from weighin.child_process import Child, module
 from weighin.pipes import last_line
 
-_PAUSE_S = 0.5  # Ray delivers a cancellation between two lines of Python
+_PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped assignment need a moment to end
 
 
 def relay(assignment: bytes) -> Iterator[bytes]:
     """Start the assignment in a process of its own, and yield each of its events as one line.
 
-    The process has the environment with which the node was started: Ray sets variables such as
-    OMP_NUM_THREADS in its own workers, and these would change the figures. When this generator
-    ends, so does the process.
+    The process gets the environment with which the node was started. Ray sets variables such as
+    OMP_NUM_THREADS in its own workers, which would change the figures. The process ends when this
+    generator ends.
     """
     node = Child(module("weighin.engines.node"), raylet_environment())
     try:
@@ -48,7 +49,7 @@ def relay(assignment: bytes) -> Iterator[bytes]:
 
 
 def look() -> dict[str, Any]:
-    """Return what only Ray's own processes know about this node, and its time in ns since 1970."""
+    """Return this node's setting for Ray's memory monitor, and its time in ns since 1970."""
     t_ns = time.time_ns()
     return {"t_ns": t_ns, "refresh_ms": raylet_environment().get("RAY_memory_monitor_refresh_ms")}
 

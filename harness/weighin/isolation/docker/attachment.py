@@ -1,8 +1,8 @@
-"""Pass the standard streams of a container through to descriptors of this process.
+"""Connect the standard streams of a container with descriptors of this process.
 
-If standard input, output and error are terminals, the container has a terminal of its own, and this
-process sets its own terminal to raw mode, so that each key, Ctrl-C too, reaches the command at once.
-Otherwise, the three streams stay apart.
+If standard input, output and error are all terminals, the container gets a terminal of its own.
+This process then sets its own terminal to raw mode, so that each key, also Ctrl-C, reaches the
+command at once. Otherwise, the three streams stay separate.
 """
 
 import atexit
@@ -21,20 +21,20 @@ from time import monotonic
 from typing import Any, Final
 
 from weighin.isolation.base import Streams
-from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer
+from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer, close_stream
 from weighin.pipes import pass_on, ready
 
 _AT_ONCE: Final = 64 * 1024
 _RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.05
-_PATIENCE_S: Final = 5.0  # for output that was already written
+_PATIENCE_S: Final = 5.0  # for output that the command has written before its end
 
 
 class Standard:
-    """This process's descriptors for a command's standard streams; None for a closed one."""
+    """This process's descriptors for a command's standard streams; None for a closed stream."""
 
     def __init__(self, streams: Streams) -> None:
-        """Copy the descriptors, because a caller may close its own when the command has started."""
+        """Copy the descriptors, because a caller may close the originals after the command's start."""
         self.stdin = _copied(0, streams.stdin)
         self.outputs = {STDOUT: _copied(1, streams.stdout), STDERR: _copied(2, streams.stderr)}
         every = (self.stdin, *self.outputs.values())
@@ -50,7 +50,7 @@ class Standard:
 
 
 class _Output:
-    """The output of one stream, up to the mark that follows it."""
+    """The output of one stream, up to the mark that the keeper writes after the output."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
@@ -58,7 +58,7 @@ class _Output:
         self.is_over = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return the output in ``data``; what may begin the mark is held back."""
+        """Return the output in ``data``, except bytes at its end that may be the beginning of the mark."""
         if self.is_over:
             return b""
         output, found, _ = (self._held + data).partition(self._mark)
@@ -68,13 +68,13 @@ class _Output:
         return output[: len(output) - held]
 
     def rest(self) -> bytes:
-        """Return what was held back, if the mark will not come."""
+        """Return the bytes that ``feed`` kept back, when the mark will not come."""
         held, self._held = self._held, b""
         return held
 
 
 def _overlap(data: bytes, mark: bytes) -> int:
-    """Return how many bytes at the end of ``data`` begin the mark."""
+    """Return how many bytes at the end of ``data`` are the beginning of the mark."""
     longest = min(len(data), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if data.endswith(mark[:n])), 0)
 
@@ -83,14 +83,14 @@ class Attachment:
     """The streams of one container, from ``begin`` until ``finish``.
 
     Attributes:
-        mark: what the keeper writes after the last output; it is not passed on.
-        interrupted: is called with SIGPIPE when nobody reads the command's output any more.
+        mark: the bytes that the keeper writes after the last output; they are not passed on.
+        interrupted: is called with SIGPIPE when the reader of the command's output has closed it.
     """
 
     def __init__(
         self, stream: Any, standard: Standard, *, resize: Callable[[int, int], None]
     ) -> None:
-        """Take over the result of ``attach_socket``; ``resize`` sets the terminal's (rows, columns)."""
+        """``stream`` is the result of ``attach_socket``; ``resize`` sets the terminal's (rows, columns)."""
         self._stream = stream
         self._socket: socket.socket = getattr(stream, "_sock", stream)
         self._socket.settimeout(None)
@@ -112,7 +112,7 @@ class Attachment:
         ]
 
     def begin(self) -> None:
-        """Begin to pass on; the container runs, and its command does not yet."""
+        """Begin to copy the streams, after the container's start and before the command's."""
         if self._standard.is_terminal:
             assert self._standard.stdin is not None
             self._follow_size()
@@ -123,27 +123,24 @@ class Attachment:
             thread.start()
 
     def finish(self) -> None:
-        """Pass on the rest of the output, and restore the terminal; the command has ended."""
+        """Copy the rest of the output, and restore the terminal, after the command's end."""
         output, _ = self._threads
         deadline = monotonic() + _PATIENCE_S
         while output.is_alive():
             output.join(_PAUSE_S)
-            if monotonic() > deadline and not self._writing:  # a reader may be slow
+            if monotonic() > deadline and not self._writing:  # a slow reader may block the copying
                 self._end_stream()
         self._end_input()
         self._restore()
 
     def close(self) -> None:
-        """Close the streams; a second call has no effect."""
         if self._closed:
             return
         self._closed = True
         self._end_stream()
         self._end_input()
         self._restore()
-        for thing in (getattr(self._stream, "_response", None), self._stream, self._socket):
-            if thing is not None:
-                thing.close()
+        close_stream(self._stream)
         os.close(self._woken)
         os.close(self._wake)
         self._standard.close()
@@ -190,7 +187,9 @@ class Attachment:
         if not pass_on(descriptor, data):
             os.close(descriptor)
             self._standard.outputs[number] = None
-            self.interrupted(signal.SIGPIPE)  # the command would get this signal
+            self.interrupted(
+                signal.SIGPIPE
+            )  # without a container, the command would get this signal
         self._writing = False
 
     def _pass_input(self) -> None:
@@ -209,7 +208,6 @@ class Attachment:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _send(self, stdin: int) -> bool:
-        """Pass on what can be read now; tell whether more can come."""
         try:
             if data := os.read(stdin, _AT_ONCE):
                 self._socket.sendall(data)
@@ -226,10 +224,10 @@ class Attachment:
 
 
 def _copied(standard: int, given: int | None) -> int | None:
-    """Return a copy of a descriptor; None if the standard one was closed when this process began."""
+    """Return a copy of a descriptor; without ``given``, of the standard stream unless it was closed at start."""
     if given is not None:
         return os.dup(given)
-    # Another file may have got its number by now.
+    # Another file may have got the number of a closed standard stream by now.
     was_open = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[standard] is not None
     return os.dup(standard) if was_open else None
 
@@ -239,7 +237,7 @@ def _is_terminal(descriptor: int | None) -> bool:
 
 
 def _in_background(descriptor: int) -> bool:
-    """Tell whether a read would stop this process, because its terminal belongs to another one."""
+    """Tell whether a read would stop this process, because another process group has its terminal."""
     try:
         return os.tcgetpgrp(descriptor) != os.getpgrp()
     except OSError:  # no terminal, or not that of this session

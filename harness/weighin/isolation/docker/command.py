@@ -31,7 +31,7 @@ _EXIT_TIMEOUT_S: Final = 2.0
 
 
 class DockerCommand:
-    """A command in a container; see ``weighin.isolation.base.RunningCommand``."""
+    """A command in a container (a ``weighin.isolation.base.RunningCommand``)."""
 
     shares_terminal = False
 
@@ -44,7 +44,7 @@ class DockerCommand:
         *,
         on_close: Callable[[], None],
     ) -> None:
-        """Take over a created container, whose streams are attached."""
+        """``container`` exists and has not started; ``attachment`` has its streams."""
         self._client, self._container = client, container
         self._keeper, self._attachment = keeper, attachment
         self._on_close = on_close
@@ -59,8 +59,8 @@ class DockerCommand:
     def begin(self, *, limited: bool) -> None:
         """Start the container, find its processes, and let the command begin.
 
-        If the limit is too small to start the command, the result reports its exit, and no error is
-        raised.
+        If the RAM limit is too small for the command to start, no error is raised: ``reap`` returns
+        the exit of a killed command.
 
         Raises:
             IsolationUnavailable: the engine runs on another machine, or could not start the keeper.
@@ -87,7 +87,7 @@ class DockerCommand:
         self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
-        mark.reset()  # where all readers have one mark, it leaves out the container's own start
+        mark.reset()  # so that the peak does not include the container's own start
         mark.close()
         self._attachment.interrupted = self.send_signal
         self._attachment.begin()
@@ -95,7 +95,7 @@ class DockerCommand:
         self._wait_for_program(keeper)
 
     def _wait_for_program(self, keeper: int) -> None:
-        """Return when the child has become the command, so that it is not seen under another name."""
+        """Wait until the keeper's child runs the command, because a sample would show the keeper's name."""
         deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
         while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -104,7 +104,7 @@ class DockerCommand:
         return dict(self._client.inspect_container(self._container)["State"])
 
     def end_at_birth(self) -> None:
-        """Note that the engine could not start the container under its limit."""
+        """Record that the engine could not start the container under its RAM limit."""
         self._exit = KILLED_AT_BIRTH
         self.cgroup = None
 
@@ -140,7 +140,7 @@ class DockerCommand:
         return self._exit
 
     def _exit_of_container(self) -> Exit:
-        """Return the engine's word if the keeper was killed too; the last counters are lost then."""
+        """Return the exit that the engine reports when the keeper was killed with the command."""
         self.unseen = (
             "the container was killed with its command, so that the last counters are lost"
         )
@@ -154,12 +154,12 @@ class DockerCommand:
                 signal_each([self.pid], number)
 
     def members(self) -> list[int]:
-        """Return the processes of the container except its keeper and the watcher."""
+        """Return the pids in the container, except those of the keeper and the watcher."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes except the helpers; kill these too if they belong to another user."""
+        """Kill all processes except the helpers; if another user owns them, kill the whole container."""
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:
@@ -170,7 +170,6 @@ class DockerCommand:
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container and all processes in it; a second call has no effect."""
         if self._process is not None:
             os.close(self._process)
             self._process = None
@@ -192,7 +191,7 @@ def _pid_inside(pid: int) -> int | None:
 def _command_line(pid: int) -> bytes | None:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 

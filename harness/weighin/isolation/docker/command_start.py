@@ -1,9 +1,8 @@
-"""Make the container of a command: as that of ``docker run``, with a keeper and a limit."""
+"""Make the container of a command: that of ``docker run``, with a keeper and a RAM limit."""
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,36 +22,43 @@ from weighin.isolation.docker.mounts import Bind
 STREAMS: Final = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A cell's command, its image and working folder, and the paths that it sees read-only."""
-
-    image: str
-    cell: Cell
-    folder: str
-    streams: Streams
-    mounts: Sequence[str] = ()
-    rates: host_config.Rates = ()
-
-
 def start(
     client: docker.APIClient,
     info: Mapping[str, Any],
-    asked: Asked,
+    image: str,
+    cell: Cell,
+    folder: str,
+    streams: Streams,
+    mounts: Sequence[str],
+    throttled_device: str,
     *,
     name: str,
     on_close: Callable[[], None],
 ) -> DockerCommand:
-    """Start a command in a new container of this name, which the caller removes after an error.
+    """Start a cell's command in a new container of this name; after an error, the caller removes it.
 
-    ``info`` is the engine's description of itself.
+    ``info`` is the engine's answer to ``docker info``.
     """
-    cell = asked.cell
     is_limited = cell.ram_limit_bytes is not None
     with contextlib.ExitStack() as opened:
         opened.callback((keeper := Keeper()).close)
-        opened.callback((standard := Standard(asked.streams)).close)
-        container = _create(client, info, asked, name, keeper, tty=standard.is_terminal)
+        opened.callback((standard := Standard(streams)).close)
+        mounted = binds(folder, mounts, keeper)
+        described = client.inspect_image(image)["Config"]  # type: ignore[no-untyped-call]
+        command, variables = settings(described, cell, keeper)
+        container = client.create_container(
+            image,
+            command[1:],
+            entrypoint=command[:1],
+            name=name,
+            host_config=host_config.of_command(client, info, mounted, cell, throttled_device),
+            stdin_open=True,
+            tty=standard.is_terminal,
+            user=host_config.user(info),
+            working_dir=folder,
+            environment=variables,
+            labels=owner_labels() | {"weighin.cell": cell.id},
+        )["Id"]
         stream = client.attach_socket(container, params=STREAMS)
         attachment = Attachment(stream, standard, resize=_resize(client, container))
         opened.callback(attachment.close)
@@ -67,52 +73,23 @@ def start(
         return running
 
 
-def _create(
-    client: docker.APIClient,
-    info: Mapping[str, Any],
-    asked: Asked,
-    name: str,
-    keeper: Keeper,
-    *,
-    tty: bool,
-) -> str:
-    cell = asked.cell
-    mounted = binds(asked.folder, asked.mounts, keeper)
-    image = client.inspect_image(asked.image)["Config"]  # type: ignore[no-untyped-call]
-    command, variables = settings(image, cell, keeper)
-    created = client.create_container(
-        asked.image,
-        command[1:],
-        entrypoint=command[:1],
-        name=name,
-        host_config=host_config.of_command(
-            client, info, mounted, cell.ram_limit_bytes, asked.rates
-        ),
-        stdin_open=True,
-        tty=tty,
-        user=host_config.user(info),
-        working_dir=asked.folder,
-        environment=variables,
-        labels=owner_labels() | {"weighin.cell": cell.id},
-    )
-    return str(created["Id"])
-
-
 def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list[str], list[str]]:
-    """Return the command of a cell's container, and its variables; a bare name removes the image's.
+    """Return the command and the variables of a cell's container.
 
-    As with ``docker run IMAGE COMMAND``, the command stands after the image's entrypoint. Of this
-    process's variables, a container gets only TERM.
+    As with ``docker run IMAGE COMMAND``, the command follows the image's entrypoint. Of this
+    process's variables, a container gets only TERM. An entry without "=" removes the image's
+    variable of that name.
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
-    asked = {name: os.environ[name] for name in ("TERM",) if name in os.environ} | cell.environment
-    apart = {n: v for n, v in (of_image | asked).items() if n in NOT_FOR_KEEPER}
+    term = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
+    own = term | cell.environment
+    apart = {n: v for n, v in (of_image | own).items() if n in NOT_FOR_KEEPER}
     command = keeper.command([*(image.get("Entrypoint") or []), *cell.command], apart)
-    return command, [*(f"{n}={v}" for n, v in asked.items() if n not in apart), *apart]
+    return command, [*(f"{n}={v}" for n, v in own.items() if n not in apart), *apart]
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
-    """Return what a command's container mounts: its folder writable, and ``mounts`` read-only.
+    """Return the binds of a command's container: its folder is writable, and ``mounts`` are read-only.
 
     Raises:
         ConfigError: the folder is the root, or a path to mount does not exist.
@@ -137,7 +114,7 @@ def _resize(client: docker.APIClient, container: str) -> Callable[[int, int], No
     """Return a function that sets the (rows, columns) of a container's terminal."""
 
     def set_size(rows: int, columns: int) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # it has ended
+        with contextlib.suppress(*ENGINE_ERRORS):  # the container has ended
             client.resize(container, rows, columns)
 
     return set_size

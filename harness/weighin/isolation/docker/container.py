@@ -35,16 +35,15 @@ _REMOVE_ATTEMPTS: Final = 50
 _CREATE_ATTEMPTS: Final = 10  # 1 s in all: far more than creating a container takes
 _NEWS_ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
-_LIFTED_BYTES: Final = (
-    2**60
-)  # Docker 20.10 refuses -1, and on cgroup v1 -1 for swap beside a number
+# A limit that no machine reaches. Docker 20.10 refuses -1 (no limit).
+_LIFTED_BYTES: Final = 2**60
 
 ELSEWHERE: Final = "the Docker engine's processes are not visible on this machine"
 ENDED: Final = "the worker ended before it could be observed"
 
 
 class DockerRunning:
-    """A started worker; see ``weighin.isolation.base.Running``."""
+    """A worker in a container (a ``weighin.isolation.base.Running``)."""
 
     read_only = True
 
@@ -70,16 +69,10 @@ class DockerRunning:
             self._locate()
 
     def observe_inside(self, interval_s: float) -> InsideObserver | None:
-        """Start an observer in the container if its processes are not visible from this machine."""
         if self.unseen != ELSEWHERE:
             return None
-        command = [
-            PYTHON,
-            "-P",
-            "-m",
-            "weighin.isolation.docker.container_observer",
-            str(interval_s),
-        ]
+        module = "weighin.isolation.docker.container_observer"
+        command = [PYTHON, "-P", "-m", module, str(interval_s)]
         try:
             started = self._client.exec_create(self._container, command, stdin=True)["Id"]
             channel = StreamChannel(self._client.exec_start(started, socket=True))
@@ -87,16 +80,14 @@ class DockerRunning:
         except ENGINE_ERRORS as error:
             if (response := getattr(error, "response", None)) is not None:
                 response.close()  # the SDK leaves the response's socket open
-            self.unseen += (
-                f", and no watcher could be started in the container: {first_line(error)}"
-            )
+            self.unseen += f", and no watcher starts in the container: {first_line(error)}"
             return None
         hello = b""
         with contextlib.suppress(TimeoutError):
             hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
         if (decode_event(hello) or {}).get("answer"):
             return InsideObserver(channel, self._raise_limit)
-        # If the engine could not start the watcher, its error text comes instead of events.
+        # If the engine could not start the watcher, it sends an error text instead of events.
         why = one_line(last_line(channel.stderr_tail or hello))
         self.unseen += f", and the watcher in the container found no worker: {why or '-'}"
         channel.close()
@@ -111,7 +102,7 @@ class DockerRunning:
         if self._exit is None:
             deadline = time.monotonic() + timeout_s
             code = self.channel.wait(timeout_s)
-            if code is None:  # the keeper was killed too, with its group or by kill()
+            if code is None:  # the keeper was killed too
                 code = wait_for_container(self._client, self._container, deadline)
             killed = code - 128 if code > 128 else None
             self._exit = Exit(
@@ -125,7 +116,8 @@ class DockerRunning:
     def kill(self) -> None:
         """Kill the worker and its children.
 
-        If these processes are not visible, kill the container; its counters are then lost.
+        If this machine does not see these processes, kill the container, whose last counters are
+        then lost.
         """
         try:
             signal_each(self._members())
@@ -133,11 +125,13 @@ class DockerRunning:
                 return
         except PermissionError:  # a rootless engine, or one with user namespaces
             pass
-        with explained("kill a container"), contextlib.suppress(APIError):  # it may have ended
+        with (
+            explained("kill a container"),
+            contextlib.suppress(APIError),
+        ):  # the container may have ended
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container and all processes in it; a second call has no effect."""
         self.channel.close()
         self._on_close()
 
@@ -148,7 +142,6 @@ class DockerRunning:
             )
 
     def _locate(self) -> None:
-        """Find the worker's pid and cgroup on this machine, if they are visible."""
         state = self._client.inspect_container(self._container)["State"]
         if not (keeper := int(state["Pid"])):
             return
@@ -170,7 +163,7 @@ class DockerRunning:
         self.pid, self.unseen = members[0], ""
 
     def _members(self) -> list[int]:
-        """Return the pids in the container except the keeper's, oldest first."""
+        """Return the pids in the container, except that of the keeper, oldest first."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return sorted(pid for pid in pids if pid != self._keeper)
 
@@ -191,9 +184,10 @@ def wait_for_container(client: docker.APIClient, container: str, deadline: float
 
 
 def oom_killed(client: docker.APIClient, container: str, cgroup: Path | None) -> bool:
-    """Tell whether a process was OOM-killed, by the kernel's counter or the engine's report.
+    """Tell whether the kernel OOM-killed a process of the container.
 
-    The engine learns of a kill a little later than the kernel counts it.
+    The answer is the kernel's counter or, without the cgroup, the engine's report. The engine
+    learns of a kill later than the kernel counts it, so the report is read up to five times.
     """
     if cgroup and (kills := MemoryCgroup(cgroup).read_oom_kills()) is not None:
         return kills > 0
@@ -218,8 +212,8 @@ def is_here(container: str, pid: int) -> bool:
 def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
     """Remove a container and all processes in it; return when the container is gone.
 
-    ``certain`` means that the container exists; otherwise a request to create it may still be
-    pending.
+    ``certain`` means that the container exists. Otherwise, the engine may still be creating the
+    container, and the function tries again for 1 s.
     """
     with explained(f"remove the container {container}"):
         for attempt in range(1, _REMOVE_ATTEMPTS + 1):

@@ -1,20 +1,21 @@
 """Observe a worker from inside its container, if the parent cannot see the container's processes.
 
 ``DockerRunning.observe_inside`` starts this module beside the worker as ``python -m
-weighin.isolation.docker.container_observer SECONDS``. The process measures with the same code as
-the parent (``weighin.probes.observer``) and imports no torch. Its memory is charged to the cell,
-and it reports this memory at its end. The parent sends one word per line; the process answers with
-one event per word, which has the word as its name and one field, ``answer``. It says nothing before
-the first word, because the Docker SDK loses what comes together with the engine's own answer:
+weighin.isolation.docker.container_observer SECONDS``. This process uses the parent's code
+(``weighin.probes.observer``) and imports no torch. The memory of this process is charged to the
+cell, and the last event reports it. The parent sends one word per line. The process answers each
+word with one event, which has the word as its name and one field, ``answer``. The process sends
+nothing before the first word, because the Docker SDK loses what arrives together with the engine's
+own answer:
 
 ========  ======================================================================================
 event     answer
 ========  ======================================================================================
 watching  the worker's pid; None if the worker has already ended. This is the first word
-samples   a list of samples, now and then, each in the order of ``Sample``'s fields
+samples   a list of samples, sent without a word, each in the order of ``Sample``'s fields
 look      the fields of an ``Observation``
 reset     whether the kernel reset its high-water mark
-kill      the number of killed processes (all but the first one and the watcher)
+kill      the number of killed processes: all but the first process and this one
 end       ``{"oom_kills", "last_peak_rss_bytes", "others", "memory"}``, after the last samples
 ========  ======================================================================================
 """
@@ -38,7 +39,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def main() -> None:
-    """Observe the worker, the keeper's child, until the parent sends ``end`` or closes stdin."""
+    """Observe the keeper's child, the worker, until the parent sends ``end`` or closes stdin."""
     parent = Parent()
     parent.receive()
     pid = next((pid for pid in _others() if parent_of(pid) == _KEEPER), None)
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def watch(observer: LocalObserver, parent: Parent) -> None:
-    """Answer the words on standard input; send samples often, so that few stay in memory."""
+    """Answer each word that the parent sends; send samples every 0.25 s, so that few stay in memory."""
     answers: dict[bytes, Callable[[], Any]] = {
         b"look": lambda: asdict(observer.look()),
         b"reset": observer.reset_peak,
@@ -80,12 +81,11 @@ def _send_samples(parent: Parent, samples: list[Sample]) -> None:
 
 
 def _others() -> list[int]:
-    """Return the pids of the container except the first process and this one, oldest first."""
+    """Return the pids in the container, except the first process and this one, oldest first."""
     return sorted(pid for pid in all_pids() if pid not in (_KEEPER, os.getpid()))
 
 
 def _kill_others() -> int:
-    """Kill the worker and all its children; return the number of killed processes."""
     killed = 0
     for pid in _others():
         try:

@@ -26,8 +26,8 @@ _OOM_AT_BIRTH: Final = (
     "container init was OOM-killed (memory limit too low?)",
     "OOM: the memory limit could be too low",
 )
-"""The full messages of runc (since 1.0) and crun. The word "oom" alone is not searched, because it
-occurs in paths, such as a path of the model bloom-560m."""
+"""The full messages of runc (since 1.0) and crun. The word "oom" alone would also match a path of the
+model bloom-560m."""
 
 _KERNEL_LINE: Final = (
     "boot with {parameter} on the kernel's command line "
@@ -36,7 +36,7 @@ _KERNEL_LINE: Final = (
 
 
 def engine_address() -> tuple[str, Any]:
-    """Return the engine's (address, TLS settings), from DOCKER_HOST or the current context."""
+    """Return the engine's address and TLS settings, from DOCKER_HOST or Docker's current context."""
     settings = docker.utils.kwargs_from_env()
     if "base_url" in settings:
         return settings["base_url"], settings.get("tls")
@@ -60,14 +60,13 @@ def connect() -> docker.APIClient:
 
 
 def _knock(address: str) -> None:
-    """Try to connect to the engine's socket, because the SDK leaves its socket open on failure."""
+    """Connect to the engine's Unix socket once: after a failure, the SDK would leave its socket open."""
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.connect(address.removeprefix("unix://"))
 
 
 def explain_unreachable(error: BaseException, address: str) -> IsolationUnavailable:
-    """Return the exception, with a repair, for an engine that cannot be reached at ``address``."""
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
@@ -75,10 +74,7 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
             "sudo usermod -aG docker $USER, then log in again",
         )
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
-        return IsolationUnavailable(
-            f"no Docker engine answers at {address}",
-            _start(),
-        )
+        return IsolationUnavailable(f"no Docker engine answers at {address}", _start())
     if any(isinstance(cause, InvalidVersion) for cause in causes):
         return IsolationUnavailable(
             f"the Docker engine at {address} is too old: {first_line(error)}",
@@ -91,7 +87,6 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
 
 
 def _start() -> str:
-    """Return what starts an engine here."""
     if os.environ.get("DOCKER_HOST"):
         return "set DOCKER_HOST to the address of an engine that runs, or unset it"
     if shutil.which("dockerd"):
@@ -100,7 +95,7 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if the engine with this ``info`` cannot enforce a RAM limit."""
+    """Raise IsolationUnavailable if an engine cannot enforce a RAM limit; ``info`` is that of ``docker info``."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers", "switch it to Linux containers"
@@ -118,16 +113,16 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify a container's owner: this process, and where it runs.
+    """Return labels that identify a container's owner: this process, its host, and the lock file of runs.
 
-    The place is the host, and the lock file of runs if it is not the default.
+    The host's label contains the lock file only if it is not the usual one.
     """
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
 
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn the SDK's errors into IsolationUnavailable, with the message "could not" ``doing``."""
+    """Turn an error of the SDK into IsolationUnavailable: "the Docker engine could not {doing}"."""
     try:
         yield
     except ENGINE_ERRORS as error:
@@ -135,7 +130,6 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Tell whether the error means that the engine has stopped since its last answer."""
     return any(
         isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
         for cause in _causes(error)
@@ -143,7 +137,6 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return the exception, with a repair, for a request that a running engine refused."""
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",
@@ -158,7 +151,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
         )
     if "minimum memory limit" in reason.lower():
         return IsolationUnavailable(
-            f"the Docker engine sets no limit so small: {reason}",
+            f"the Docker engine refuses so small a RAM limit: {reason}",
             "give a larger --ram, or use --isolation cgroup",
         )
     if "bind source path does not exist" in reason or "mounts denied" in reason.lower():
@@ -174,19 +167,19 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether a container was killed on start because its limit is too small to start it."""
+    """Tell whether the kernel killed a container on start, because its RAM limit is too small."""
     text = str(getattr(error, "explanation", None) or error)
     return any(message in text for message in _OOM_AT_BIRTH)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the engine's message, without the HTTP library's wrapping."""
+    """Return the first line of the engine's message, without the text that the HTTP library adds."""
     text = str(getattr(error, "explanation", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and all its causes; urllib3 hides some causes in ``args``."""
+    """Yield the error and its causes; urllib3 keeps some causes only in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

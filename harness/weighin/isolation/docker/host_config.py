@@ -1,4 +1,4 @@
-"""The settings with which containers are made: limits, mounts and rights."""
+"""The settings with which containers are made: RAM limit, mounts and rights."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,29 +9,25 @@ from docker.types import DeviceRequest, LogConfig, Mount
 
 from weighin.cell import Cell
 from weighin.isolation.docker.mounts import CODE, Bind
-from weighin.probes.environment import settings
+from weighin.probes import environment
 from weighin.units import MIB
 
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
 _PIDS: Final = 4096  # includes threads; torch starts at least one per processor
-# NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container.
+# The image sets the variables for NVIDIA's hook, and lacks the file that LD_PRELOAD names here.
 _NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")
-Rates = Sequence[Mapping[str, str | int]]
-"""The bytes per second that a container may read from disks, as the engine takes them."""
 
 
 def of_worker(
     client: docker.APIClient,
     info: Mapping[str, Any],
     binds: Sequence[Bind],
-    limit_bytes: int | None,
-    *,
-    gpu: bool,
-    rates: Rates = (),
+    cell: Cell,
+    throttled_device: str,
 ) -> dict[str, Any]:
-    """Return the settings of a worker's container: no network, no rights, a read-only root."""
+    """Return the settings of a worker's container: no network, no capabilities, a read-only root."""
     return client.create_host_config(
-        **_memory(info, limit_bytes),
+        **_limits_and_mounts(info, binds, cell, throttled_device),
         network_mode="none",
         ipc_mode="private",
         read_only=True,
@@ -40,10 +36,9 @@ def of_worker(
         pids_limit=_PIDS,
         shm_size=_TMPFS_BYTES,
         tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
-        log_config=LogConfig(type="none"),
-        mounts=_mounts(binds),
-        device_read_bps=list(rates),
-        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
+        if cell.needs_gpu
+        else None,
     )
 
 
@@ -51,41 +46,35 @@ def of_command(
     client: docker.APIClient,
     info: Mapping[str, Any],
     binds: Sequence[Bind],
-    limit_bytes: int | None,
-    rates: Rates = (),
+    cell: Cell,
+    throttled_device: str,
 ) -> dict[str, Any]:
-    """Return the settings of a command's container: the limit, and else those of ``docker run``."""
-    return client.create_host_config(
-        **_memory(info, limit_bytes),
-        log_config=LogConfig(type="none"),
-        mounts=_mounts(binds),
-        device_read_bps=list(rates),
-    )
+    """Return the settings of a command's container: those of ``docker run``, and the cell's limits."""
+    return client.create_host_config(**_limits_and_mounts(info, binds, cell, throttled_device))
 
 
-def rates_of(cell: Cell, device: str) -> Rates:
-    """Return the rate at which a cell may read from a disk; empty if it is not limited."""
-    rate = cell.disk_bytes_per_s
-    return [{"Path": f"/dev/{device}", "Rate": rate}] if device and rate else []
-
-
-def _memory(info: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:
-    if limit_bytes is None:
-        return {}
-    limit = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
-    if info.get("CgroupVersion", "1") == "1":  # v2 has no such setting
-        limit["mem_swappiness"] = 0
-    return limit
-
-
-def _mounts(binds: Sequence[Bind]) -> list[Mount]:
-    return [
-        Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable) for bind in binds
-    ]
+def _limits_and_mounts(
+    info: Mapping[str, Any], binds: Sequence[Bind], cell: Cell, throttled_device: str
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "log_config": LogConfig(type="none"),
+        "mounts": [
+            Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable)
+            for bind in binds
+        ],
+    }
+    if throttled_device and cell.disk_bytes_per_s:
+        rate = {"Path": f"/dev/{throttled_device}", "Rate": cell.disk_bytes_per_s}
+        settings["device_read_bps"] = [rate]
+    if cell.ram_limit_bytes is not None:
+        settings["mem_limit"] = settings["memswap_limit"] = cell.ram_limit_bytes  # equal: no swap
+        if info.get("CgroupVersion", "1") == "1":  # cgroup v2 has no swappiness
+            settings["mem_swappiness"] = 0
+    return settings
 
 
 def user(info: Mapping[str, Any]) -> str | None:
-    """Return this user's uid:gid; None for a rootless engine, where root is this user."""
+    """Return this user's uid:gid; None for a rootless engine, in which root is this user."""
     options = info.get("SecurityOptions") or []
     if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
         return None
@@ -93,7 +82,11 @@ def user(info: Mapping[str, Any]) -> str | None:
 
 
 def worker_environment(of_cell: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker: the cell's, and this process's that affect figures."""
-    passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
+    """Return a worker's variables: the cell's, and those of this process that affect the figures."""
+    passed = {
+        name: value
+        for name, value in environment.settings().items()
+        if not name.startswith(_NOT_PASSED)
+    }
     ours = {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108
     return passed | dict(of_cell) | ours

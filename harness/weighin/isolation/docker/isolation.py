@@ -1,9 +1,9 @@
 """Run the worker, or any command, in a Docker container, under the limits of a deployment.
 
-A worker's containers have no network, no capabilities, no swap and a read-only root. The worker is a child of
-a small shell (``stream.KEEPER``), so that the cgroup exists until its counters have been read.
-``/tmp`` (which is also HOME) and ``/dev/shm`` are small tmpfs mounts; their files are charged to
-the cell.
+A worker's container has no network, no capabilities, no swap and a read-only root. The worker is a
+child of a small shell (``stream.KEEPER``), so that the cgroup exists until the parent has read its
+counters. ``/tmp``, which is also HOME, and ``/dev/shm`` are small tmpfs mounts, whose files are
+charged to the cell.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import RunningCommand, Streams
 from weighin.isolation.docker import command_start, host_config, packages
 from weighin.isolation.docker.command import KILLED_AT_BIRTH
-from weighin.isolation.docker.command_start import STREAMS, Asked
+from weighin.isolation.docker.command_start import STREAMS
 from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -38,13 +38,14 @@ from weighin.isolation.docker.engine import (
 )
 from weighin.isolation.docker.image import (
     BASE_VARIABLE,
+    DEFAULT_BASE,
     PYTHON,
+    Progress,
     check_image,
     ensure_image,
     find_image,
 )
-from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
-from weighin.isolation.docker.mounts import Bind, environment_inside, place
+from weighin.isolation.docker.mounts import environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
 from weighin.protocol import encode_job
@@ -53,9 +54,9 @@ from weighin.protocol import encode_job
 class DockerIsolation:
     """Runs workers in Docker containers, one container for each cell.
 
-    ``base_image`` is the base of the image; None means the variable WEIGHIN_BASE_IMAGE, or if that
-    is not set, python:3.11-slim-bookworm. ``packages`` are the packages that the run's strategies
-    need. Commands run in ``image``, as it is; if it is empty, in the image of the workers.
+    The workers' image is built on ``base_image``; None means the variable WEIGHIN_BASE_IMAGE, or
+    without it python:3.11-slim-bookworm. The workers' image contains ``packages``, which the run's
+    strategies need. Commands run in ``image``, or if it is empty, in the workers' image.
     """
 
     name = "docker"
@@ -69,22 +70,21 @@ class DockerIsolation:
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
         self._has_base = False
         self._image: str | None = None
-        self._info: dict[str, Any] | None = None
         self._containers: set[str] = set()
         atexit.register(self._remove_all)
 
     def check(self) -> None:
-        """Raise IsolationUnavailable unless an engine answers that can run a worker under a limit.
+        """Raise IsolationUnavailable unless a Docker engine answers that can enforce a RAM limit.
 
         The engine must have the image or its base, or reach a registry that has it.
         """
-        check_engine(self._engine_info())
+        check_engine(self._info)
         if not self._has_base:
             check_image(self._client, self._given or self._base, is_base=not self._given)
             self._has_base = True
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
-        """Build the image if it is missing; pull one that was given.
+        """Build the workers' image if it is missing; for commands in another image, pull that one.
 
         Raises:
             IsolationUnavailable: an image or a wheel is missing, or the build failed.
@@ -95,15 +95,14 @@ class DockerIsolation:
             return
         self._image = ensure_image(self._client, self._base, progress, self._packages)
 
-    def added_code(self, job: Job) -> list[str]:
-        """Return a line for each installed package that is mounted because the image lacks it."""
+    def added_code(self, job: Job, /) -> list[str]:
         return [*packages.lacking(job).notes]
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job.
 
-        If the limit is too small to start the container, the result reports the worker's exit, and
-        no error is raised.
+        If the RAM limit is too small for the container to start, no error is raised: ``wait`` of
+        the result returns the exit of a killed worker.
 
         Raises:
             IsolationUnavailable: the engine refused a request.
@@ -112,17 +111,41 @@ class DockerIsolation:
             self.prepare()
         assert self._image is not None
         inside, binds = place(job)
-        running = self._start(
-            (PYTHON, "-P", "-m", "weighin.worker"),
-            image=self._image,
-            binds=binds,
-            limit_bytes=job.cell.ram_limit_bytes,
-            gpu=job.cell.needs_gpu,
-            labels={"weighin.cell": job.cell.id},
-            environment=environment_inside(job.cell.environment),
-            rates=host_config.rates_of(job.cell, job.throttled_device),
-        )
-        running.channel.send(encode_job(inside))
+        client, cell = self._client, job.cell
+        environment = host_config.worker_environment(environment_inside(cell.environment))
+        host = host_config.of_worker(client, self._info, binds, cell, job.throttled_device)
+        with self._new_container() as name, contextlib.ExitStack() as opened:
+            container = client.create_container(
+                self._image,
+                ["sh", "-c", KEEPER, "weighin", PYTHON, "-P", "-m", "weighin.worker"],
+                name=name,
+                host_config=host,
+                stdin_open=True,
+                user=host_config.user(self._info),
+                working_dir="/tmp",  # noqa: S108 (inside the container)
+                environment=environment,
+                labels=owner_labels() | {"weighin.cell": cell.id},
+            )["Id"]
+            # Attached before the start, so that no output is lost.
+            channel = StreamChannel(client.attach_socket(container, params=STREAMS))
+            opened.callback(channel.close)
+            known_exit = None
+            try:
+                client.start(container)
+            except APIError as error:
+                if cell.ram_limit_bytes is None or not killed_at_birth(error):
+                    raise
+                known_exit = KILLED_AT_BIRTH
+                channel.end()
+            running = DockerRunning(
+                client,
+                container,
+                channel,
+                on_close=lambda: self._remove(name),
+                known_exit=known_exit,
+            )
+            opened.pop_all()
+        channel.send(encode_job(inside))
         return running
 
     def start_command(
@@ -135,9 +158,9 @@ class DockerIsolation:
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
-        ``mounts`` are further paths, which the container sees read-only. Apart from the limit and the
-        user, the container is that of ``docker run``. If the limit is too small to start it, the
-        result reports that, and no error is raised.
+        The container sees ``mounts`` read-only. Apart from the limit and the user, the container is
+        that of ``docker run``. If the RAM limit is too small for the container to start, no error
+        is raised: ``reap`` returns the exit of a killed command.
 
         Raises:
             IsolationUnavailable: the engine refused a request, or runs on another machine.
@@ -146,13 +169,16 @@ class DockerIsolation:
         if self._image is None:
             self.prepare()
         assert self._image is not None
-        rates = host_config.rates_of(cell, throttled_device)
-        asked = Asked(self._image, cell, folder, streams, mounts, rates)
         with self._new_container() as name:
             return command_start.start(
                 self._client,
-                self._engine_info(),
-                asked,
+                self._info,
+                self._image,
+                cell,
+                folder,
+                streams,
+                mounts,
+                throttled_device,
                 name=name,
                 on_close=lambda: self._remove(name),
             )
@@ -174,13 +200,11 @@ class DockerIsolation:
         return removed
 
     def describe(self) -> dict[str, str]:
-        """Return the engine's version, its cgroups and storage, and the image."""
-        info = self._engine_info()
         entries = {
-            "engine": info.get("ServerVersion"),
-            "cgroup_driver": info.get("CgroupDriver"),
-            "cgroup_version": info.get("CgroupVersion"),
-            "storage_driver": info.get("Driver"),
+            "engine": self._info.get("ServerVersion"),
+            "cgroup_driver": self._info.get("CgroupDriver"),
+            "cgroup_version": self._info.get("CgroupVersion"),
+            "storage_driver": self._info.get("Driver"),
             "base_image": None if self._given else self._base,
             "image": self._image,
         }
@@ -190,63 +214,18 @@ class DockerIsolation:
     def _client(self) -> docker.APIClient:
         return connect()
 
-    def _engine_info(self) -> dict[str, Any]:
-        if self._info is None:
-            with explained("describe itself"):
-                self._info = dict(self._client.info())
-        return self._info
-
-    def _start(
-        self,
-        command: Sequence[str],
-        *,
-        image: str,
-        binds: Sequence[Bind] = (),
-        limit_bytes: int | None = None,
-        gpu: bool = False,
-        labels: dict[str, str] | None = None,
-        environment: dict[str, str] | None = None,
-        rates: host_config.Rates = (),
-    ) -> DockerRunning:
-        """Start ``command`` as a worker; attach before the start, so that no output is lost."""
-        client = self._client
-        host = host_config.of_worker(
-            client, self._engine_info(), binds, limit_bytes, gpu=gpu, rates=rates
-        )
-        channel = None
-        with self._new_container() as name:
-            try:
-                container = client.create_container(
-                    image,
-                    ["sh", "-c", KEEPER, "weighin", *command],
-                    name=name,
-                    host_config=host,
-                    stdin_open=True,
-                    user=host_config.user(self._engine_info()),
-                    working_dir="/tmp",  # noqa: S108 (inside the container)
-                    environment=host_config.worker_environment(environment or {}),
-                    labels=owner_labels() | (labels or {}),
-                )["Id"]
-                channel = StreamChannel(client.attach_socket(container, params=STREAMS))
-                if not (born := self._run(container, limited=limit_bytes is not None)):
-                    channel.end()
-                return DockerRunning(
-                    client,
-                    container,
-                    channel,
-                    on_close=lambda: self._remove(name),
-                    known_exit=None if born else KILLED_AT_BIRTH,
-                )
-            except BaseException:
-                if channel is not None:
-                    channel.close()
-                raise
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        with explained("describe itself"):
+            return dict(self._client.info())
 
     @contextlib.contextmanager
     def _new_container(self) -> Iterator[str]:
-        """Give the block the name of a container to make; remove the container if the block fails."""
+        """Yield the name for a container to create; remove the container if the block fails."""
         name = f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
-        self._containers.add(name)  # before the request, so that an interrupt also removes it
+        self._containers.add(
+            name
+        )  # before the request, so that an interrupted start is removed, too
         try:
             yield name
         except BaseException as error:
@@ -254,16 +233,6 @@ class DockerIsolation:
             if isinstance(error, ENGINE_ERRORS):
                 raise explain_refusal(error, "run a container") from error
             raise
-
-    def _run(self, container: str, *, limited: bool) -> bool:
-        """Start a created container; return False if its limit killed it on start."""
-        try:
-            self._client.start(container)
-        except APIError as error:
-            if limited and killed_at_birth(error):
-                return False
-            raise
-        return True
 
     def _remove(self, name: str, *, certain: bool = True) -> None:
         if name in self._containers:

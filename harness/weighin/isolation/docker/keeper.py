@@ -1,9 +1,9 @@
-"""Keep a command's container and cgroup after the command's end, also if its image has no shell.
+"""Keep a command's container and cgroup after the command's end, even if its image has no shell.
 
-The keeper is the container's first process, and the command is its child. It is this machine's own
-shell, which is mounted into the container with the libraries that it needs, and is started by its
-own dynamic loader. So it runs in every image. It talks to this process through two named pipes,
-because the standard streams belong to the command.
+The keeper is the container's first process, and the command is its child. The keeper is this
+machine's own shell, which is mounted into the container with its libraries and its dynamic loader,
+so that it runs in every image. Two named pipes connect the keeper with this process, because the
+standard streams belong to the command.
 """
 
 import contextlib
@@ -53,23 +53,25 @@ exec </dev/null >/dev/null 7>&-
 read -r _ <&9
 exit "$code"
 """
-"""The child writes its pid in the container, waits for the first line from ``hold``, and becomes the command.
+"""The keeper's script. Its child writes its pid, waits for the first line from ``hold``, and becomes the
+command.
 
-After the command's end, the keeper writes its exit code. A shell also writes a word such as "Killed"
-before the code if a signal ended the command: this tells a signal from the same exit code. The
-second line from ``hold`` is a mark, which the keeper writes after the last output, because the
-engine does not tell where output ends while a container runs. The keeper ends with ``hold``. A
-watcher beside it kills the command with ``life``, at the latest when this process ends. The keeper
-ignores Ctrl-C, which a terminal sends to it too.
+After the command's end, the keeper writes the command's exit code. If a signal killed the command,
+the shell writes a word such as "Killed" before the code, which tells a signal from an exit code.
+The second line from ``hold`` is a mark. The keeper writes the mark after the last output, because
+the engine does not report the end of output while a container runs. The keeper ends when ``hold``
+is closed. A second child kills all processes when ``life`` is closed, at the latest when weighin
+ends. The keeper ignores Ctrl-C, which a terminal also sends to the keeper.
 """
 
 NOT_FOR_KEEPER: Final = frozenset(
     {"LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL"}
 )
-"""Variables that the keeper gets as arguments, for the command only: its loader would obey the first
-ones, though the image's libraries do not fit it, and a shell sets the last ones itself."""
+"""Variables that the keeper sets for the command only. The keeper's own loader would obey LD_PRELOAD
+and the like, whose libraries may not fit the loader. A shell sets PWD, OLDPWD and SHLVL itself."""
 
-_SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}  # no shell reports them all
+# Signals for which some shells write no word.
+_SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}
 
 
 class Keeper:
@@ -81,11 +83,11 @@ class Keeper:
         self._open: set[int] = set()
         self._said = b""
         try:
-            # In a file, because bash does not name the signal that ended a child of "bash -c".
+            # The script is a file, because "bash -c" does not report the signal that killed a child.
             Path(self._folder, "start").write_text(_SCRIPT)
             for path in (hold, life, told):
                 os.mkfifo(path, 0o600)
-            # A pipe can be opened for writing only while somebody can read it.
+            # A named pipe can be opened for writing only while a process has it open for reading.
             self._places = [
                 self._opened(path, os.O_RDONLY | os.O_NONBLOCK) for path in (hold, life)
             ]
@@ -97,21 +99,21 @@ class Keeper:
             raise
 
     def binds(self) -> list[Bind]:
-        """Return what the container must mount for its keeper."""
+        """Return what the container must mount for its keeper: the pipes and the shell's files."""
         pipes = Bind(Path(self._folder), _PIPES, writable=True)
         return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _files(SHELL).items())]
 
     def command(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-        """Return the container's command; ``variables`` are set for ``command`` only."""
+        """Return the container's command; the keeper sets ``variables`` for ``command`` only."""
         loader, *others = (f"{_SHELL}/{name}" for name in _files(SHELL))
         start = [loader, "--library-path", _SHELL, others[0]] if others else [loader]
         settings = [f"{name}={value}" for name, value in variables.items()]
         return [*start, f"{_PIPES}/start", *settings, "--", *command]
 
     def wait_for_child(self, keeper: int, timeout_s: float) -> int | None:
-        """Return the child's pid in the container when it waits for ``go``; None if it will not.
+        """Return the child's pid in the container when the child waits for ``go``; None if it does not start.
 
-        ``keeper`` is the keeper's pid here.
+        ``keeper`` is the keeper's pid on this machine.
         """
         process = open_process(keeper)
         try:
@@ -125,15 +127,14 @@ class Keeper:
         pid, _, self._said = self._said.partition(b"\n")
         for place in self._places:
             self._close(place)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the pipes stay open without their names
+        shutil.rmtree(self._folder, ignore_errors=True)  # the open pipes need no names
         return int(pid) if pid.isdigit() else None
 
     def go(self) -> None:
-        """Let the child become the command."""
         os.write(self._hold, b"\n")
 
     def exit(self, timeout_s: float) -> Exit | None:
-        """Return how the command ended; None if the keeper was killed with it, or did not answer in time."""
+        """Return how the command ended; None if the keeper was killed too, or did not answer in time."""
         deadline = monotonic() + timeout_s
         while self._told in self._open and ready([self._told], deadline - monotonic()):
             if not self._read():
@@ -141,7 +142,7 @@ class Keeper:
         return parse(self._said)
 
     def end_output(self, mark: bytes) -> None:
-        """Let the keeper write ``mark`` after the output of the command, all of which has ended."""
+        """Let the keeper write ``mark`` after the last output of the command, which has ended."""
         with contextlib.suppress(OSError):  # the keeper was killed
             os.write(self._hold, mark + b"\n")
 
@@ -168,7 +169,7 @@ class Keeper:
 
 
 def parse(said: bytes) -> Exit | None:
-    """Return the exit that a keeper wrote: its last line is the code, after the shell's own words."""
+    """Return the exit that a keeper reported: the last word is the code, after words of the shell."""
     *words, code = said.split() or [b""]
     if not code.isdigit():
         return None
@@ -180,9 +181,10 @@ def parse(said: bytes) -> Exit | None:
 
 @cache
 def _files(shell: Path) -> dict[str, Path]:
-    """Return the files of a shell by their names: its loader, itself, its libraries.
+    """Return a shell's loader, the shell itself and its libraries, by file name; a static shell is one file.
 
-    A shell without libraries is one file. Raises IsolationUnavailable without ``ldd``.
+    Raises:
+        IsolationUnavailable: ``ldd`` is not installed.
     """
     shell = shell.resolve()
     try:
@@ -196,7 +198,7 @@ def _files(shell: Path) -> dict[str, Path]:
 
 
 def parse_ldd(listed: str, shell: Path) -> dict[str, Path]:
-    """Return the files that ``ldd`` lists by their names, with ``shell`` after its loader."""
+    """Return the files in the output of ``ldd`` by name: the loader, then ``shell``, then libraries."""
     loaders: dict[str, Path] = {}
     libraries: dict[str, Path] = {}
     for line in listed.splitlines():

@@ -1,8 +1,8 @@
-"""The bind mounts of a container: the code, one strategy and one checkpoint, all read only.
+"""The bind mounts of a container: weighin's code, one strategy and one checkpoint, all read only.
 
-For a user's own model, the folder of its module, its package, and the paths that the user names are
-mounted too, and so is the file of a user's own use. For a save, and for the use "save", the empty
-target folder is mounted writable.
+A user's own model adds the folder of its module, its package, and the paths that the user names. A
+user's own use adds its file. A save, and the use "save", add their empty target folder, which is
+writable.
 """
 
 import sys
@@ -35,7 +35,7 @@ class Bind:
 
 
 def place(job: Job) -> tuple[Job, list[Bind]]:
-    """Return the job with paths inside the container, and the binds that provide them."""
+    """Return the job with the paths inside the container, and the binds that provide these paths."""
     code = [
         Bind(Path(weighin.__file__).resolve().parent, f"{CODE}/weighin"),
         Bind(data_folder("strategies").resolve(), f"{CODE}/strategies"),
@@ -85,13 +85,13 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
 
 
 def environment_inside(environment: dict[str, str]) -> dict[str, str]:
-    """Return a cell's environment, with the container's paths of preloaded libraries."""
+    """Return a cell's environment, in which LD_PRELOAD has the libraries' paths in the container."""
     inside = list(_preloaded(environment).values())
     return environment | ({preload.VARIABLE: ":".join(inside)} if inside else {})
 
 
 def _preloaded(environment: dict[str, str]) -> dict[str, str]:
-    """Return the path in the container for each preloaded library; the image may lack it."""
+    """Return the path in the container for each library of LD_PRELOAD, because the image may lack it."""
     return {
         library: f"/weighin/preload/{number}/{Path(library).name}"
         for number, library in enumerate(preload.libraries(environment))
@@ -101,27 +101,29 @@ def _preloaded(environment: dict[str, str]) -> dict[str, str]:
 def _importable(mounts: tuple[str, ...]) -> list[str]:
     """Return the folders of ``sys.path`` that directly contain a mounted path.
 
-    In the container, these folders contain only the mounted paths, so that they hide no package of
-    the image.
+    In the container, such a folder contains only the mounted paths, so it hides no package of the
+    image.
     """
     parents = [str(Path(path).parent) for path in mounts]
     return [parent for parent in dict.fromkeys(parents) if parent in sys.path]
 
 
 def _place_file(path: Path, code: list[Bind], kind: str) -> tuple[str, list[Bind]]:
-    """Return the path in the container of a strategy or a use, and its bind if ``code`` lacks it."""
+    """Return the container's path of a strategy or a use, and a bind for it if ``code`` has none."""
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []
-    inside = f"/weighin/{kind}/{path.name}"  # only this file, without its neighbours
+    inside = (
+        f"/weighin/{kind}/{path.name}"  # mounts only this file, and no other file of its folder
+    )
     return inside, [Bind(path, inside)]
 
 
 def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:
-    """Return the binds for a file, a folder, or an index and its shards.
+    """Return the binds for a checkpoint: a file, a folder, or an index and its shards.
 
-    A folder of symbolic links, as in download caches, is bound file by file, because the targets of
-    these links do not exist in the container.
+    Download caches consist of symbolic links, whose targets do not exist in the container. Each
+    file of such a folder therefore gets a bind of its own.
     """
     if not checkpoint.is_dir():
         others = formats.files(checkpoint) if checkpoint.suffix == ".json" else [checkpoint]

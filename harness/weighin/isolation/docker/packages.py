@@ -1,18 +1,19 @@
 """Find the installed package of a model's module, if the image lacks this package.
 
-The image has torch, numpy, safetensors and their dependencies. A package of only Python files works
-in any environment; its folder is mounted, with the packages that it requires. Compiled code is
-built for one Python and one C library, and is not mounted.
+The image contains torch, numpy, safetensors and their dependencies. A package without compiled code
+runs in any environment, so that its folder is mounted, together with the packages that it requires.
+Compiled code is built for one Python and one C library, and is not mounted.
 """
 
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
+
+from packaging.utils import canonicalize_name
 
 from weighin.cell import Job
 from weighin.errors import ConfigError
@@ -27,7 +28,7 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 class Lacking:
     """The installed packages to mount: their files and folders, and a line for each package.
 
-    A required package that is not mounted has a line, too.
+    A required package with compiled code is not mounted, but has a line that says so.
     """
 
     paths: tuple[Path, ...] = ()
@@ -35,10 +36,10 @@ class Lacking:
 
 
 def lacking(job: Job) -> Lacking:
-    """Return the installed package of a job's model, and its requirements, if the image lacks it.
+    """Return the installed package of a job's model, and its requirements, if the image lacks them.
 
-    The result is empty if the model's module is part of weighin or of the image, is in a folder of
-    ``job.python_path``, is in ``job.mounts``, or is unknown.
+    The result is empty if the model's module is part of weighin or of the image, lies in a folder
+    of ``job.python_path`` or in ``job.mounts``, or does not exist here.
 
     Raises:
         ConfigError: the package contains compiled code.
@@ -54,7 +55,9 @@ def _lacking(builder: str, python_path: tuple[str, ...], mounts: tuple[str, ...]
     if top in sys.stdlib_module_names or not (place := _place(top)) or str(place) in mounts:
         return Lacking()
     in_image = {pin.partition("==")[0] for pin in _image_pins()}
-    names = {_normal(name) for name in importlib.metadata.packages_distributions().get(top, ())}
+    names = {
+        canonicalize_name(name) for name in importlib.metadata.packages_distributions().get(top, ())
+    }
     if names & in_image:
         return Lacking()
     if compiled := _compiled(place):
@@ -65,14 +68,14 @@ def _lacking(builder: str, python_path: tuple[str, ...], mounts: tuple[str, ...]
             f" mount it: --mount {place}",
         )
     paths, lines = [place], [f"mounting {place} read-only: the image has no package {top}"]
-    for distribution in _required(names, in_image):
+    for normal, distribution in wheels.installed(names, in_image):
         name = distribution.metadata["Name"]
         found = [path for path in _files(distribution) if path != place]
         if any(map(_compiled, found)):
             lines.append(f"not mounting {name}, which the image lacks: it contains compiled code")
             continue
         paths += found
-        if _normal(name) not in names:
+        if normal not in names:
             lines.append(f"mounting {name} read-only: {top} requires it, and the image lacks it")
     return Lacking(tuple(dict.fromkeys(paths)), tuple(lines))
 
@@ -83,7 +86,6 @@ def _image_pins() -> tuple[str, ...]:
 
 
 def _place(top: str) -> Path | None:
-    """Return the folder of an installed package, or the file of a module."""
     spec = importlib.util.find_spec(top)
     if spec is None:
         return None
@@ -92,26 +94,7 @@ def _place(top: str) -> Path | None:
     return Path(spec.origin).resolve() if spec.origin and spec.has_location else None
 
 
-def _required(
-    names: Iterable[str], in_image: Iterable[str]
-) -> Iterator[importlib.metadata.Distribution]:
-    """Yield distributions and, transitively, their requirements that the image lacks."""
-    todo, seen = [*names], set(in_image)
-    while todo:
-        if (name := todo.pop()) in seen:
-            continue
-        seen.add(name)
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # for another platform or Python
-            continue
-        yield distribution
-        requires = distribution.requires or []
-        todo += [wheels.name_of(line) for line in requires if "extra ==" not in line]
-
-
 def _files(distribution: importlib.metadata.Distribution) -> list[Path]:
-    """Return the top-level packages, modules and metadata of a distribution."""
     tops = dict.fromkeys(file.parts[0] for file in distribution.files or [] if file.parts)
     root = Path(str(distribution.locate_file("")))
     return [
@@ -124,7 +107,3 @@ def _files(distribution: importlib.metadata.Distribution) -> list[Path]:
 def _compiled(path: Path) -> Path | None:
     files = path.rglob("*") if path.is_dir() else [path]
     return next((file for file in files if file.suffix in _COMPILED), None)
-
-
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-")

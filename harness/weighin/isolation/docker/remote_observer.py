@@ -1,4 +1,4 @@
-"""The parent's client of the watcher process in a container, ``container_observer``."""
+"""The parent's client of ``container_observer``, the watcher process inside a container."""
 
 import queue
 import threading
@@ -12,18 +12,18 @@ from weighin.probes.observer import Observation
 from weighin.protocol import decode_event
 from weighin.result import Memory, Sample
 
-_TURN_S = 0.01  # the interval of polling the channel; the longest delay of a request
+_TURN_S = 0.01  # between two looks at the channel: the longest delay of a request
 _ANSWER_TIMEOUT_S = 10.0
 
 
 class InsideObserver:
-    """Observes a worker through the watcher at the other end of ``channel``.
+    """Observes a worker through the watcher process at the other end of ``channel``.
 
     After the watcher has died, every figure is None and every action returns False.
     """
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
-        """``lift`` asks the engine to lift the cell's limit, which the container may not do."""
+        """``lift`` asks the engine to lift the cell's RAM limit, which the watcher may not do."""
         self._lift, self._is_lifted = lift, False
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
@@ -41,7 +41,9 @@ class InsideObserver:
         return replace(seen, escape="") if self._is_lifted else seen
 
     def raise_limit(self) -> None:
-        """Ask the engine to lift the limit; the watcher then sees another limit, which is no escape."""
+        """Ask the engine to lift the limit. Later observations then report no escape for the new
+        limit.
+        """
         self._is_lifted = True
         self._lift()
 
@@ -73,7 +75,6 @@ class InsideObserver:
         return otherwise if answer is None else answer["answer"]
 
     def _run(self) -> None:
-        """Forward requests and receive answers until the watcher ends or stops answering."""
         asked_s: float | None = None
         try:
             while True:

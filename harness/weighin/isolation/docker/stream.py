@@ -1,7 +1,7 @@
 """The channel to a worker in a container: one attached stream carries stdin, stdout and stderr.
 
-The engine's stream is multiplexed. Each frame has a header of 8 bytes: the stream's number
-(1 stdout, 2 stderr), three zeros and the payload's length, big-endian. Source: Docker Engine API,
+The engine multiplexes the stream in frames. A frame has a header of 8 bytes: the stream's number (1
+stdout, 2 stderr), three zeros and the payload's length, big-endian. Source: Docker Engine API,
 "Attach to a container, Stream format".
 """
 
@@ -18,8 +18,9 @@ STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN, which invalidates the text before it in its line. The keeper writes it after the
-worker's end."""
+"""ASCII CAN. The keeper writes it after the worker's end; it invalidates the text before it in its
+line.
+"""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
@@ -29,15 +30,22 @@ KEEPER: Final = (
 """The shell script of the keeper: a container's first process, with the worker as its only child.
 
 The keeper keeps the container and its cgroup alive until the parent has read the cgroup's counters.
-After the worker's end, the keeper writes CAN and the exit code to stdout, which invalidates an
-incomplete line of a killed worker. The keeper also writes CAN to stderr, which tells the parent
-that stderr is complete. The keeper ends when its stdin closes, at the latest with the parent. The
-shell (dash) needs 0.1 MiB of anonymous memory; with the container's start, 0.9 MiB is charged to
-the cgroup before the worker starts (measured on Debian 12, cgroup v1).
+After the worker's end, the keeper writes CAN and the exit code to stdout; CAN invalidates an
+incomplete line of a killed worker. The keeper also writes CAN to stderr, to mark the end of stderr.
+The keeper ends when its stdin closes, at the latest when the parent ends. The shell (dash) needs
+0.1 MiB of anonymous memory. With the container's start, 0.9 MiB is charged to the cgroup before the
+worker starts (measured on Debian 12, cgroup v1).
 """
 
 _SEND_TIMEOUT_S: Final = 10.0
 _STDERR_TIMEOUT_S: Final = 1.0
+
+
+def close_stream(stream: Any) -> None:
+    """Close the result of ``attach_socket``, with its socket and the response that it came with."""
+    for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
+        if each is not None:
+            each.close()
 
 
 class FrameBuffer:
@@ -63,13 +71,14 @@ class StreamChannel:
     """A channel over the attached stream of a container whose first process is the keeper.
 
     Attributes:
-        stderr_tail: the last 64 KiB that the worker and its strategy printed.
-        worker_code: the worker's exit code as a shell reports it (128 + n for signal n), once the
-            keeper has sent it; None if the stream ended before that.
+        stderr_tail: the last 64 KiB that the worker and its strategy printed to stderr.
+        worker_code: the exit code that the keeper sent, as a shell reports it (128 + n for signal
+            n);
+            None before that, or if the stream ended first.
     """
 
     def __init__(self, stream: Any) -> None:
-        """Take over the result of ``attach_socket``: a SocketIO, or a socket-like object."""
+        """``stream`` is the result of ``attach_socket``: a SocketIO, or a socket-like object."""
         self._stream = stream
         self._socket: socket.socket = getattr(stream, "_sock", stream)
         self._frames = FrameBuffer()
@@ -90,7 +99,7 @@ class StreamChannel:
         return None
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return ``worker_code`` when the worker has ended; its events can still be received.
+        """Return ``worker_code`` when the worker has ended; its last events can still be received.
 
         Raises:
             TimeoutError: the worker still runs after ``timeout_s``.
@@ -107,27 +116,24 @@ class StreamChannel:
             self._socket.sendall(line)
 
     def end(self) -> None:
-        """Expect no more data, because the container never ran."""
+        """Expect no more data; for a container that did not start."""
         self._over = self._quiet = True
 
     def close(self) -> None:
-        """Close the stream, which ends the worker's stdin."""
         self.end()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        for thing in (getattr(self._stream, "_response", None), self._stream, self._socket):
-            if thing is not None:
-                thing.close()
+        close_stream(self._stream)
 
     def _read(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        if left <= 0:  # also if a worker prints without end
+        if left <= 0:  # a worker may print without end
             raise TimeoutError
         # recv with a timeout, not select: recv also works on TLS sockets, Windows pipes and SSH.
         try:
             self._socket.settimeout(left)
             data = self._socket.recv(65536)
-        except TimeoutError:
+        except TimeoutError:  # an OSError, too
             raise
         except OSError:  # reset by the engine, or closed by this process
             data = b""

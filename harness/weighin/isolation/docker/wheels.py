@@ -1,4 +1,4 @@
-"""Download the wheels that a worker needs: the same builds as in this environment."""
+"""Download the wheels that a worker needs, in the same builds as in this environment."""
 
 import contextlib
 import importlib.metadata
@@ -7,11 +7,12 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
@@ -22,14 +23,16 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The Python ("3.11.2") and platform that wheels must fit; ``glibc``: the minor version, 36 for 2.36."""
+    """The Python and platform that wheels must fit. ``glibc`` is the minor version: 36 for glibc
+    2.36.
+    """
 
     python: str
     machine: str
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return pip's flags to fetch wheels for this target on ``host`` (None: not Linux)."""
+        """Return pip's flags to fetch wheels for this target; ``host`` is this machine, None if not Linux."""
         same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
@@ -40,13 +43,13 @@ class Target:
 
     @property
     def feature(self) -> str:
-        """The version of Python for which wheels are built: "3.11" of "3.11.2"."""
+        """The version of Python in a wheel's name: "3.11" for Python 3.11.2."""
         return ".".join(self.python.split(".")[:2])
 
     def own_requirements(self, pins: Iterable[str]) -> list[str]:
-        """Return what ``pins`` require for this target's Python, but not for the running one.
+        """Return what ``pins`` require under this target's Python, but not under the running Python.
 
-        pip evaluates the conditions of requirements for the running Python only.
+        pip evaluates the conditions of requirements only for the Python that runs pip.
         """
         python = {"python_version": self.feature, "python_full_version": self.python}
         found = set()
@@ -62,7 +65,6 @@ class Target:
 
 
 def read_target(words: str) -> Target:
-    """Parse the output of ``PROBE``."""
     python, machine, *libc = words.split()
     version = libc[1] if len(libc) > 1 else "2.17"
     return Target(python, machine, int(version.split(".")[1]))
@@ -71,39 +73,49 @@ def read_target(words: str) -> Target:
 PROBE = (
     "import platform; print(platform.python_version(), platform.machine(), *platform.libc_ver())"
 )
-"""Code that prints the input of ``read_target``; any Python 3 can run it."""
+"""Code that prints the input of ``read_target``. It runs on every version of Python 3."""
 
 
 def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    The result also has pins for ``packages``, which strategies need, and for all dependencies, so
-    that the image has the same versions as this environment.
+    The result includes ``packages`` and all dependencies, so that the image has the versions of
+    this environment.
     """
     lines = requirements.read_text().splitlines()
-    todo = [*packages, *(line for line in lines if line and not line.startswith("#"))]
-    versions: dict[str, str] = {}
+    roots = [*packages, *(line for line in lines if line and not line.startswith("#"))]
+    return tuple(sorted(f"{name}=={found.version}" for name, found in installed(roots)))
+
+
+def installed(
+    requirements: Iterable[str], without: Iterable[str] = ()
+) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
+    """Yield installed packages by name and, transitively, the packages that they require.
+
+    The packages ``without``, and what only they require, are left out, as are extras.
+    """
+    todo, seen = [*requirements], {*without}
     while todo:
         requirement = todo.pop()
         name = name_of(requirement)
-        if name in versions or "extra ==" in requirement:
+        if name in seen or "extra ==" in requirement:
             continue
+        seen.add(name)
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # for another platform or Python
             continue
-        versions[name] = distribution.version
+        yield name, distribution
         todo += distribution.requires or []
-    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
 
 
 def name_of(requirement: str) -> str:
-    """Return the name of the package in a requirement: "torch" of "torch>=2.6; extra == 'x'"."""
-    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+    """Return the name of the package in a requirement: "ruamel-yaml" of "ruamel.yaml>=0.18"."""
+    return canonicalize_name(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
-    """Return the installed size of ``pins`` in bytes, the same in this environment and an image."""
+    """Return the size in bytes of the files that ``pins`` install, here and in the image."""
     size = 0
     for pin in pins:
         try:
@@ -125,8 +137,8 @@ def download(
 ) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
-    ``packages`` are the packages that strategies need. ``say`` is called every 10 s with the size
-    fetched so far.
+    ``packages`` are the packages that strategies need. Every 10 s, ``say`` gets a text with the
+    size of what pip has fetched.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -135,8 +147,8 @@ def download(
     constraints.write_text("\n".join(pins) + "\n")
     command = [*child_process.module("pip", "download", "--quiet", "--only-binary=:all:")]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
-    # Request only root packages: a pinned dependency may not exist for the target's platform.
-    names = {"torch", "numpy", "safetensors", *packages}
+    # Name only the packages that weighin itself needs: the target may lack their dependencies.
+    names = {"torch", "numpy", "safetensors", *map(name_of, packages)}
     roots = [pin for pin in pins if pin.partition("==")[0] in names]
     roots += target.own_requirements(pins)
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
@@ -150,7 +162,7 @@ def download(
 
 
 def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip in its own temporary folder; return its exit code and its error output."""
+    """Run pip with a temporary folder of its own; return its exit code and what it printed as errors."""
     with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
         while True:
             try:
@@ -168,7 +180,6 @@ def _fetched(folder: Path) -> str:
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
-    """Return the exception, with a repair, for wheels that pip could not fetch."""
     if "No module named pip" in stderr:
         return IsolationUnavailable(
             "the wheels for the image cannot be fetched: this environment has no pip",
