@@ -22,7 +22,7 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
     """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
 
-    ``cells`` is the number of cells in the run, or None if it is not known beforehand.
+    ``cells`` is the number of cells in the run; None for a search, which chooses cells as it goes.
     """
     with Bar(
         TextColumn("{task.description}"),
@@ -39,7 +39,7 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: as a status, or as a line if not on a terminal."""
+    """Yield a function that shows the current step beside a spinner; without a terminal, in a line."""
     if not console.is_terminal:
         yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)
         return
@@ -89,9 +89,9 @@ class _Live:
         self._print(line(result))
 
     def _print(self, markup: str) -> None:
-        with (
-            interrupts.put_off()
-        ):  # a console that is stopped between writing and forgetting repeats
+        # rich would print the line twice if a signal came between its write and its clearing of
+        # the buffer.
+        with interrupts.put_off():
             self._console.print(markup, highlight=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:
@@ -99,7 +99,7 @@ class _Live:
 
 
 def line(result: Result) -> str:
-    """Return one finished cell as one line of rich markup."""
+    """Describe a finished cell in one line of rich markup."""
     cell, style = result.cell, _STYLES.get(result.outcome, "red")
     limit = ", ".join(_limits(cell)) or "no limit"
     words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}".lstrip()]

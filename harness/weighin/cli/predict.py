@@ -1,6 +1,5 @@
-"""``weighin predict``: the memory that loads will need."""
+"""``weighin predict``: predict the memory that loads will need."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +25,7 @@ _PREDICTED = {
     **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
     **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
 }
-"""What the cells of a prediction have in place of a suite's own limits, disks and repeats."""
+"""Predicted cells have these values in place of the suite's limits, disks and repeats."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -41,8 +40,8 @@ _PREDICTED = {
 @click.option(
     "--checkpoint-dtype",
     metavar="DTYPE",
-    help="Floating-point dtype of the checkpoint that weighin assumes for a model without"
-    " --checkpoint. Default: the dtype that `weighin bench` writes.",
+    help="Without --checkpoint, weighin assumes a checkpoint with this floating-point dtype. Default:"
+    " the dtype in which `weighin bench` writes the model's checkpoint.",
 )
 @_options.formats
 @_options.use("none")
@@ -53,7 +52,7 @@ _PREDICTED = {
     type=_options.PATH,
     metavar="FOLDER",
     multiple=True,
-    help="Predict the cells of this run, and compare the predictions with the measured"
+    help="Predict the cells of the run in this folder, and compare the predictions with the measured"
     " figures. Repeatable.",
 )
 @_options.trust
@@ -67,10 +66,11 @@ _PREDICTED = {
 def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
 
-    With --use, the RAM floor must also suffice for what is done with the model after the load.
+    With --use, the predicted RAM floor also suffices for what the program does with the model after
+    the load.
 
-    For the folder of a pipeline of diffusers, each part is predicted, and all parts together and one
-    after the other.
+    For a folder of a diffusers pipeline, weighin predicts each part, all parts loaded together, and
+    all parts loaded one after the other.
     """
     typed = _arguments.read(context)
     if typed["check"]:
@@ -83,13 +83,13 @@ def predict(context: click.Context, /, **_: Any) -> None:
 
     predictions = _predictions(typed)
     parts = tables.tables(predictions, phases=typed["phases"])
-    document = partial(tables.as_json, predictions)
+    document = tables.as_json(predictions)
     _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
     _end(context, predictions)
 
 
 def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
-    """Return the predictions that were asked for; ``name`` is the part of a pipeline that is loaded."""
+    """Return the predictions for the options; ``name`` is the part of a pipeline, for the progress."""
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
@@ -137,14 +137,14 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
 
 
 def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
-    """Predict each part of a pipeline, and all parts; return the predictions of the parts."""
+    """Predict and show each part of a pipeline, and all parts; return the predictions of the parts."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
     from weighin.suite.registry import library_at
 
     _arguments.refuse(
-        context, ("use",), "a use follows the load of one model", "name a part's folder"
+        context, ("use",), "--use needs one model, not a pipeline", "give the folder of one part"
     )
     parts = {}
     for part in pipeline.read(path).models:
@@ -162,19 +162,19 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
         *tables.tables(predictions, phases=typed["phases"]),
         *combining.table(path.resolve().name, answers),
     ]
-    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(*shown))
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown))
     return predictions
 
 
 def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
-    """Exit with code 2 if no load was predicted; the reasons are on the screen, or in the JSON."""
+    """Exit with code 2 if no load was predicted; the printed tables or the JSON give the reasons."""
     if all(prediction.cannot for prediction in predictions):
-        _console.error("no load was predicted, for the reason that is given for each strategy")
+        _console.error("no load was predicted; the result gives the reason for each strategy")
         context.exit(2)
 
 
 def _check(typed: dict[str, Any]) -> "list[Prediction]":
-    """Compare predictions with the figures of a run, and return them."""
+    """Show predictions beside the figures of the runs of --check, and return the predictions."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -185,7 +185,6 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
             checked += check.check(run, trusted=typed["trust"])
     summary = check.summarised(checked)
     lines = [tables.summary_line(summary)] if summary else []
-    document = partial(check.as_json, checked)
-    show = partial(_console.show, tables.check_table(checked), *lines)
-    _console.deliver(typed["json_file"], document, show)
+    table, document = tables.check_table(checked), check.as_json(checked)
+    _console.deliver(typed["json_file"], document, lambda: _console.show(table, *lines))
     return [series.prediction for series in checked]
