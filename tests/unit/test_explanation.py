@@ -258,7 +258,7 @@ def test_without_a_stack_the_last_mark_before_the_peak_tells_where_it_was() -> N
 def test_processes_that_were_left_are_named() -> None:
     result = made(ended=("/usr/bin/sleep 9", "sh", "cat", "tee"))
     assert explain(result) == [
-        "It ended well. What still ran at the end was ended: sleep 9, sh, cat and 1 more."
+        "It ended well. weighin stopped processes that still ran at the end: sleep 9, sh, cat and 1 more."
     ]
 
 

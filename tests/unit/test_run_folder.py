@@ -73,8 +73,8 @@ def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, 
     records = run_folder.read(run)
     assert records.results == tuple(mixed_run()[:2])
     assert records.warnings == (
-        f"{path}, line 3 is incomplete (the run was cut off while writing it): its cell counts as not "
-        f"measured; weighin bench --resume {run} measures it again",
+        f"{path}, line 3 is incomplete, because the run was killed while it wrote the line: the cell of the"
+        f" line counts as not measured; weighin bench --resume {run} measures it again",
     )
     run_folder.append(run, make_result())
     assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
@@ -299,8 +299,8 @@ def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
         run_folder.append(tmp_path, make_result(cell, sources_hash=code, model_bytes=size))
     run_folder.append(tmp_path, make_result(make_cell("baseline"), sources_hash="c", model_bytes=9))
     assert run_folder.read(tmp_path).warnings == (
-        "streaming: its repeats were measured with different code (a, b), and share a row",
-        "streaming: its repeats were measured with different model sizes (1, 2), and share a row",
+        "streaming: one row of the tables mixes repeats with different code (a, b)",
+        "streaming: one row of the tables mixes repeats with different model sizes (1, 2)",
     )
 
 

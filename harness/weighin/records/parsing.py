@@ -1,11 +1,12 @@
-"""Read a record or a plan from JSON, and say what is wrong with it.
+"""Parse a record or a plan from JSON with pydantic, and explain errors.
 
-This module is apart from ``run_folder``, because pydantic takes 0.07 s to import, and a run of one
-command need not read.
+This module is apart from ``run_folder``, because importing pydantic takes 0.07 s, and a run of one
+command reads no records.
 """
 
+from functools import cache
 from reprlib import repr as short_repr
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -18,15 +19,14 @@ from weighin.result import SCHEMA
 from weighin.text import one_line
 
 _T = TypeVar("_T")
-_adapters: dict[Any, TypeAdapter[Any]] = {}  # made when they are needed: each takes time
 
 
 def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
-    """Return the dataclass ``kind`` that a text of JSON holds; ``place`` names the text in errors.
+    """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors.
 
     Raises:
-        SchemaTooNew: a newer version wrote the text.
-        DamagedRecord: the text does not hold such a value, or its figures are impossible.
+        SchemaTooNew: a newer version of weighin wrote the text.
+        DamagedRecord: the text is not a valid ``kind``, or has an impossible figure.
     """
     try:
         value = parse_json(text)
@@ -49,14 +49,13 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     return parsed
 
 
+@cache  # building an adapter takes time
 def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+    return TypeAdapter(kind)
 
 
 def _is_clean(text: bytes) -> bool:
-    """Tell whether a text of one line certainly has no control character, written or escaped."""
+    """Return whether a line of JSON certainly has no control character, neither raw nor escaped."""
     return b"\\" not in text and text.decode().strip().isprintable()
 
 

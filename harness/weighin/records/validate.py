@@ -1,4 +1,4 @@
-"""Reject records with impossible values, which come from manual edits or a damaged disk."""
+"""Reject records with impossible values, which manual edits or damaged disks cause."""
 
 from reprlib import repr as short_repr
 from typing import Any, Final
@@ -10,9 +10,9 @@ _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 
 
 def clean(value: Any) -> Any:
-    """Return a record's JSON value without control characters in its names and texts.
+    """Return a record's JSON value without control characters in names and texts.
 
-    Values that a user may choose freely are left as they are: outputs escape them.
+    Values that a user may choose freely, such as options, stay as they are: reports escape them.
     """
     if isinstance(value, dict):
         return {key: each if key in _FREE else clean(each) for key, each in value.items()}
@@ -24,11 +24,10 @@ def clean(value: Any) -> Any:
 
 
 def impossible(record: dict[str, Any], before: str = "") -> str:
-    """Return a description of the first impossible value of a record; empty if there is none.
+    """Describe the first impossible value of a record; return an empty text if there is none.
 
-    A value is impossible if an amount is outside of 0 to 2**63 - 1, if a phase ends before it
-    starts, or if the ready time is less than the load time. ``before`` is the path of ``record``
-    inside the whole record.
+    An amount below 0 or above 2**63 - 1 is impossible, and so is a phase that ends before it starts,
+    or a ready time below the load time. ``before`` is the path to ``record`` in the whole record.
     """
     for key, value in record.items():
         if key in _FREE:

@@ -1,4 +1,4 @@
-"""Explain in at most three lines how a command ended, what it needed, and why: from its record alone."""
+"""Explain how a command ended and which memory it needed, in at most three lines, from the record alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from weighin.units import MIB
 
 __all__ = ["Cause", "answer", "cause_of", "explain"]
 
-_NEAR_LIMIT = 0.98  # a peak from here on is the limit's, and not a need
+_NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return the lines: how the command ended, what it held and where, and the cause with a hint.
+    """Return up to three lines: the command's end, its memory with the place in the code, the cause.
 
-    The second line is left out if no memory was measured, and the third one if no cause is proven.
+    The second line is left out if no memory was measured, and the third line if no cause is proven.
     """
     ending = _ending(result)
     if result.ran is None:
@@ -34,12 +34,12 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
 
 
 def answer(run: Path, result: Result) -> list[str]:
-    """Return the explanation of a result in a run's folder; empty if the result is not that of a command."""
+    """Return the explanation of a result in a run's folder; empty for the result of a load or save."""
     return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    """Return the cause of a command's memory, if the record proves one."""
+    """Return the cause of a command's memory; None if the record proves no cause."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
 
 
@@ -52,12 +52,12 @@ def _ending(result: Result) -> str:
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
-        text += f". What still ran at the end was ended: {_counted(ran.ended)}"
+        text += f". weighin stopped processes that still ran at the end: {_counted(ran.ended)}"
     return f"{text}."
 
 
 def _killed(result: Result, kills: Sequence[Kill]) -> str:
-    """Return which limit was met, whom the kernel killed, and whether the first process lived on."""
+    """Name the limit that was reached and the killed processes, and say if the first one lived on."""
     assert result.ran
     commands = {process.pid: process.command for process in result.ran.processes}
     victims = [
@@ -75,7 +75,7 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
 
 
 def _counted(commands: Sequence[str]) -> str:
-    """Return up to three different command lines, each with its number: "python x.py (3), tee"."""
+    """Return the most frequent command lines with their counts: "python x.py (3), tee"."""
     counts = Counter(map(program, commands)).most_common()
     texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
     return few(texts)
@@ -119,7 +119,7 @@ def _need(facts: Facts) -> str:
 
 
 def _where(facts: Facts, place: Place | None) -> str:
-    """Return which line and which process took most of the memory."""
+    """Name the line of code and the process that took most of the memory."""
     holder, first = facts.holder, facts.ran.pid
     by = ""
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
@@ -138,7 +138,7 @@ def _where(facts: Facts, place: Place | None) -> str:
 
 
 def _cache(facts: Facts) -> str:
-    """Return the largest page cache, of which files, and whether they were cold."""
+    """Name the largest page cache and the files in it, and say whether files were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)
