@@ -225,7 +225,7 @@ results = st.builds(
 def test_every_result_survives_its_json(result: Result) -> None:
     line = run_folder._encode(asdict(result), "cell")
     assert b"\n" not in line
-    assert run_folder._parse_record(Path("records.jsonl"), 1, line) == result
+    assert run_folder.decode(line, "records.jsonl, line 1") == result
 
 
 def test_replacing_a_field_changes_the_identity() -> None:
@@ -377,3 +377,16 @@ def test_an_append_adds_the_newline_that_the_last_line_lacks(run: Path) -> None:
         path.write_bytes(text)
         run_folder.append(run, make_result())
         assert run_folder.read(run).results == (make_result(),)
+
+
+def test_the_plan_of_a_run_is_read_once_however_many_records_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = mixed_run()
+    run_folder.write_plan(tmp_path, [result.cell for result in results])
+    for result in results:
+        run_folder.append(tmp_path, result)
+    read, plans = run_folder.read_plan, list[Path]()
+    monkeypatch.setattr(run_folder, "read_plan", lambda run: plans.append(run) or read(run))
+    assert len(run_folder.read(tmp_path).results) > 1
+    assert plans == [tmp_path]

@@ -42,15 +42,16 @@ def read(context: click.Context) -> dict[str, Any]:
     Raises:
         ConfigError: --resume, --check or --suite would make another typed option ineffective.
     """
-    typed = [one for one in context.command.params if is_typed(context, one.name or "")]
-    _refuse_ignored(typed)
-    return context.params | _contradicted({one.name or "" for one in typed}, context.params)
+    names = [parameter.name or "" for parameter in context.command.params]
+    typed = {name for name in names if is_typed(context, name)}
+    _refuse_ineffective(context, typed)
+    return context.params | _contradicted(typed, context.params)
 
 
 def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
     """Raise ConfigError if one of these parameters was typed: it would have no effect."""
     ignored = [
-        _shown(one)
+        one.opts[0] if isinstance(one, click.Option) else one.name.upper()
         for one in context.command.params
         if one.name in names and is_typed(context, one.name)
     ]
@@ -58,35 +59,24 @@ def refuse(context: click.Context, names: Iterable[str], reason: str, repair: st
         raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
 
 
-def _shown(parameter: click.Parameter) -> str:
-    is_option = parameter.param_type_name == "option"
-    return parameter.opts[0] if is_option else (parameter.name or "").upper()
-
-
 def is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-def _refuse_ignored(typed: list[click.Parameter]) -> None:
-    names = {one.name for one in typed}
-    if "resume" in names:
-        reason, kept = "a resumed run keeps its plan", _BESIDE_RESUME
+def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
+    if "resume" in typed:
+        ignored, reason = typed - _BESIDE_RESUME, "a resumed run keeps its plan"
         repair = "leave these options out, or start a new run without --resume"
-    elif "check" in names:
-        reason, kept = "--check predicts the cells of a run", _BESIDE_ALL | {"check"}
+    elif "check" in typed:
+        ignored, reason = typed - _BESIDE_ALL - {"check"}, "--check predicts the cells of a run"
         repair = "leave these options out, or predict without --check"
-    elif "suite" in names:
-        reason, kept = "a suite sets the whole matrix", _BESIDE_SUITE - {"trust"}
+    elif "suite" in typed:
+        ignored, reason = typed - (_BESIDE_SUITE - {"trust"}), "a suite sets the whole matrix"
         repair = "write these settings into the suite file, or leave --suite out"
-    elif "trust" in names:
-        reason, kept = "code that you name yourself needs no trust", set[str]()
-        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
-        typed = [one for one in typed if one.name == "trust"]
     else:
-        return
-    ignored = [_shown(one) for one in typed if one.name not in kept]
-    if ignored:
-        raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
+        ignored, reason = {"trust"}, "code that you name yourself needs no trust"
+        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
+    refuse(context, ignored, reason, repair)
 
 
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:

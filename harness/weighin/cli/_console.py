@@ -23,13 +23,6 @@ STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
 
 
-def out() -> "Console":
-    """Return a console on standard output, on which no table breaks a word."""
-    from weighin.cli._fitting import FittingConsole
-
-    return FittingConsole(emoji=False)
-
-
 def err() -> "Console":
     """Return a console on standard error, for progress."""
     from rich.console import Console
@@ -50,7 +43,9 @@ def line(text: str) -> None:
 
 def show(*parts: "RenderableType", folds: bool = True) -> None:
     """Print tables and texts with rich; without ``folds``, texts are neither wrapped nor coloured."""
-    console = out()
+    from weighin.cli._fitting import FittingConsole
+
+    console = FittingConsole(emoji=False)
     for part in parts:
         keeps_lines = isinstance(part, str) and not folds
         console.print(part, highlight=None if folds else False, soft_wrap=keeps_lines)

@@ -234,13 +234,19 @@ resume = click.option(
     "--resume",
     type=PATH,
     metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
+    help="Continue the stopped run in this folder at its first cell without a record.",
 )
 shard = click.option(
     "--shard",
     metavar="I/N",
     help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
     " joins the runs of all shards.",
+)
+markdown = click.option(
+    "--markdown",
+    type=PATH,
+    metavar="FILE",
+    help="Write the result as Markdown to this file.",
 )
 json = click.option(
     "--json",

@@ -90,12 +90,7 @@ EXAMPLES = (
     help="For GitHub Actions: write annotations to standard output, and Markdown to the file"
     " $GITHUB_STEP_SUMMARY.",
 )
-@click.option(
-    "--markdown",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Write the result as Markdown to this file.",
-)
+@_options.markdown
 @click.option(
     "--junit",
     type=_options.PATH,

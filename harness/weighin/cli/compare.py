@@ -34,12 +34,7 @@ EXAMPLES = (
     metavar="NAMES",
     help="Show only these metrics, comma-separated: above_import,ready.",
 )
-@click.option(
-    "--markdown",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Write the comparison as Markdown to this file.",
-)
+@_options.markdown
 @_options.json
 def compare(
     runs: tuple[Path, ...], by: str, metrics: str, markdown: Path | None, json_file: str | None

@@ -69,12 +69,7 @@ _OF_MODELS = {
 @_options.timeout(300.0)
 @_options.seed
 @_options.out("DATE-MODEL-floor")
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the search in this folder where it was stopped.",
-)
+@_options.resume
 @_options.trust
 @_options.wait
 @_options.json

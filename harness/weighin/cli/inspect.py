@@ -10,8 +10,6 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from weighin.checkpoint.inspect import Inspected
     from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
@@ -42,6 +40,8 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     lists the checkpoint that weighin would generate. For a folder of a diffusers pipeline, the command
     lists the pipeline's parts and their sizes.
     """
+    from rich.markup import escape
+
     from weighin.checkpoint import inspect as inspecting
     from weighin.checkpoint import inspect_pipeline
 
@@ -58,14 +58,10 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     else:
         found = _inspected(typed)
         parts = inspecting.tables(found, sort=typed["sort"], show_all=typed["show_all"])
-    _console.deliver(typed["json_file"], found.as_json(), lambda: _show(parts))
-
-
-def _show(parts: "list[Table | str]") -> None:
-    console = _console.out()
-    for part in parts:
-        is_table = not isinstance(part, str)
-        console.print(part, markup=is_table, highlight=False, soft_wrap=not is_table)
+    shown = [escape(part) if isinstance(part, str) else part for part in parts]
+    _console.deliver(
+        typed["json_file"], found.as_json(), lambda: _console.show(*shown, folds=False)
+    )
 
 
 def _inspected(typed: dict[str, Any]) -> "Inspected":

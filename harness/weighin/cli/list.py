@@ -1,7 +1,7 @@
 """``weighin list``: list strategies, models, uses, suites and isolations, without slow imports."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import click
@@ -58,21 +58,18 @@ def _document(kind: str) -> dict[str, Any]:
     Raises:
         UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
     """
+    entries: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "strategies": lambda: _strategies("load"),
+        "saving": lambda: _strategies("save"),
+        "models": _models,
+        "uses": lambda: [{"name": name, "summary": summary} for name, summary in USES.items()],
+        "suites": _suites,
+        "isolations": lambda: _isolations(tried=kind == "isolations"),
+    }
     if kind != "all" and kind not in KINDS:
         raise UnknownName("list", kind, [*KINDS, "all"])
-    found: dict[str, Any] = {}
-    if kind in ("all", "strategies"):
-        found["strategies"] = _strategies("load")
-        found["saving"] = _strategies("save")
-    if kind in ("all", "models"):
-        found["models"] = _models()
-    if kind in ("all", "uses"):
-        found["uses"] = [{"name": name, "summary": summary} for name, summary in USES.items()]
-    if kind in ("all", "suites"):
-        found["suites"] = _suites()
-    if kind in ("all", "isolations"):
-        found["isolations"] = _isolations(tried=kind == "isolations")
-    return found
+    chosen = {"all": entries, "strategies": ("strategies", "saving")}.get(kind, (kind,))
+    return {each: entries[each]() for each in chosen}
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:

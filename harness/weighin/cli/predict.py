@@ -8,10 +8,15 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from rich.console import RenderableType
+
     from weighin.predict.prediction import Prediction
+
+    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
+    """The predictions, the document for --json, and the parts to print."""
 
 EXAMPLES = (
     "weighin predict gpt2-xl",
@@ -72,20 +77,22 @@ def predict(context: click.Context, /, **_: Any) -> None:
     For a folder of a diffusers pipeline, weighin predicts each part, all parts loaded together, and
     all parts loaded one after the other.
     """
-    typed = _arguments.read(context)
-    if typed["check"]:
-        _end(context, _check(typed))
-        return
-    if path := _arguments.pipeline(typed):
-        _end(context, _pipeline(context, path, typed))
-        return
     from weighin.predict import tables
 
-    predictions = _predictions(typed)
-    parts = tables.tables(predictions, phases=typed["phases"])
-    document = tables.as_json(predictions)
+    typed = _arguments.read(context)
+    parts: Iterable[RenderableType]
+    if typed["check"]:
+        predictions, document, parts = _check(typed)
+    elif path := _arguments.pipeline(typed):
+        predictions, document, parts = _pipeline(context, path, typed)
+    else:
+        predictions = _predictions(typed)
+        document = tables.as_json(predictions)
+        parts = tables.tables(predictions, phases=typed["phases"])
     _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
-    _end(context, predictions)
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted; the result gives the reason for each strategy")
+        context.exit(2)
 
 
 def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
@@ -136,8 +143,8 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         )
 
 
-def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
-    """Predict and show each part of a pipeline, and all parts; return the predictions of the parts."""
+def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_Answer":
+    """Predict each part of a pipeline, and all parts together."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
@@ -162,19 +169,11 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
         *tables.tables(predictions, phases=typed["phases"]),
         *combining.table(path.resolve().name, answers),
     ]
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown))
-    return predictions
+    return predictions, document, shown
 
 
-def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
-    """Exit with code 2 if no load was predicted; the printed tables or the JSON give the reasons."""
-    if all(prediction.cannot for prediction in predictions):
-        _console.error("no load was predicted; the result gives the reason for each strategy")
-        context.exit(2)
-
-
-def _check(typed: dict[str, Any]) -> "list[Prediction]":
-    """Show predictions beside the figures of the runs of --check, and return the predictions."""
+def _check(typed: dict[str, Any]) -> "_Answer":
+    """Predict the cells of the runs of --check, and compare the predictions with the measured figures."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -185,6 +184,5 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
             checked += check.check(run, trusted=typed["trust"])
     summary = check.summarised(checked)
     lines = [tables.summary_line(summary)] if summary else []
-    table, document = tables.check_table(checked), check.as_json(checked)
-    _console.deliver(typed["json_file"], document, lambda: _console.show(table, *lines))
-    return [series.prediction for series in checked]
+    predictions = [series.prediction for series in checked]
+    return predictions, check.as_json(checked), [tables.check_table(checked), *lines]

@@ -10,7 +10,12 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from weighin.recommend.answer import Question
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from weighin.recommend.answer import Advice, Question
+    from weighin.recommend.pipeline import PipelineAdvice
 
 EXAMPLES = (
     "weighin recommend gpt2-xl --ram 8g",
@@ -103,20 +108,24 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     from weighin.recommend import answer
 
     typed = _arguments.read(context)
+    advice: Advice | PipelineAdvice
     if path := _arguments.pipeline(typed):
-        _pipeline(context, path, typed)
-        return
-    question = _question(typed)
-    with steps(_console.err()) as say:
-        advice = answer.advise(question, answer.gather(question, say))
-    parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
+        advice, parts = _pipeline(context, path, typed)
+    else:
+        question = _question(typed)
+        with steps(_console.err()) as say:
+            advice = answer.advise(question, answer.gather(question, say))
+        parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
     show = partial(_console.show, *parts, folds=False)
     _console.deliver(typed["json_file"], advice.as_json(), show)
-    if advice.best is None:
+    if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
 
 
-def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None:
+def _pipeline(
+    context: click.Context, path: Path, typed: dict[str, Any]
+) -> "tuple[PipelineAdvice, Iterator[RenderableType]]":
+    """Return the strategy for each part of a pipeline, as an answer and as parts to print."""
     from weighin.cli._progress import steps
     from weighin.formats import pipeline
     from weighin.recommend import pipeline as recommending
@@ -130,11 +139,7 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
     }
     with steps(_console.err()) as say:
         advice = recommending.advise_pipeline(path.resolve().name, questions, say)
-    parts = recommending.parts(advice)
-    show = partial(_console.show, *parts, folds=False)
-    _console.deliver(typed["json_file"], advice.as_json(), show)
-    if not advice.best:
-        context.exit(NOTHING_FITS_EXIT)
+    return advice, recommending.parts(advice)
 
 
 def _question(typed: dict[str, Any]) -> "Question":

@@ -6,7 +6,7 @@ command reads no records.
 
 from functools import cache
 from reprlib import repr as short_repr
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -50,7 +50,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
 
 
 @cache  # building an adapter takes time
-def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from weighin.cell import Cell
 from weighin.records.floor import floors
@@ -12,14 +11,6 @@ from weighin.result import Outcome, Result
 
 _FLAT: Final = 0.25
 _LINEAR: Final = 0.75
-
-
-class Growth(StrEnum):
-    """How the memory above the imports grows with the number of ranks."""
-
-    FLAT = "flat"
-    BETWEEN = "between"
-    LINEAR = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +38,13 @@ class RankSeries:
         return (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
 
     @property
-    def growth(self) -> Growth | None:
+    def growth(self) -> Literal["flat", "between", "linear"] | None:
         """Flat if each further rank adds less than 0.25 model sizes, linear if it adds at least 0.75."""
         if (copies := self.copies_per_rank) is None:
             return None
         if copies < _FLAT:
-            return Growth.FLAT
-        return Growth.LINEAR if copies >= _LINEAR else Growth.BETWEEN
+            return "flat"
+        return "linear" if copies >= _LINEAR else "between"
 
 
 def over_ranks(results: Sequence[Result]) -> list[RankSeries]:

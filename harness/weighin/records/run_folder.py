@@ -184,35 +184,38 @@ def read_whole(run: Path) -> Records:
     Raises:
         RecordError: the folder is not a run, or cannot be read.
     """
-    path, has_plan = run / RECORDS, (run / PLAN).exists()
-    is_unmeasured = has_plan and not path.exists()
-    lines = [b""] if is_unmeasured else _read(path).split(b"\n")
+    path, plan, plan_error = run / RECORDS, None, None
+    has_plan = (run / PLAN).exists()
+    try:
+        plan = read_plan(run) if has_plan else None
+    except RecordError as error:
+        plan_error = error
+    again = resume_command(verb_of(plan.settings) if plan else "bench", run)
+    lines = [b""] if has_plan and not path.exists() else _read(path).split(b"\n")
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
             f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote the"
-            f" line: the cell of the line counts as not measured; {_resume(run)} measures it again"
+            f" line: the cell of the line counts as not measured; {again} measures it again"
         )
         lines.pop()
     results: list[Result] = []
     damages: list[RecordError] = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                results.append(_parse_record(path, number, line))
-            except RecordError as error:
-                damages.append(error)
+        cut = f"sed -i {number}d {quote(str(path))}"
+        try:
+            if line.strip():
+                repair = f"delete the line and measure its cell again: {cut} && {again}"
+                results.append(decode(line, f"{path}, line {number}", repair))
+        except RecordError as error:
+            damages.append(error)
     warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
     if len(damages) > _DAMAGES_TOLD:
         warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
-    covered = None
-    try:
-        if has_plan:
-            plan = read_plan(run)
-            covered = coverage(run, plan.cells, plan.settings, results)
-    except RecordError as error:
-        warnings.append(f"{error.message}: weighin cannot tell whether the run is complete")
-        damages.append(error)
+    if plan_error:
+        warnings.append(f"{plan_error.message}: weighin cannot tell whether the run is complete")
+        damages.append(plan_error)
+    covered = coverage(run, plan.cells, plan.settings, results) if plan else None
     if covered and covered.pending:
         warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
     warnings += _mixed(results)
@@ -332,22 +335,6 @@ def _is_json(text: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _resume(run: Path) -> str:
-    try:
-        verb = verb_of(read_plan(run).settings)
-    except RecordError:  # there is no plan, or it is damaged
-        verb = "bench"
-    return resume_command(verb, run)
-
-
-def _parse_record(path: Path, number: int, line: bytes) -> Result:
-    repair = (
-        f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
-        f"&& {_resume(path.parent)}"
-    )
-    return decode(line, f"{path}, line {number}", repair)
 
 
 def _read(path: Path) -> bytes:
