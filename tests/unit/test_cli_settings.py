@@ -253,4 +253,4 @@ def test_a_suite_names_its_models_itself(here: Path) -> None:
 def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
     write('[tool.weighin]\nisolation = "cgroup"\n')
     text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
-    assert "works only with --isolation docker or cgroup. [default: cgroup]" in text
+    assert "can enforce a RAM limit. [default: cgroup]" in text

@@ -405,4 +405,4 @@ def test_page_cache_without_files_is_said_only_if_there_is_any() -> None:
 
 def test_processes_of_one_command_line_that_were_left_are_counted() -> None:
     result = made(ended=("sh", "/usr/bin/sleep 9", "sleep 9"))
-    assert explain(result)[0].endswith("at the end was ended: sleep 9 (2), sh.")
+    assert explain(result)[0].endswith("at the end: sleep 9 (2), sh.")

@@ -81,7 +81,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
     With --use, the limit also suffices for what the program does with the model after the load.
 
-    weighin stops a load that is proven to thrash: for example, the load has read more than 3 times
+    The search stops a load that is proven to thrash: for example, the load has read more than 3 times
     the model's size again, or has taken more than 10 times as long as without a limit.
 
     With a command after --, find the smallest limit under which the command ends with exit code 0, or
