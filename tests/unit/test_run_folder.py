@@ -17,6 +17,7 @@ from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.records import coverage, run_folder
+from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
@@ -225,7 +226,7 @@ results = st.builds(
 def test_every_result_survives_its_json(result: Result) -> None:
     line = run_folder._encode(asdict(result), "cell")
     assert b"\n" not in line
-    assert run_folder.decode(line, "records.jsonl, line 1") == result
+    assert parse(Result, line, "records.jsonl, line 1") == result
 
 
 def test_replacing_a_field_changes_the_identity() -> None:

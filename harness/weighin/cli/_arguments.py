@@ -96,8 +96,9 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in empty.items() if name in params and name not in typed}
 
 
-def one_model(argument: str | None, option: str | None) -> str:
+def one_model(typed: dict[str, Any]) -> str:
     """Return the model that was given as an argument or with --model, or else the default model."""
+    argument, option = typed["model"], typed["model_option"]
     if argument and option and argument != option:
         repair = "give one of the two, or list both in a suite file: --suite FILE"
         if Path(argument).exists():
@@ -111,10 +112,9 @@ def asked_model(typed: dict[str, Any]) -> str:
 
     The answers of some verbs do not name the model.
     """
-    argument, option = typed["model"], typed["model_option"]
-    if not (argument or option or typed.get("suite")):
+    if not (typed["model"] or typed["model_option"] or typed.get("suite")):
         _console.note(f"no model given: {DEFAULT_MODEL}")
-    return one_model(argument, option)
+    return one_model(typed)
 
 
 def pipeline(typed: dict[str, Any]) -> Path | None:

@@ -177,5 +177,5 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
     from weighin.records.shard import parse
 
     shard = parse(typed["shard"]) if typed["shard"] else None
-    suite = _arguments.suite(typed, _arguments.one_model(typed["model"], typed["model_option"]))
+    suite = _arguments.suite(typed, _arguments.one_model(typed))
     return _arguments.request(typed, suite, shard=shard, engine=engine, storage=typed["storage"])

@@ -157,5 +157,5 @@ def _asked(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | Comman
         from weighin.cli.run import asked as asked_command
 
         return asked_command(typed, **settings)
-    model = _arguments.one_model(typed["model"], typed["model_option"])
-    return _arguments.request(typed, _arguments.suite(typed, model), **settings)
+    suite = _arguments.suite(typed, _arguments.one_model(typed))
+    return _arguments.request(typed, suite, **settings)

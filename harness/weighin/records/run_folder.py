@@ -26,8 +26,8 @@ from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
+from weighin.records.parsing import impossible, parse
 from weighin.records.repeats import grouped
-from weighin.records.validate import impossible
 from weighin.result import SCHEMA, Outcome, Result
 
 RECORDS: Final = "records.jsonl"
@@ -113,7 +113,7 @@ def _valid(result: Result) -> tuple[bytes, Result]:
     )
     try:
         if not is_ours:
-            decode(line, name)
+            parse(Result, line, name)
     except DamagedRecord as error:
         result = Result(
             schema=SCHEMA,
@@ -123,7 +123,7 @@ def _valid(result: Result) -> tuple[bytes, Result]:
             started_at=result.started_at,
         )
         line = _encode(asdict(result), name) + b"\n"
-        decode(line, name)
+        parse(Result, line, name)
     return line, result
 
 
@@ -206,7 +206,7 @@ def read_whole(run: Path) -> Records:
         try:
             if line.strip():
                 repair = f"delete the line and measure its cell again: {cut} && {again}"
-                results.append(decode(line, f"{path}, line {number}", repair))
+                results.append(parse(Result, line, f"{path}, line {number}", repair))
         except RecordError as error:
             damages.append(error)
     warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
@@ -220,13 +220,6 @@ def read_whole(run: Path) -> Records:
         warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
     warnings += _mixed(results)
     return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
-
-
-def decode(line: bytes, place: str, repair: str = "") -> Result:
-    """Parse a line as a record; ``place`` names the line in errors, as ``parsing.parse`` says."""
-    from weighin.records.parsing import parse
-
-    return parse(Result, line, place, repair)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
@@ -284,8 +277,6 @@ def read_plan(run: Path) -> Plan:
         SchemaTooNew: a newer version of weighin wrote the plan.
         DamagedRecord: the file is not a valid plan; the message names the field.
     """
-    from weighin.records.parsing import parse
-
     path = run / PLAN
     return parse(Plan, _read(path), str(path), "start a new run: this one cannot be resumed")
 
