@@ -1,7 +1,7 @@
 """Add project URLs and the README to the package's metadata when hatchling builds the package.
 
-PyPI shows the README without the files beside it, so that relative links and pictures would be dead.
-This hook makes the links absolute. GitHub Actions names the repository and the commit in environment
+PyPI shows the README without the files beside it, so that relative links and pictures would be dead:
+the hook makes the README's links absolute. GitHub Actions names the repository and the commit in environment
 variables. Elsewhere, set ``WEIGHIN_REPOSITORY=https://github.com/OWNER/weighin``. Without these
 variables, the README stays unchanged and the package has no URLs.
 

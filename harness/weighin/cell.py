@@ -30,7 +30,7 @@ class ModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", printable(self.name))  # tables and terminals show it
+        object.__setattr__(self, "name", printable(self.name))  # terminals show the name
 
     @property
     def title(self) -> str:
@@ -46,7 +46,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement to take. Limits are in bytes; None means no limit.
+    """A measurement to take. Limits are in bytes; None means no limit.
 
     Attributes:
         ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
@@ -59,8 +59,8 @@ class Cell:
         disk_bytes_per_s: the rate to which the checkpoint's disk is slowed down; None leaves the disk
             as fast as it is.
         disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
-        command: the arguments of a command. Its cell has the operation "command" and no model, dtype
-            or format, and ``strategy`` is the command's label (``of_command``).
+        command: the arguments of a command. The cell of a command has the operation "command" and no
+            model, dtype or format, and ``strategy`` is the command's label (``of_command``).
     """
 
     model: ModelSpec

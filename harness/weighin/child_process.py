@@ -172,7 +172,7 @@ class Child(PipeChannel):
         streams = [
             each for each in (self._popen.stdin, self._popen.stdout, self._popen.stderr) if each
         ]
-        # Duplicates, because Popen would close its own descriptors once more.
+        # The channel owns duplicates, because Popen closes the original descriptors.
         stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams)
         for stream in streams:
             stream.close()

@@ -69,7 +69,7 @@ class UnknownName(ConfigError):
     """No strategy, model or isolation has this name; the repair suggests the most similar name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
-        from difflib import get_close_matches  # imported here: the worker does not need it
+        from difflib import get_close_matches  # imported here to save a worker's memory
 
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
@@ -163,7 +163,7 @@ def extra(name: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        from weighin import install  # imported here: the worker does not need it
+        from weighin import install  # imported here to save a worker's memory
 
         raise ConfigError(
             f"{purpose} needs {error.name}, which is not installed", install.command(name)
@@ -172,7 +172,7 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 def explain(error: OSError) -> HarnessError:
     """Return an OSError as a HarnessError that names the path, the reason and a repair."""
-    from shlex import quote  # imported here: the worker does not need it
+    from shlex import quote  # imported here to save a worker's memory
 
     reason = error.strerror or str(error) or type(error).__name__
     path = error.filename

@@ -88,7 +88,7 @@ def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
     return [item for item in items if isinstance(item, dict | list)]
 
 
-_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or it refers to itself"
+_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
 def _refuse(name: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """The command that installs weighin with an extra, for errors, ``--help`` and the docs.
 
-The command never needs a package index. It names weighin's repository, or the clone or wheel that this
-weighin was installed from.
+The command names weighin's repository, or the clone or wheel that this weighin was installed from, so
+that weighin need not be on a package index.
 """
 
 import json

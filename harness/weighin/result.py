@@ -64,7 +64,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a worker's memory, taken from outside the worker at the time ``t_ns``."""
+    """A reading of a worker's memory, taken from outside the worker at the time ``t_ns``."""
 
     t_ns: int
     rss_bytes: int
@@ -403,7 +403,7 @@ class Result:
     def above_import_bytes(self) -> int | None:
         """The peak RSS minus the RSS after ``import torch``; None if one of the two is unknown.
 
-        This difference does not depend on the size of torch's libraries, but the peak RSS does.
+        The peak RSS depends on the size of torch's libraries, but this difference does not.
         """
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None

@@ -1,9 +1,9 @@
 """Define the interface of a strategy, and offer functions that strategies need.
 
 A strategy is one file with a function ``load(job: Load) -> Module`` or, to save, ``save(job: Save)
--> None``. A strategy imports weighin's functions from this module. This module imports the code of a
-function at the function's first use, because memory for a strategy's imports counts as the
-strategy's own::
+-> None``. A strategy imports weighin's functions from ``weighin.strategy``, which imports the code of a
+function only at the function's first use: memory for a strategy's imports counts as the strategy's
+own::
 
     from weighin.strategy import Load, retie, tied_names
 """

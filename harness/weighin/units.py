@@ -20,7 +20,7 @@ _FACTORS: Final = {"": 1, "b": 1} | {
 _DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _MEGABYTE: Final = 1000**2
-_LEAST_BYTES_PER_S: Final = 100_000  # a smaller number usually lacks its unit: MB/s
+_LEAST_BYTES_PER_S: Final = 100_000  # a user who types less has usually forgotten the unit MB/s
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 

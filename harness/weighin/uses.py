@@ -29,7 +29,7 @@ USES: Final = {
 TRAINING: Final = ("sgd", "adamw")
 """The uses that need the gradient of every parameter."""
 
-_PHASE: Final = "use: "  # no strategy's phase has a colon in its name
+_PHASE: Final = "use: "  # the name of a strategy's phase has no colon
 
 
 def phase_of(use: str) -> str:

@@ -100,7 +100,7 @@ def one_model(typed: dict[str, Any]) -> str:
     """Return the model that was given as an argument or with --model, or else the default model."""
     argument, option = typed["model"], typed["model_option"]
     if argument and option and argument != option:
-        repair = "give one of the two, or list both in a suite file: --suite FILE"
+        repair = "give one of the two models, or list both models in a suite file: --suite FILE"
         if Path(argument).exists():
             repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
         raise ConfigError(f"the model is given twice: {argument!r} and {option!r}", repair)

@@ -77,8 +77,8 @@ class _Live:
         self.print(line(result))
 
     def print(self, markup: str) -> None:
-        # rich would print the line twice if a signal came between its write and its clearing of
-        # the buffer.
+        # rich prints a line twice if a signal's exception comes after the write and before the
+        # clearing of rich's buffer.
         with interrupts.put_off():
             self._console.print(markup, highlight=False, soft_wrap=True)
 

@@ -107,7 +107,9 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
     defaults: Defaults = {name: {} for name in options}
     for name, values, place in (
         *((name, common, TABLE) for name in _SHARED_BY),
-        *((name, values, f"{TABLE}.{name}") for name, values in tables.items()),  # they override
+        *(
+            (name, values, f"{TABLE}.{name}") for name, values in tables.items()
+        ),  # these override common
     ):
         for key, value in values.items():
             if (param := options[name].get(_normal(key))) and param.name:

@@ -199,7 +199,7 @@ class Verbs(click.Group):
 
 
 def _write_codes(formatter: click.HelpFormatter) -> None:
-    from weighin import exit_codes  # imported here, because `weighin list` does not need it
+    from weighin import exit_codes  # imported here to save time, because only the help needs codes
 
     formatter.write_paragraph()
     formatter.write_text(exit_codes.EXPLAINED)

@@ -42,7 +42,7 @@ def _load(name: str) -> click.Command:
     load=_load,
     codes=True,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},  # every verb inherits them
+    context_settings={"help_option_names": ["-h", "--help"]},  # every verb inherits these options
 )
 @click.version_option(__version__, message="%(prog)s %(version)s", prog_name="weighin")
 @click.pass_context
@@ -74,7 +74,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     finally:
-        gc.freeze()  # Python ends 0.01 s sooner, because it collects no garbage at its exit
+        gc.freeze()  # Python then collects no garbage at exit, and ends 0.01 s sooner
 
 
 def _drop_unwritable_output() -> None:

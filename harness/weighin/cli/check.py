@@ -192,9 +192,11 @@ def _repairs(
         return ["wrong weights and failed strategies cannot be accepted: mend them first"]
     words = ",".join(map(str, suggest(ended, measured.series)))
     if baseline is None:
-        return [f"if that is intended: --expect {quote(words)}"] if words else []
+        return [f"if these outcomes are intended: --expect {quote(words)}"] if words else []
     more = " --expect-failures" if words else ""
-    return [f"if that is intended, accept it with --update{more}, and commit the baseline"]
+    return [
+        f"if the change is intended, accept it with --update{more}, and commit the baseline file"
+    ]
 
 
 def _ask(lines: Sequence[str]) -> bool:
@@ -206,7 +208,9 @@ def _ask(lines: Sequence[str]) -> bool:
         return False
     for text in lines:
         _console.line(text)
-    return click.confirm("Is that intended? The baseline will expect it", err=True)
+    return click.confirm(
+        "Are these outcomes intended? The baseline file will then expect them", err=True
+    )
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:

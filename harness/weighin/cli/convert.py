@@ -37,12 +37,12 @@ EXAMPLES = (
     metavar="NAME",
     help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto,"
     " which takes the format from the target's name: safetensors for .safetensors, pt for .pt,"
-    " .pth, .bin and .ckpt, and shards for any other name, for which weighin makes a folder.",
+    " .pth, .bin and .ckpt, and a folder with shards for any other name.",
 )
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: keep their dtype.",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: each tensor keeps its dtype.",
 )
 @click.option(
     "--max-shard-size",
@@ -82,7 +82,7 @@ def convert(**typed: Any) -> None:
     keys = "model" if choice.adapter else typed["keys"]
     if choice.model_class and keys == "file":
         raise ConfigError(
-            "--class names the model whose keys are written, so it would be ignored",
+            "--class names the model whose tensor names are written, so --keys file ignores --class",
             "add --keys model, or leave --class out",
         )
     wish = convert_request.Wish(

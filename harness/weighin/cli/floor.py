@@ -85,9 +85,9 @@ def floor(context: click.Context, /, **_: Any) -> None:
     the model's size again, or has taken more than 10 times as long as without a limit.
 
     With a command after --, find the smallest limit under which the command ends with exit code 0, or
-    (--ready) is ready. The command runs about ten times, with an empty standard input. Its output is
-    shown only for the run without a limit. Without --timeout, a limit fails if the command takes longer
-    than 10 times its time without a limit plus 30 s.
+    (--ready) is ready. The command runs about ten times, with an empty standard input; only the run
+    without a limit shows the command's output. Without --timeout, a limit fails if the command takes
+    longer than 10 times its time without a limit plus 30 s.
     """
     from weighin.cli import _progress
     from weighin.report import findings, floors
@@ -100,7 +100,9 @@ def floor(context: click.Context, /, **_: Any) -> None:
     automatic = "auto" if typed["command"] is None else "cgroup"
     _measuring.enter_scope(automatic if typed["isolation"] == "auto" else typed["isolation"])
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
-        typed["timeout_s"] = 0.0  # the search then derives it from the time without a limit
+        typed["timeout_s"] = (
+            0.0  # the search then derives the time-out from the run without a limit
+        )
     search = _search(typed)
     _console.note(search.warning)
     folder, json_file = search.run.folder, typed["json_file"]

@@ -34,8 +34,8 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     """Join the records of several runs of one plan, such as its shards, into a new run.
 
     The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
-    measure cells that have no record yet. It is an error if the runs have different plans, or if two
-    runs have a record of the same cell.
+    measure cells that have no record yet. weighin refuses runs with different plans, and runs of which
+    two have a record of the same cell.
     """
     from weighin.run import merge as merging
 

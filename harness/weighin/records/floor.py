@@ -30,7 +30,7 @@ _FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
 """The largest distance, as a share of the floor, to the failing limit below a reported floor."""
 ROOM: Final = 1.1
-"""One more cell has the limit floor x ``ROOM``: its time shows how much a tight limit costs."""
+"""The search also measures a cell with ``ROOM`` times the floor, to show the time that a tight limit costs."""
 _FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 _BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"

@@ -66,7 +66,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a result.
+    """A figure of a result, such as the peak RSS, which the gate compares with a baseline.
 
     ``in_phase`` is the key in ``PHASE_FIGURES`` of the phase figure that explains the metric's growth.
     ``portable`` is False for a time, which cannot be compared between machines. ``operations`` are the

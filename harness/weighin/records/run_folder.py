@@ -39,7 +39,7 @@ _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = (
-    "free some space, or name a folder that you may write: weighin bench ... --out FOLDER"
+    "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER"
 )
 
 
@@ -102,7 +102,7 @@ def _valid(result: Result) -> tuple[bytes, Result]:
     """Return a result with its line; if ``read`` would refuse the line, those of a failed measurement.
 
     In the record of a command without phases, every value comes from weighin, so that no type can be
-    wrong. Such a record is only checked for impossible figures, without importing pydantic.
+    wrong. The record of such a command is only checked for impossible figures, without pydantic.
     """
     name = result.cell.id
     line = _encode(asdict(result), name) + b"\n"
@@ -278,7 +278,7 @@ def read_plan(run: Path) -> Plan:
         DamagedRecord: the file is not a valid plan; the message names the field.
     """
     path = run / PLAN
-    return parse(Plan, _read(path), str(path), "start a new run: this one cannot be resumed")
+    return parse(Plan, _read(path), str(path), "start a new run: weighin cannot resume this run")
 
 
 def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> bytes:

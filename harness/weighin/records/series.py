@@ -131,8 +131,8 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the series of these runs by name, in order, with the repeats of all runs.
 
     If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each floor, with the floor among the figures. Such a series consists of the cells without a limit,
-    and of a cell that stopped the search early.
+    each floor, with the floor among the figures. The series of a floor consists of the cells without a
+    limit, and of a cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}

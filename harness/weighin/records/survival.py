@@ -23,7 +23,7 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of the matrix: the cell that represents all repeats, and the verdict on this cell.
+    """A field of the survival matrix: the cell that represents all repeats, and the cell's verdict.
 
     The cell has the median time among the repeats with the worst verdict; ``alike`` is the number of
     repeats with that verdict. ``spent_ns`` is the time until ready plus the time of the use.

@@ -46,7 +46,11 @@ def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause |
 def _ending(result: Result) -> str:
     ran, limit = result.ran, result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
-        text = f"It lived under its limit of {size(limit)}" if limit else "It ended well"
+        text = (
+            f"The command ended well under its limit of {size(limit)}"
+            if limit
+            else "The command ended well"
+        )
     elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
         text = _killed(result, ran.kills)
     else:
@@ -107,15 +111,15 @@ def _need(facts: Facts) -> str:
     elif split:
         kinds += f" ({size(split[0])} and {size(split[1])})"
     if facts.killed:
-        return f"It held {size(needed)} of {kinds} and asked for more; page cache is no need."
+        return f"The command had {size(needed)} of {kinds}, not counting page cache, and tried to allocate more."
     least = "at least " if facts.ran.needed_is_sampled else ""
     peak, limit = facts.result.peaks.cgroup_bytes, facts.result.cell.ram_limit_bytes
-    text = f"It needs {least}{size(needed)} of {kinds}"
+    text = f"The command needs {least}{size(needed)} of {kinds}"
     if peak is None:
         return f"{text}, as sampled."
     if limit and peak >= _NEAR_LIMIT * limit:
-        return f"{text}: the peak of {size(peak)} is its limit and not a need."
-    return f"{text}; its peak with page cache is {size(peak)}."
+        return f"{text}: page cache filled memory up to the limit of {size(peak)}."
+    return f"{text}; the peak with page cache is {size(peak)}."
 
 
 def _where(facts: Facts, place: Place | None) -> str:
@@ -130,11 +134,11 @@ def _where(facts: Facts, place: Place | None) -> str:
         )
         by = f" in {who}"
     if place:
-        return f"Most of it was there when {place.title} ran{by}."
+        return f"Most of this memory was in use when {place.title} ran{by}."
     marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
     if marks:
-        return f"Most of it was there after it printed {marks[-1].text!r}{by}."
-    return f"Most of it was{by}." if by else ""
+        return f"Most of this memory was in use after the command printed {marks[-1].text!r}{by}."
+    return f"Most of this memory was{by}." if by else ""
 
 
 def _cache(facts: Facts) -> str:
@@ -149,6 +153,6 @@ def _cache(facts: Facts) -> str:
     start = (
         f"{', '.join(cold[:2])} cold at the start"
         if cold
-        else "pages that others had cached before are not charged (--cold PATH drops them)"
+        else "pages that other programs had read before are not charged (--cold PATH drops such pages)"
     )
     return f"Page cache: {f'at most {size(most)}{of}' if is_charged else 'none'}; {start}."

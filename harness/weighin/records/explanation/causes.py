@@ -190,8 +190,8 @@ def _outer_limit(facts: Facts) -> Evidence | None:
     kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
     if kill is None:
         return None
-    what = f"the {size(kill.limit_bytes)}" if kill.limit_bytes else "that"
-    return {"group": kill.limit_of, "what": what}
+    of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
+    return {"group": kill.limit_of, "of": of}
 
 
 def _child(facts: Facts) -> Evidence | None:
@@ -308,55 +308,59 @@ RULES: Final = (
     Rule(
         "two copies",
         _two_copies,
-        "Two copies of the weights were alive: {read} read from {files}, and the model's own.",
+        "Two copies of the weights were in memory: {read} read from {files}, and the model's own.",
         "{try} {recommend}",
     ),
     Rule(
         "dtype conversion",
         _dtype_conversion,
-        "`{call}` made new tensors beside the {read} read from {files}: both together grew by {grown}.",
-        "Convert each tensor alone and drop its original, or find a way that does: {recommend}",
+        "`{call}` made new tensors in addition to the {read} read from {files}: memory grew by {grown}.",
+        "Convert one tensor after the other and free the original, or use a strategy that does so: {recommend}",
     ),
     Rule(
         "a whole file",
         _whole_file,
-        "It read a whole file into memory: {files} has {read}.",
-        "Read it in parts, or map it (mmap).",
+        "The program read a whole file into memory: {files} has {read}.",
+        "Read the file in parts, or map the file (mmap).",
         _place_of_read,
     ),
-    Rule("import", _import, "Most of it came while {module} was imported{by}."),
+    Rule("import", _import, "Most of the memory was allocated while {module} was imported{by}."),
     Rule(
         "copy-on-write",
         _copy_on_write,
-        "Copy-on-write: {count} wrote to pages that they shared with their parent, so {together} were"
-        " held where the parent has {alone}.",
-        "In Python, a read of an object writes its reference count: keep shared data in arrays, or"
+        "Copy-on-write: {count} wrote to pages shared with the parent process, so that all together have"
+        " {together}, and the parent alone has {alone}.",
+        "In Python, reading an object writes the object's reference count: keep shared data in arrays, or"
         " start fewer processes.",
     ),
     Rule(
         "shared memory",
         _shared_memory,
-        "{shared} of it is shared memory: files in /dev/shm or another tmpfs, or shared mappings.",
-        "A file there takes memory until it is removed.",
+        "{shared} of the memory is shared memory: files in /dev/shm or another tmpfs, or shared mappings.",
+        "A file in a tmpfs takes memory until the file is removed.",
     ),
     Rule(
         "a limit around",
         _outer_limit,
-        "The limit that it met is {what} of the cgroup {group} around it, not its own.",
-        "Raise that limit.",
+        "The command reached the limit{of} of the cgroup {group} around it, not its own limit.",
+        "Raise the limit of that cgroup.",
     ),
-    Rule("a child", _child, "A child of the first process holds it: {child} has {held}."),
+    Rule(
+        "a child",
+        _child,
+        "A child process of the command has most of the memory: {child} has {held}.",
+    ),
     Rule(
         "growth",
         _growth,
         "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
-        "Look at what this line keeps.",
+        "Look for objects that this line of code keeps.",
         _usual_place,
     ),
     Rule(
         "page cache only",
         _page_cache,
-        "{cached} of the peak of {peak} is page cache, which the kernel takes back under a lower limit.",
+        "{cached} of the peak of {peak} is page cache, which the kernel reclaims under a lower limit.",
         "Find the smallest limit with weighin floor.",
     ),
 )

@@ -131,8 +131,8 @@ class Facts:
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
         """Return the growth of the command's memory, in bytes, while ``holds`` was true.
 
-        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``. It
-        is a lower bound, because growth just before and after such stacks is left out.
+        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``. The
+        sum is a lower bound, because growth just before and after these stacks is left out.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),

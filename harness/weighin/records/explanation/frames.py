@@ -17,7 +17,7 @@ _GENERIC: Final = ("__init__.py", "__main__.py")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a stack; ``line`` is the line number, counted from 1."""
+    """A frame of a stack; ``line`` is the line number, counted from 1."""
 
     function: str
     path: str
