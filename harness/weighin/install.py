@@ -37,7 +37,7 @@ def upgrade() -> str:
 
 
 def _repository() -> str:
-    """Return the repository that pip installed weighin from, or else the metadata's Source, for pip."""
+    """Return pip's address of the repository that weighin came from, or of the metadata's Source URL."""
     record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"

@@ -73,7 +73,7 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor, also if it does not block; return whether all were written."""
+    """Write all bytes to a descriptor, which may be non-blocking; return False if nobody reads them."""
     left = memoryview(data)
     while left:
         try:

@@ -173,7 +173,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The size of a saved checkpoint: its files' length, the disk blocks of the files, and their number."""
+    """The size of a saved checkpoint: the length, the disk blocks and the number of its files."""
 
     file_bytes: int
     disk_bytes: int

@@ -104,18 +104,15 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
     for name, values in tables.items():
         for key in values:
             _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
-    defaults: Defaults = {name: {} for name in options}
-    for name, values, place in (
-        *((name, common, TABLE) for name in _SHARED_BY),
-        *(
-            (name, values, f"{TABLE}.{name}") for name, values in tables.items()
-        ),  # these override common
-    ):
-        for key, value in values.items():
-            if (param := options[name].get(_normal(key))) and param.name:
-                defaults[name][param.name] = _value(
-                    param, value, f"{path}: {place}.{key}", path.parent
-                )
+    defaults: Defaults = {}
+    for name, params in options.items():
+        values = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
+        values += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
+        defaults[name] = {
+            param.name or "": _value(param, value, f"{path}: {place}.{key}", path.parent)
+            for place, key, value in values  # a verb's own values come last, and override
+            if (param := params.get(_normal(key)))
+        }
     return defaults
 
 

@@ -30,7 +30,7 @@ _FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
 """The largest distance, as a share of the floor, to the failing limit below a reported floor."""
 ROOM: Final = 1.1
-"""The search also measures a cell with ``ROOM`` times the floor, to show the time that a tight limit costs."""
+"""A search also measures a cell under ``ROOM`` times the floor, to show what time a tight limit costs."""
 _FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 _BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
@@ -160,7 +160,7 @@ def _unlimited_ns(ours: Sequence[Result]) -> int | None:
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first result that ends a series' search, because its failure has another cause than memory.
+    """Return the first failed result whose cause is not memory, because it ends the series' search.
 
     Without a limit, any result that is not ok ends the search. Under a limit, a failure ends the
     search unless the cell was killed for lack of memory, timed out or thrashed.

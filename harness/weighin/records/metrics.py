@@ -127,7 +127,7 @@ def ready_anon(result: Result) -> int | None:
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Return ``read`` for results with a use; None for forward passes, which older records have too."""
+    """Wrap ``read`` to return None if the use is forward passes, which had no such figures in old records."""
     return lambda result: read(result) if result.cell.use else None
 
 

@@ -99,7 +99,7 @@ def append(run: Path, result: Result) -> Result:
 
 
 def _valid(result: Result) -> tuple[bytes, Result]:
-    """Return a result with its line; if ``read`` would refuse the line, those of a failed measurement.
+    """Return a result and its line of JSON; replace a result that ``read`` would refuse by a failure.
 
     In the record of a command without phases, every value comes from weighin, so that no type can be
     wrong. The record of such a command is only checked for impossible figures, without pydantic.

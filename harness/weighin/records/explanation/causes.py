@@ -227,7 +227,7 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the innermost line that two thirds of a process's stacks have, so that it runs all the time."""
+    """Return the innermost line that at least two thirds of a process's stacks have in common."""
     last = facts.place
     if last is None:
         return None
