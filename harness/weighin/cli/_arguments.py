@@ -107,7 +107,7 @@ def one_model(typed: dict[str, Any]) -> str:
     return argument or option or DEFAULT_MODEL
 
 
-def asked_model(typed: dict[str, Any]) -> str:
+def noted_model(typed: dict[str, Any]) -> str:
     """Return the model as ``one_model`` does, and print a note if it is the default model.
 
     The answers of some verbs do not name the model.
@@ -194,15 +194,15 @@ def suite(typed: dict[str, Any], model: str) -> "Suite":
 
     if typed.get("suite"):
         return read_suite(registry.suite_file(typed["suite"]))
-    asked: dict[str, Any] = {"models": [model]}
-    asked |= {key: typed[key] for key in _OF_SUITE if key in typed}
-    asked |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
+    content: dict[str, Any] = {"models": [model]}
+    content |= {key: typed[key] for key in _OF_SUITE if key in typed}
+    content |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
     optional = {
         "strategies": names(typed["strategies"]),
         "format": names([typed["fmt"] or ""]),
         "environment": environment(typed.get("env", ())),
     }
-    return check_suite(asked | {key: value for key, value in optional.items() if value})
+    return check_suite(content | {key: value for key, value in optional.items() if value})
 
 
 def json_object(text: str) -> dict[str, Any]:

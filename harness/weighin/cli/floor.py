@@ -148,16 +148,16 @@ def _search(typed: dict[str, Any]) -> "Search":
     else:
         aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
         settings = {"within": _arguments.share(typed["within"]), "aim": aim}
-        search, note = floor_search.start(_asked(typed, settings))
+        search, note = floor_search.start(_request(typed, settings))
         _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
 
 
-def _asked(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
+def _request(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
     if typed["command"] is not None:
-        from weighin.cli.run import asked as asked_command
+        from weighin.cli.run import request_of
 
-        return asked_command(typed, **settings)
+        return request_of(typed, **settings)
     suite = _arguments.suite(typed, _arguments.one_model(typed))
     return _arguments.request(typed, suite, **settings)

@@ -68,7 +68,7 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
-    name = _arguments.asked_model(typed)
+    name = _arguments.noted_model(typed)
     kwargs = _arguments.json_object(typed["kwargs"])
     choice = _arguments.choice(typed)
     if path := registry.path_of(name, kwargs, choice.revision):

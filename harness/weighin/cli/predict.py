@@ -104,7 +104,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
     from weighin.suite.matrix import plan
     from weighin.uses import FORWARD
 
-    suite = _arguments.suite(typed, _arguments.asked_model(typed))
+    suite = _arguments.suite(typed, _arguments.noted_model(typed))
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
         found = quantised.of_model(spec)
@@ -155,12 +155,13 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_
     )
     parts = {}
     for part in pipeline.read(path).models:
-        asked = typed | {"model": str(part.path), "model_option": None}
-        names = combining.strategies_for(
-            _arguments.names(typed["strategies"]), library_at(part.path)
-        )
-        asked["strategies"] = names
-        parts[part.name] = _predictions(asked, part.name)
+        names = _arguments.names(typed["strategies"])
+        ours = {
+            "model": str(part.path),
+            "model_option": None,
+            "strategies": combining.strategies_for(names, library_at(part.path)),
+        }
+        parts[part.name] = _predictions(typed | ours, part.name)
     answers = combining.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)

@@ -150,7 +150,7 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.suite.config import check_suite
     from weighin.uses import NONE
 
-    name = _arguments.asked_model(typed)
+    name = _arguments.noted_model(typed)
     keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")
     limits = {key: typed[key] for key in keys}
     suite = check_suite({"models": name, "uses": [typed["use"]]} | limits)

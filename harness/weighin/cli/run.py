@@ -108,7 +108,7 @@ def _start(
 
     if engine:
         _console.note("on a node, a command's standard input is empty and its output is dropped")
-    request = asked(typed, engine=engine)
+    request = request_of(typed, engine=engine)
     if typed["suite"]:
         from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s
         from weighin.suite.registry import suite_file
@@ -118,7 +118,7 @@ def _start(
     return command_request.start(request, machines)
 
 
-def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
+def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
     """Return the request for the typed command; ``settings`` go to ``RunSettings``."""
     from pathlib import Path
 
