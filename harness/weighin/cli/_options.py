@@ -39,9 +39,9 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_HELP = (
-    "A model of `weighin list models`, or your own model: the path of a Hugging Face folder, of a"
-    " checkpoint's file (weights.pt, model.safetensors, an index of shards) or of a checkpoint's"
-    " folder; a builder; or from:CHECKPOINT. ./NAME is always a path. Default: gpt2-small."
+    "A model of `weighin list models`, or your own model. Your own model is the path of a Hugging Face"
+    " folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a folder), a"
+    " builder, or from:CHECKPOINT (see --model). ./NAME is always a path. Default: gpt2-small."
 )
 
 model_option = click.option(
@@ -261,7 +261,7 @@ command = click.argument(
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="-- COMMAND ...",
-    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
+    help="The command with its arguments. For a line of shell code: -- sh -c 'LINE'.",
 )
 image = click.option(
     "--image",

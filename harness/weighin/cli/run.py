@@ -81,7 +81,7 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def run(context: click.Context, /, **_: Any) -> None:
-    """Run any command under limits: its peak, what the peak was made of, and why it was killed.
+    """Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.
 
     The command keeps its standard streams, terminal, folder and environment. If the command runs
     once, weighin exits with the command's own exit code.
