@@ -46,11 +46,8 @@ def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause |
 def _ending(result: Result) -> str:
     ran, limit = result.ran, result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
-        text = (
-            f"The command ended well under its limit of {size(limit)}"
-            if limit
-            else "The command ended well"
-        )
+        under = f" under its limit of {size(limit)}" if limit else ""
+        text = f"The command ended well{under}"
     elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
         text = _killed(result, ran.kills)
     else:
