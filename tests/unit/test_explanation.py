@@ -370,7 +370,7 @@ def test_a_mark_at_the_peak_is_the_last_one_before_it() -> None:
     marks = (Mark(1, "epoch 1"), Mark(3, "epoch 2"))
     for peak_ns, text in ((3, "epoch 2"), (2, "epoch 1"), (0, ""), (None, "")):
         said = explain(made(needed=MIB, marks=marks, peak_ns=peak_ns))[1]
-        assert (f"after it printed {text!r}." in said) == bool(text)
+        assert (f"after the command printed {text!r}." in said) == bool(text)
 
 
 @pytest.mark.parametrize(
