@@ -388,6 +388,11 @@ def test_the_plan_of_a_run_is_read_once_however_many_records_there_are(
     for result in results:
         run_folder.append(tmp_path, result)
     read, plans = run_folder.read_plan, list[Path]()
-    monkeypatch.setattr(run_folder, "read_plan", lambda run: plans.append(run) or read(run))
+
+    def counted(run: Path) -> run_folder.Plan:
+        plans.append(run)
+        return read(run)
+
+    monkeypatch.setattr(run_folder, "read_plan", counted)
     assert len(run_folder.read(tmp_path).results) > 1
     assert plans == [tmp_path]
