@@ -1,11 +1,11 @@
-"""Adds the package metadata that depends on where it is built: project URLs, and a README for PyPI.
+"""Add project URLs and the README to the package's metadata when hatchling builds the package.
 
-PyPI shows the README without the files beside it: relative links and pictures would be dead there.
-GitHub Actions names the repository and the commit in its environment; anywhere else
-``WEIGHIN_REPOSITORY=https://github.com/OWNER/weighin`` does. Without either the README stays as it is,
-and the package names no URL.
+PyPI shows the README without the files beside it, so that relative links and pictures would be dead:
+the hook makes the README's links absolute. GitHub Actions names the repository and the commit in environment
+variables. Elsewhere, set ``WEIGHIN_REPOSITORY=https://github.com/OWNER/weighin``. Without these
+variables, the README stays unchanged and the package has no URLs.
 
-hatchling itself loads this file: no plugin has to be installed.
+hatchling itself loads this file, so that no plugin has to be installed.
 """
 
 import os
@@ -21,10 +21,10 @@ _PICTURES = (".png", ".svg")
 
 
 class RepositoryAddresses(MetadataHookInterface):
-    """Fills ``readme`` and ``urls``, which pyproject.toml declares as dynamic."""
+    """Sets the metadata ``readme`` and ``urls``, which pyproject.toml declares as dynamic."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Add the two keys to the ``project`` table; hatchling calls this once for each build."""
+        """Add the two keys to the ``project`` table; hatchling calls this method once in a build."""
         root = Path(self.root)
         readme = (root / "README.md").read_text(encoding="utf-8")
         repository, commit = find_repository(os.environ)
@@ -35,7 +35,7 @@ class RepositoryAddresses(MetadataHookInterface):
 
 
 def find_repository(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the repository's URL and the commit to link to; an empty URL where nothing names one."""
+    """Return the repository's URL and the commit to link to; an empty URL if no variable names one."""
     if chosen := environment.get("WEIGHIN_REPOSITORY", ""):
         return chosen.rstrip("/"), "HEAD"
     if name := environment.get("GITHUB_REPOSITORY", ""):
@@ -45,7 +45,7 @@ def find_repository(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def with_addresses(readme: str, root: Path, repository: str, commit: str) -> str:
-    """Return the README with every link to a file of the repository made absolute."""
+    """Return the README with absolute links in place of links to files of the repository."""
 
     def absolute(match: re.Match[str]) -> str:
         path, anchor = match["path"], match["anchor"] or ""

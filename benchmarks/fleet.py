@@ -25,6 +25,8 @@ from weighin.engines.ray.fleet import RayTransport, placed
 from weighin.engines.scheduler import Node
 from weighin.isolation import select
 from weighin.records import run_folder
+from weighin.records.parsing import parse
+from weighin.result import Result
 from weighin.run.task import Progress, Run
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
@@ -149,7 +151,7 @@ def run(address: str, relay: Relay, cells: int, *, nodes: int, progress: Progres
 
 def plan(cells: int) -> list[Planned]:
     """Return repeats of the first published cell."""
-    cell = run_folder.decode(RECORDS.read_bytes().splitlines()[0], str(RECORDS)).cell
+    cell = parse(Result, RECORDS.read_bytes().splitlines()[0], str(RECORDS)).cell
     cell = replace(cell, ram_limit_bytes=None, isolation="process")
     info = registry.strategies("load")[cell.strategy]
     return [Planned.of(replace(cell, repeat=repeat), info) for repeat in range(cells)]

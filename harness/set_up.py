@@ -3,9 +3,9 @@
     python3 harness/set_up.py          # what `make bench` and the other commands of weighin need
     python3 harness/set_up.py --dev    # adds what `make test`, `make lint` and `make docs` need
 
-The first line says what will be installed, its size, and about how long that takes. Where no GPU is
-present and pip's settings name no place for packages, torch comes from PyTorch's index of CPU
-builds, because pip's default index has only the CUDA build, which is many times larger.
+The first printed line names the packages' purpose, their size, and about how long the installation
+takes. On a machine without a GPU, torch comes from PyTorch's index of CPU builds, unless pip's settings
+name other places for packages: pip's default index has only the much larger CUDA build.
 """
 
 import re
@@ -19,11 +19,11 @@ ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / ".venv"
 CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 PLACES: Final = ("index-url", "extra-index-url", "find-links", "no-index")
-"""Settings of pip that say where packages lie."""
+"""Settings of pip that name places from which pip gets packages."""
 
 
 class Kind(NamedTuple):
-    """One of the two steps. The sizes are measured, with torch's CPU build."""
+    """One of the two kinds of installation; the sizes were measured with torch's CPU build."""
 
     extra: str
     purpose: str
@@ -42,7 +42,7 @@ AVOID: Final = (
 
 
 def announcement(kind: Kind) -> str:
-    """Return the first line: what will be installed, its size and time."""
+    """Return the first printed line."""
     return (
         f"installing what {kind.purpose} need into .venv: about {kind.download} to download,"
         f" {kind.disk} on the disk, {kind.minutes}"
@@ -50,7 +50,7 @@ def announcement(kind: Kind) -> str:
 
 
 def source(gpu: bool, settings: list[str]) -> tuple[bool, str]:
-    """Return whether to ask PyTorch's index of CPU builds, and the lines that say what comes."""
+    """Return whether to use PyTorch's index of CPU builds, and lines to print about torch's source."""
     if gpu:
         return False, f"this machine has a GPU: pip installs {CUDA} of torch"
     if settings:
@@ -65,7 +65,7 @@ def gpu_is_here(root: Path = Path("/")) -> bool:
 
 
 def pip_settings(python: Path) -> list[str]:
-    """Return the names of the settings, in files or variables, that tell pip where packages lie."""
+    """Return the names of the ``PLACES`` that pip's configuration files or variables set."""
     listed = subprocess.run(
         [python, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -80,7 +80,7 @@ def pinned_torch() -> str:
 
 
 def install_cpu_build(python: Path) -> None:
-    """Install torch's CPU build; if its index does not answer at once, say what pip installs instead."""
+    """Install torch's CPU build; if the index does not answer, say which build pip installs instead."""
     pip, index = [python, "-m", "pip"], ["--index-url", CPU_INDEX]
     asked = subprocess.run(
         [*pip, "index", "versions", "torch", *index, "--retries=0", "--timeout=10"],
@@ -96,7 +96,7 @@ def install_cpu_build(python: Path) -> None:
 
 def create() -> None:
     """Create .venv with nothing but pip."""
-    if sys.version_info < (3, 11):  # noqa: UP036 (the first to see an older Python)
+    if sys.version_info < (3, 11):  # noqa: UP036 (this script also starts with an older Python)
         _fail(
             f"weighin needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}",
             "name a newer one: PYTHON=python3.12 before the same command",
@@ -105,7 +105,7 @@ def create() -> None:
     made = subprocess.run([sys.executable, "-m", "venv", FOLDER], check=False)
     if made.returncode:
         _fail(
-            f"{sys.executable} could not create an environment; its own words are above",
+            f"{sys.executable} could not create an environment; the output above has the reason",
             "on Debian and Ubuntu: apt-get install python3-venv",
         )
 
@@ -128,7 +128,7 @@ def main() -> None:
 def _install(python: Path, *arguments: str) -> None:
     if subprocess.run([python, "-m", "pip", "install", *arguments], check=False).returncode:
         _fail(
-            "pip could not install the packages; its own words are above",
+            "pip could not install the packages; pip's output above has the reason",
             "if a download failed, run the same command again",
         )
 

@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder: nobody named the modules in it
+    del sys.path[0]  # the current folder, whose modules must not replace installed ones
 
 from weighin.cli.app import main
 

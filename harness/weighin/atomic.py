@@ -1,16 +1,15 @@
-"""Write files and rename folders so that a crash leaves the old or the new content, not a part."""
+"""Write files and rename folders so that a crash leaves the whole old or the whole new content."""
 
 import os
 from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name, sync it, and rename it into place."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, sync it, and rename it into place."""
+    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -24,7 +23,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder whose content is already synced, and sync its parent folder."""
+    """Rename a file or folder, and sync the new parent folder; the content must be synced already."""
     if source.is_dir():
         sync_folder(source)
     source.rename(target)
@@ -32,7 +31,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries; syncing a new file alone does not sync its entry."""
+    """Sync a folder's directory entries; ``fsync`` of a new file does not sync the file's entry."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,10 @@
-"""Describe a measurement: one strategy loads or saves one model once, or one command runs once."""
+"""Define a cell: one measurement of a strategy that loads or saves a model, or of a command."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
+from functools import cached_property
 from typing import Any, Final, Literal, Self
 
 from weighin.text import printable
@@ -17,56 +18,49 @@ _LONGEST_ARGUMENTS: Final = 64
 _KEPT_ARGUMENTS: Final = 48
 
 SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
-"""The builder of a model from the names and shapes of a checkpoint's tensors."""
+"""The builder that makes a model from the names and shapes of a checkpoint's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model and the function that builds it: ``builder`` is "package.module:function"."""
+    """A model, and the function "package.module:function" that builds the model (``builder``)."""
 
     name: str
     builder: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Clean the name, which outputs show."""
-        object.__setattr__(self, "name", printable(self.name))
+        object.__setattr__(self, "name", printable(self.name))  # terminals show the name
 
     @property
     def title(self) -> str:
-        """The model's name in every output: "gpt2-xl", "mynets:build(width=64)".
+        """The model's name in tables and files: "gpt2-xl", "mynets:build(width=64)".
 
-        A model without a name of its own is named after its builder and arguments, without spaces.
-        Long arguments are shortened and followed by their digest.
+        The title of a model without a name has the builder and the arguments, without spaces. Long
+        arguments are cut, and a hash of all arguments follows.
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
         return with_arguments(self.builder, self.kwargs)
 
 
-class _Named:
-    """A place beside a cell's fields, so that its name is computed once."""
+@dataclass(frozen=True)
+class Cell:
+    """A measurement to take. Limits are in bytes; None means no limit.
 
-    __slots__ = ("_series",)
-    _series: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cell(_Named):
-    """One measurement to take. Limits are in bytes; None means no limit.
-
-    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``use`` is
-    the use of the ready model, of ``weighin.uses`` or a user's own; if it is empty, the use is
-    ``passes`` forward passes. ``ranks`` is the number of
-    processes that load the model at once, all under the same limits. For a save, ``format`` is the
-    format to write and ``device`` is the device that holds the model. ``environment`` holds the
-    variables that are added to the parent's environment when the worker starts.
-
-    ``disk_bytes_per_s`` and ``disk_latency_ns`` slow the disk of the checkpoint down; None leaves it
-    as fast as it is.
-
-    The cell of a ``command`` has the operation "command": ``strategy`` is its label, and there is
-    no model, dtype or format (``of_command``).
+    Attributes:
+        ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
+        use: the use of the loaded model: a name in ``weighin.uses``, or that of a user's own use. If
+            empty, the use is ``passes`` forward passes.
+        ranks: the number of processes that load the model at once, all under the same limits.
+        format: the format of the checkpoint; for a save, the format to write.
+        device: the device of the loaded model; for a save, the device that holds the model.
+        environment: the variables to add to the parent's environment for the worker.
+        disk_bytes_per_s: the rate to which the checkpoint's disk is slowed down; None leaves the disk
+            as fast as it is.
+        disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
+        command: the arguments of a command. The cell of a command has the operation "command" and no
+            model, dtype or format, and ``strategy`` is the command's label (``of_command``).
     """
 
     model: ModelSpec
@@ -108,14 +102,12 @@ class Cell(_Named):
             **fields,
         )
 
-    @property
+    @cached_property
     def series(self) -> str:
-        """The name that all repeats of this cell share: a hash of every field except ``repeat``.
+        """The name that all repeats of this cell share, with a hash of every field except ``repeat``.
 
-        A field that has its default value is left out, so that a new field changes no name.
+        The hash leaves out a field with its default value, so that a new field changes no name.
         """
-        if name := getattr(self, "_series", ""):
-            return name
         usual = Cell(ModelSpec("", ""), "", "")
         fields = {
             each.name: value
@@ -125,12 +117,11 @@ class Cell(_Named):
         }
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         text = json.dumps(fields, sort_keys=True, default=str)
-        object.__setattr__(self, "_series", f"{self.strategy}-{_digest(text)[:10]}")
-        return self._series
+        return f"{self.strategy}-{_digest(text)[:10]}"
 
     @property
     def after_load(self) -> str:
-        """The name of what follows the load: a use, or "none"."""
+        """The name of the use after the load; "none" for a cell that ends with the load."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property
@@ -145,7 +136,7 @@ class Cell(_Named):
 
     @property
     def disk(self) -> tuple[str, ...]:
-        """The rate and the latency of the checkpoint's disk, as texts: ("disk=200MB/s", "disk_latency=5ms")."""
+        """The slowed disk's rate and latency as texts: ("disk=200MB/s", "disk_latency=5ms")."""
         rate, latency_ns = self.disk_bytes_per_s, self.disk_latency_ns
         return (
             *([f"disk={format_rate(rate)}"] if rate else []),
@@ -162,9 +153,9 @@ class Cell(_Named):
 class Body:
     """A test or a function that a worker runs in place of a load.
 
-    With ``pytest_arguments``, which select one test, the worker writes the test's reports to
-    ``path`` as JSON. Without ``pytest_arguments``, ``path`` is a pickle of a function, its
-    arguments and its keyword arguments.
+    ``pytest_arguments`` select one test; the worker then writes the test's reports to ``path`` as
+    JSON. Without ``pytest_arguments``, ``path`` is a pickle of a function, its arguments and its
+    keyword arguments.
     """
 
     path: str
@@ -173,16 +164,21 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell and the paths of the files that its worker reads, as they are inside the isolation.
+    """A cell, with the files that the cell's worker reads. Paths are those inside the container.
 
-    ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path``
-    lists the folders from which to import the builder of a user's model. ``use_path`` is the file of
-    a user's own use. ``target`` is the empty folder that a save, or the use "save", writes to. ``mounts`` are further paths of this machine that a container must
-    see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
-    in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
-    for the worker of any other cell. If there is a ``body``, the worker loads no model and reads only
-    ``cell``, ``timeout_s`` and ``python_path``. ``throttled_device`` is the name of the disk below /dev
-    whose reads the isolation limits to the cell's rate; empty if it limits none.
+    Attributes:
+        manifest: a file with the names and checksums of the expected tensors.
+        python_path: the folders from which to import the builder of a user's model.
+        target: the empty folder into which a save, or the use "save", writes.
+        trace: whether the CUDA allocator records its events.
+        mounts: further paths of this machine that a container must see.
+        body: a test or function to run in place of a load. The worker then loads no model, and reads
+            only ``cell``, ``timeout_s`` and ``python_path``.
+        rank: the number of a process in a cell of several ranks, counted from 0; None for the worker
+            that starts the ranks, and for the worker of any other cell.
+        throttled_device: the name below /dev of the disk whose reads the kernel limits to the cell's
+            rate; empty if the kernel limits no disk.
+        use_path: the file of a user's own use.
     """
 
     cell: Cell

@@ -1,6 +1,7 @@
-"""Start child processes, and exchange lines with them; ``parent_process`` is the child's side.
+"""Start child processes, and exchange lines with them; children use ``weighin.parent_process``.
 
-Ray copies ``Child`` to nodes by value, so that it uses nothing but the standard library and ``pipes``.
+Ray pickles the class ``Child`` by value and sends it to its nodes, so that ``Child`` uses nothing but
+the standard library and ``weighin.pipes``.
 """
 
 import contextlib
@@ -21,27 +22,27 @@ STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
 _PART_BYTES = 65536
-_MOST_READS = 32  # reads of a part: more than a pipe can hold
-_PAUSE_S = 0.02  # between two looks at a process, before Linux 5.3
+_MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
+_PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
 _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
-"""The folders from which a child imports weighin and weighin's strategies. Other strategies may
-import these strategies."""
+"""The folders from which a child imports weighin, and weighin's strategies: a user's strategy may
+import them."""
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module; Python does not look for modules in the current folder."""
+    """Return the command that runs a module; -P keeps Python from importing from the current folder."""
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
-    """Return this process's environment, with which a child can import weighin and ``python_path``.
+    """Return this process's environment, with a PYTHONPATH for weighin and ``python_path``.
 
-    Without ``inherit``, the child ignores this process's PYTHONPATH. Empty entries of it stand for the
-    current folder, and are left out.
+    With ``inherit``, the entries of this process's PYTHONPATH follow. Empty entries, which stand for
+    the current folder, are left out.
     """
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
     paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
@@ -49,11 +50,11 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
 
 
 class PipeChannel:
-    """The parent's ends of a child's standard streams, which owns the descriptors of the pipes.
+    """The parent's ends of the pipes to a child's standard streams; ``close`` closes them.
 
-    ``process`` is a descriptor that becomes readable when the child ends. Without ``process``,
-    lines end when the pipe closes, and a forked child of the child can delay that. What the child
-    prints to standard error is also written to the descriptor ``copy``.
+    ``process`` is a descriptor that becomes readable when the child ends. Without ``process``, the
+    channel ends when the pipe closes, and a process that the child forked may keep the pipe open.
+    ``copy`` is a descriptor to which the channel also writes the child's standard error.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
@@ -75,34 +76,37 @@ class PipeChannel:
         self.stderr_tail = b""
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the next line, or None at the end; raise TimeoutError if no line arrives in time."""
+        """Return the child's next line, or None after the last line.
+
+        Raises:
+            TimeoutError: no line arrived within ``timeout_s``.
+        """
         deadline = monotonic() + timeout_s
         while (line := self._lines.pop()) is None:
             if self._stdout not in self._open:
                 self._drain(self._stderr)
                 return None
             left_s = deadline - monotonic()
-            # After the deadline, wait only for lines, because a child may print without end.
+            # After the deadline, read no standard error: a child may print there without end.
             if not self._read_ready(self._open if left_s > 0 else [self._stdout], left_s):
                 raise TimeoutError
         return line
 
     def read(self) -> bool:
-        """Read what has arrived; return whether ``receive`` has a line, or the end, without waiting."""
+        """Read all bytes that have arrived; return whether ``receive`` would now return at once."""
         self._read_ready(self._open, 0)
         return bool(self._lines) or self._stdout not in self._open
 
     def filenos(self) -> list[int]:
-        """Return the descriptors of which one is ready when ``read`` has something to read."""
+        """Return the descriptors to poll: one becomes readable when ``read`` has bytes to read."""
         return [*self._open, *([] if self._process is None else [self._process])]
 
     def send(self, line: bytes) -> None:
-        """Write a line to the child; do nothing if the child has ended, which ``wait`` tells."""
+        """Write a line to the child; do nothing if the child has ended."""
         if self._stdin in self._owned:
             write(self._stdin, line)
 
     def end_input(self) -> None:
-        """Close the child's standard input."""
         self._close(self._stdin)
 
     def close(self) -> None:
@@ -116,10 +120,10 @@ class PipeChannel:
             os.close(descriptor)
 
     def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait for these descriptors and the child's end, and read; return False after the time-out."""
+        """Wait until a descriptor is readable or the child ends, and read; return False if neither."""
         ended = [] if self._process is None else [self._process]
         found = ready([*awaited, *ended], timeout_s)
-        if self._process in found:  # everything that the child wrote is in the pipes
+        if self._process in found:  # all that the child wrote is now in the pipes
             self._drain(self._stdout)
             self._open = [descriptor for descriptor in self._open if descriptor == self._stderr]
         else:
@@ -139,7 +143,7 @@ class PipeChannel:
                 write(self._copy, data)
 
     def _drain(self, descriptor: int) -> None:
-        """Read the pipe until it is empty, up to a maximum, because a child may go on writing."""
+        """Read a pipe until it is empty, at most 2 MiB, because another process may go on writing."""
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not ready([descriptor], 0):
                 return
@@ -147,9 +151,9 @@ class PipeChannel:
 
 
 class Child(PipeChannel):
-    """A running child process, in its own session and process group.
+    """A running child process, in a session and process group of its own.
 
-    Ctrl-C in a terminal does not reach the child; its parent ends it.
+    Ctrl-C in a terminal does not reach the child; ``close`` kills the child.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class Child(PipeChannel):
         streams = [
             each for each in (self._popen.stdin, self._popen.stdout, self._popen.stderr) if each
         ]
-        # The channel owns the duplicates, so that Popen does not close its descriptors twice.
+        # The channel owns duplicates, because Popen closes the original descriptors.
         stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams)
         for stream in streams:
             stream.close()
@@ -181,7 +185,7 @@ class Child(PipeChannel):
         self.close()
 
     def wait(self, timeout_s: float = inf) -> int:
-        """Return the exit code, -n for signal n, and keep what the child prints until its end.
+        """Wait for the child's end while reading its output; return the exit code, -n for signal n.
 
         Raises:
             TimeoutError: the child still runs after ``timeout_s``.
@@ -198,14 +202,14 @@ class Child(PipeChannel):
 
     def kill(self) -> None:
         """Kill the child's process group."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the child has ended by itself
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the child's process group, and return when the child has ended; repeatable.
+        """Kill the child's process group, and wait for the child's end; a second call does nothing.
 
         Raises:
-            TimeoutError: the child still runs after ``PATIENCE_S``.
+            TimeoutError: the child still runs ``PATIENCE_S`` after SIGKILL.
         """
         if not self._owned:
             return
@@ -218,7 +222,7 @@ class Child(PipeChannel):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The events of a child until its end. ``code`` is -n for signal n."""
+    """The exit code of a child (-n for signal n), and its events and messages."""
 
     code: int
     events: list[dict[str, Any]]
@@ -226,7 +230,7 @@ class Answer:
 
     @property
     def why(self) -> str:
-        """The last line that the child printed; without any, its exit code."""
+        """The last line that the child printed to standard error, or else the child's exit code."""
         return last_line(self.stderr_tail) or f"exit code {self.code}"
 
 
@@ -251,14 +255,14 @@ def ask(
 
 
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to processes, of which some may have ended."""
+    """Send a signal to each of these processes; ignore processes that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a process has ended within ``timeout_s``; ``process`` is of ``open_process``."""
+    """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, if there is one."""
     deadline = monotonic() + timeout_s
     while not has_ended():
         left_s = deadline - monotonic()
@@ -272,7 +276,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def open_process(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends; None before Linux 5.3."""
+    """Return a pidfd, which becomes readable when the process ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):  # AttributeError: not Linux

@@ -1,5 +1,4 @@
-"""Define the exceptions that stop the harness. A failure in a cell is no exception, but an
-``Outcome``.
+"""Define the exceptions that stop weighin. A cell that fails raises none: it has an ``Outcome``.
 
 ::
 
@@ -28,15 +27,20 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
-_MEMORY = "free memory: end other programs, or run fewer measurements at once"
+_FILES = "allow more open files: ulimit -n 4096"
+_REPAIRS = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
+    errno.ENOMEM: "free memory: end other programs, or run fewer measurements at once",
+}
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: ``message`` is the cause and ``repair`` the remedy."""
+    """Base of all errors that a user sees: ``message`` is the cause, and ``repair`` is the remedy."""
 
     exit_code = 2
 
@@ -50,7 +54,7 @@ class HarnessError(Exception):
 
 
 class ConfigError(HarnessError):
-    """A configuration file, an option or an argument is invalid; ``option`` is the option, if any."""
+    """A configuration file, an argument or an option is invalid; ``option`` names the option."""
 
     def __init__(self, message: str, repair: str = "", *, option: str = "") -> None:
         super().__init__(message, repair)
@@ -62,10 +66,10 @@ class FormatLimit(ConfigError):
 
 
 class UnknownName(ConfigError):
-    """No strategy, model or isolation has this name; the repair suggests the most similar one."""
+    """No strategy, model or isolation has this name; the repair suggests the most similar name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
-        from difflib import get_close_matches  # imported here: the worker does not need it
+        from difflib import get_close_matches  # imported here to save a worker's memory
 
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
@@ -78,20 +82,20 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """This machine cannot run cells in an isolation; ``repair`` is the command that enables it."""
+    """This machine cannot run cells in an isolation; ``repair`` is the command that enables this."""
 
     exit_code = 3
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint is damaged or of an unsupported kind; the message names the file and the place."""
+    """A checkpoint is damaged or unsupported; the message names the file and the place in the file."""
 
 
 class WholePipeline(CheckpointError):
-    """A pipeline of several models was given as one model.
+    """A pipeline of several models was given in place of one model.
 
-    ``folder`` is the pipeline and ``largest`` the folder of its largest model; the command line adds
-    the command for this model.
+    ``folder`` is the pipeline, and ``largest`` is the folder of the pipeline's largest model, with
+    which the command line repeats the typed command as a repair.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class WholePipeline(CheckpointError):
 
 
 class NoBaseline(HarnessError):
-    """A run's results must not become a baseline file, or need the user's confirmation to do so."""
+    """A run's results must not become a baseline file, or only after the user's confirmation."""
 
     exit_code = 1
 
@@ -120,20 +124,20 @@ class DamagedRecord(RecordError):
 
 
 class StillRunning(HarnessError):
-    """A process survives SIGKILL because it waits in the kernel; its memory stays in use."""
+    """A process survives SIGKILL because it waits in the kernel, and its memory stays in use."""
 
     exit_code = 4
 
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            "it waits in the kernel, for example for a disk or a network share that does not answer:"
-            " repair that, or restart the machine",
+            "the process waits in the kernel, for example for a disk or a network share that does not"
+            " answer: repair the disk or share, or restart the machine",
         )
 
 
 class MachineBusy(HarnessError):
-    """Another run is measuring on this machine; simultaneous runs would distort both results."""
+    """Another run is measuring on this machine, and two runs at once would distort both results."""
 
     exit_code = 4
 
@@ -145,22 +149,21 @@ class NoNodeLeft(HarnessError):
 
 
 class Interrupted(HarnessError):
-    """The user stopped the run; every process that it started has already ended."""
+    """The user stopped the run; every process that the run started has already ended."""
 
     exit_code = 130
 
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Raise a ConfigError with the install command if an import in the ``with`` block fails.
+    """Turn a failed import in the ``with`` block into a ConfigError with the install command.
 
-    ``name`` is weighin's extra with the package, and ``purpose`` the feature that needs the
-    package.
+    ``purpose`` is the feature that needs the package, and ``name`` is weighin's extra with the package.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        from weighin import install  # imported here: the worker does not need it
+        from weighin import install  # imported here to save a worker's memory
 
         raise ConfigError(
             f"{purpose} needs {error.name}, which is not installed", install.command(name)
@@ -169,19 +172,15 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 def explain(error: OSError) -> HarnessError:
     """Return an OSError as a HarnessError that names the path, the reason and a repair."""
-    from shlex import quote  # imported here: the worker does not need it
+    from shlex import quote  # imported here to save a worker's memory
 
     reason = error.strerror or str(error) or type(error).__name__
     path = error.filename
     place = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     message = f"{place}: {reason}" if place else f"the operating system refused: {reason}"
-    repair = "run weighin doctor to see what works on this machine"
-    if error.errno in _FULL:
-        repair = _ROOM
-    elif error.errno in _REFUSED and place:
+    if error.errno in _REFUSED and place:
         repair = f"run ls -ld {quote(place)} to see who owns it"
-    elif error.errno in _TOO_MANY:
-        repair = "allow more open files: ulimit -n 4096"
-    elif error.errno == errno.ENOMEM:
-        repair = _MEMORY
+    else:
+        usual = "run weighin doctor to see what works on this machine"
+        repair = _REPAIRS.get(error.errno or 0, usual)
     return HarnessError(message, repair)

@@ -1,6 +1,6 @@
-"""Explain the exit codes of ``weighin``, and compute a run's exit code from its cells' outcomes.
+"""Explain the exit codes of ``weighin``, and compute a run's exit code from the cells' outcomes.
 
-A cell that was killed for lack of memory, or ran into its time-out, is a valid result, not a failure.
+A cell that was killed for lack of memory, or reached its time-out, is a valid result, not a failure.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ BROKEN: Final = (
     Outcome.COMMAND_FAILED,
     Outcome.USE_FAILED,
 )
-"""Outcomes that show a fault of the strategy, the command or the use itself, whatever the limit is."""
+"""Outcomes that show a fault of the strategy, the command or the use, and not too small a limit."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -30,15 +30,13 @@ MEANINGS: Final = {
     5: "a strategy loaded wrong weights or failed, a use failed, or one of several commands failed",
     130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
-"""Every exit code of ``weighin``."""
-
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return the exit code of a run. A failed strategy takes precedence over an unmeasured cell.
+    """Return the exit code of a run: 5 for a failed strategy, else 4 for an unmeasured cell, else 0.
 
-    The one command of a run of one cell gives its own exit code instead (``weighin run``).
+    ``weighin run`` with one cell does not use this code, but exits with the command's own code.
     """
     outcomes = {result.outcome for result in results}
     if outcomes & {*BROKEN}:

@@ -1,6 +1,6 @@
-"""Read text that others wrote, in bounded time and memory: records, plans, events, YAML, options.
+"""Read files and JSON from other programs and users, in bounded time and memory.
 
-A bound is the error that the parser raises anyway: ``ValueError`` for a text, ``OSError`` for a file.
+Too large a file raises ``OSError``, and too large a value raises ``ValueError``, as damaged ones do.
 """
 
 import errno
@@ -18,7 +18,11 @@ _MOST_VALUES: Final = 5_000_000
 
 
 def read_bytes(path: "Path", most_bytes: int = 16 * MIB) -> bytes:
-    """Return the content of a regular file; raise OSError for any other file, or a longer one."""
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is longer than ``most_bytes``.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
@@ -33,10 +37,11 @@ def read_bytes(path: "Path", most_bytes: int = 16 * MIB) -> bytes:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return the value of a JSON text; only without ``finite`` may it hold NaN and infinities.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: not JSON, too many digits, or too many nested values.
+        ValueError: the text is not JSON, a number has too many digits, the values are nested too
+            deeply, or (with ``finite``) a number is NaN or infinite.
     """
     try:
         value = json.loads(text, parse_constant=_refuse if finite else None)
@@ -47,7 +52,7 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
 
 
 def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
-    """Return the JSON value in a file, which may hold NaN and infinities; None if there is none."""
+    """Return the JSON value in a file, NaN and infinities included; None if there is no valid JSON."""
     try:
         return parse_json(read_bytes(path, most_bytes), finite=False)
     except (OSError, ValueError):
@@ -55,34 +60,35 @@ def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
 
 
 def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
-    """Return the JSON object in a file, as ``json_in`` does; empty if there is none."""
+    """Return the JSON object in a file, NaN and infinities included; empty if there is no object."""
     content = json_in(path, most_bytes)
     return content if isinstance(content, dict) else {}
 
 
 def bounded(value: Any) -> Any:
-    """Return ``value``; raise ValueError if it is nested too deeply, refers to itself, or is too big."""
-    level, seen = [value], 0
+    """Return ``value``, a tree of dicts and lists.
+
+    Raises:
+        ValueError: the tree has too many levels or too many dicts and lists, or contains itself.
+    """
+    level, seen = _inside([value]), 0
     for _ in range(_MOST_DEPTH):
-        level = (
-            [
-                item
-                for each in level
-                for item in (each.values() if isinstance(each, dict) else each)
-                if isinstance(item, dict | list)
-            ]
-            if seen
-            else [each for each in level if isinstance(each, dict | list)]
-        )
-        seen += len(level) + 1
         if not level:
             return value
+        seen += len(level)
         if seen > _MOST_VALUES:
             break
+        level = [inner for each in level for inner in _inside(each)]
     raise ValueError(_DEEP)
 
 
-_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or it refers to itself"
+def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
+    """Return the dicts and lists among the values of a dict or list."""
+    items = value.values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
 def _refuse(name: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""The command that installs weighin with an extra, as errors, ``--help`` and the docs print it.
+"""The command that installs weighin with an extra, for errors, ``--help`` and the docs.
 
-No command needs weighin to be on a package index: weighin comes from its repository, or from the place
-that this installation came from.
+The command names weighin's repository, or the clone or wheel that this weighin was installed from, so
+that weighin need not be on a package index.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 PLACEHOLDER: Final = "git+URL"
-"""Stands for the repository's address in the docs, and where the package names no repository."""
+"""Stands for the repository's address in the docs, and in a command if the package has no address."""
 EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
     """Return the command that installs weighin with these extras.
 
-    ``anywhere`` leaves out the clone or the wheel that this installation came from, for a text that
-    is read on other machines, too.
+    With ``anywhere``, the command also works on other machines: it names the repository, and not the
+    clone or wheel on this machine.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     origin, editable = ("", False) if anywhere else _origin()
@@ -33,31 +33,24 @@ def command(*extras: str, anywhere: bool = False) -> str:
 
 
 def upgrade() -> str:
-    """Return the command that replaces this weighin by the newest one."""
     return command(anywhere=True).replace("pip install", "pip install --upgrade")
 
 
 def _repository() -> str:
-    """Return pip's address of the repository that weighin came from, or that its metadata name."""
+    """Return pip's address of the repository that weighin came from, or of the metadata's Source URL."""
     record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"
-    for line in _read("Project-URL"):
-        label, _, url = line.partition(", ")
-        if label == "Source":
-            return f"git+{url}"
-    return ""
-
-
-def _read(field: str) -> list[str]:
     try:
-        return metadata.metadata("weighin").get_all(field) or []
+        urls = metadata.metadata("weighin").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:  # weighin runs from a folder without being installed
-        return []
+        urls = []
+    addresses = dict(line.partition(", ")[::2] for line in urls)  # "Source, https://..."
+    return f"git+{addresses['Source']}" if "Source" in addresses else ""
 
 
 def _direct_url() -> dict[str, Any]:
-    """Return what pip wrote of the address that it installed weighin from; empty for an index."""
+    """Return pip's record of the address that weighin was installed from; empty without a record."""
     try:
         text = metadata.distribution("weighin").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -67,9 +60,9 @@ def _direct_url() -> dict[str, Any]:
 
 
 def _origin() -> tuple[str, bool]:
-    """Return the clone or the wheel that weighin was installed from, if it is still there.
+    """Return the clone or wheel that weighin was installed from, and whether that was editable.
 
-    The second value says whether the installation is editable.
+    The path is empty if weighin was installed from elsewhere, or if the clone or wheel is gone.
     """
     record = _direct_url()
     parts = urlsplit(record.get("url", ""))

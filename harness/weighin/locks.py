@@ -1,12 +1,12 @@
-"""Lock files and folders; the kernel releases a lock when its process ends."""
+"""Lock files and folders with flock; the kernel releases a lock when the locking process ends."""
 
 import fcntl
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder for this process alone, and return whether that worked.
+    """Lock an open file or folder, and return True; return False if another process has locked it.
 
-    Read permission is enough. Another process that holds the lock keeps it.
+    A descriptor that is open for reading suffices.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

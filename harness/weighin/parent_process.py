@@ -1,4 +1,4 @@
-"""Talk to the process that started this one with ``weighin.child_process``, in lines of JSON."""
+"""Talk with the parent process, which started this one with ``weighin.child_process``, in JSON lines."""
 
 import ctypes
 import os
@@ -15,10 +15,10 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 class Parent(LineReader):
-    """The connection to the parent process, which sends lines and receives events.
+    """The connection to the parent process: it sends lines, and receives events.
 
-    Events go to the original standard output. Descriptor 1 is redirected to standard error, so that
-    prints of a strategy or a model do not mix with the events.
+    Events go to the original standard output. Descriptor 1 becomes standard error, so that prints of
+    a strategy or a model do not mix with the events.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
-    """Make this process the parent of its descendants whose own parent ends; undo this without ``adopt``.
+    """Make this process a child subreaper: the parent of descendants whose own parent ends.
 
-    Return whether this process was such a parent before the call.
+    Without ``adopt``, stop being one. Return whether this process was a subreaper before the call.
     """
     if sys.platform != "linux":
         return False

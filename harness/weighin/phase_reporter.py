@@ -1,9 +1,9 @@
-"""Report the phases of this process to ``weighin run``, which reads the kernel's marks meanwhile.
+"""Report the phases of this process to ``weighin run``, which reads the peaks at their boundaries.
 
 Each message is one packet with one line of JSON: ``{"event": "begin", "id": 1, "name": "read"}`` or
-``{"event": "end", "id": 1, "t_ns": ...}``. The process then waits for one byte, after which the marks
-have been read, and reset. The socket is found by its path, because launchers such as torchrun close
-the descriptors that their children would inherit.
+``{"event": "end", "id": 1, "t_ns": ...}``. The process then waits for one byte. ``weighin run`` sends
+the byte after it has read and reset the kernel's high-water marks. The process connects to the socket
+by path, because launchers such as torchrun close descriptors that their children would inherit.
 """
 
 import json
@@ -18,12 +18,12 @@ from typing import Any, Final
 
 PATIENCE_S: Final = 2.0
 LONGEST_NAME: Final = 200
-_LONGEST_PATH: Final = 107  # bytes that sun_path holds (sys/un.h)
+_LONGEST_PATH: Final = 107  # bytes of a path in sockaddr_un, without the final zero (sys/un.h)
 
 
 @contextmanager
 def address(path: str) -> Iterator[str]:
-    """Give an address of at most 107 bytes for the socket at ``path``, valid inside the block."""
+    """Yield an address of at most 107 bytes for the socket at ``path``, valid in the ``with`` block."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield path
         return
@@ -36,30 +36,33 @@ def address(path: str) -> Iterator[str]:
 
 
 class Reporter:
-    """The connection of this process, made at its first phase. No method raises an error."""
+    """The connection of this process to ``weighin run``, made at the first phase.
+
+    No method raises an error.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._is_off = False
         self._ids = count(1)
-        self._lock = RLock()  # a signal's handler may begin a phase inside another message
+        self._lock = RLock()  # reentrant: a signal handler may begin a phase during a message
         self._descriptor = self._inode = -1
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """Report that a phase begins; return what ``end`` needs."""
+        """Report that a phase begins, and return the argument for ``end``."""
         number = next(self._ids)
         self._tell(event="begin", id=number, name=name)
         return os.getpid(), number
 
     def end(self, begun: tuple[int, int]) -> None:
-        """Report that a phase ends; do nothing in a forked child of the process that began it."""
+        """Report that a phase ends; do nothing in a forked child of the process that began the phase."""
         pid, number = begun
         if pid == os.getpid():
             self._tell(event="end", id=number, t_ns=monotonic_ns())
 
     def _tell(self, **fields: Any) -> None:
-        """Send a message, and wait until it is acknowledged; after a failure, never do so again."""
+        """Send a message and wait for the acknowledgement; after a failure, never send again."""
         if self._is_off:
             return
         if not self._lock.acquire(timeout=PATIENCE_S):
@@ -69,7 +72,7 @@ class Reporter:
             if "name" in fields:
                 fields["name"] = str(fields["name"])[:LONGEST_NAME]
             self._exchange(json.dumps(fields).encode() + b"\n")
-        except Exception:  # the program must go on as without weighin
+        except Exception:  # the measured program must go on as it would without weighin
             self._is_off = True
             self._drop()
         except BaseException:  # Ctrl-C: an acknowledgement may still arrive on this connection
@@ -85,7 +88,7 @@ class Reporter:
         connection = _socket(self._descriptor)
         try:
             connection.settimeout(PATIENCE_S)
-            connection.send(message, socket.MSG_NOSIGNAL)  # a program may die of SIGPIPE
+            connection.send(message, socket.MSG_NOSIGNAL)  # SIGPIPE could kill the program
             if not connection.recv(1):
                 raise ConnectionResetError
         finally:
@@ -98,13 +101,13 @@ class Reporter:
             with address(self._path) as place:
                 connection.connect(place)
             self._inode = os.fstat(connection.fileno()).st_ino
-            # A plain descriptor, because an open socket object causes a warning at the exit.
+            # Only the descriptor is kept: an open socket object causes a ResourceWarning at exit.
             self._descriptor = connection.detach()
         finally:
             connection.close()
 
     def _is_ours(self) -> bool:
-        """Tell whether the descriptor is still the connection: programs close and reuse descriptors."""
+        """Return whether the descriptor is still the connection: the program may have reused it."""
         try:
             return self._descriptor >= 0 and os.fstat(self._descriptor).st_ino == self._inode
         except OSError:
@@ -116,7 +119,7 @@ class Reporter:
         self._descriptor = -1
 
     def _after_fork(self) -> None:
-        """Forget the connection of the parent; another thread may have held the parent's lock."""
+        """Drop the parent's connection, and the lock, which another thread of the parent may hold."""
         self._lock = RLock()
         self._drop()
 

@@ -1,7 +1,7 @@
-"""Read lines from pipes, and write whole lines to pipes; both sides of a child process use this.
+"""Read lines from pipes, and write whole lines to pipes; parent and child processes use this module.
 
-The module imports little, because a worker imports it before torch, and Ray copies it to nodes by
-value.
+The module imports little, because a worker imports it before torch, and because Ray pickles it by
+value for its nodes.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _PART_BYTES = 4096  # small, so that the worker's heap does not grow
 
 
 class LineBuffer:
-    """Splits bytes into complete lines; drops an incomplete last line, whose writer was killed."""
+    """Splits bytes into complete lines, and drops an incomplete last line of a killed writer."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -32,14 +32,16 @@ class LineBuffer:
 
 
 class LineReader:
-    """Reads lines from a descriptor."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lines = LineBuffer()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the next line, or None at the end; raise TimeoutError if no line arrives in time."""
+        """Return the next line, or None at the end of the input.
+
+        Raises:
+            TimeoutError: no line arrived within ``timeout_s``.
+        """
         deadline = monotonic() + timeout_s
         while (line := self._lines.pop()) is None:
             if not ready([self._descriptor], deadline - monotonic()):
@@ -51,9 +53,9 @@ class LineReader:
 
 
 def ready(descriptors: list[int], timeout_s: float) -> list[int]:
-    """Return the descriptors that can be read now, after at most ``timeout_s``.
+    """Wait at most ``timeout_s`` for these descriptors, and return those that can be read.
 
-    ``select.select`` cannot wait for descriptors above 1023, which a process with many open files has.
+    poll, because select cannot wait for descriptors above 1023, which many open files lead to.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -63,7 +65,7 @@ def ready(descriptors: list[int], timeout_s: float) -> list[int]:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all bytes, of which a pipe may take only a part at once; stop if nobody reads them."""
+    """Write all bytes to a pipe, in several parts if the pipe is full; stop if nobody reads the pipe."""
     left = memoryview(data)
     with contextlib.suppress(BrokenPipeError):
         while left:
@@ -71,7 +73,7 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes, and wait for a descriptor that takes none now; tell whether it took them."""
+    """Write all bytes to a descriptor, which may be non-blocking; return False if nobody reads them."""
     left = memoryview(data)
     while left:
         try:
@@ -80,17 +82,17 @@ def pass_on(descriptor: int, data: bytes) -> bool:
             writable = select.poll()
             writable.register(descriptor, select.POLLOUT)
             writable.poll()
-        except OSError:  # nobody reads them
+        except OSError:  # for example, nobody reads the pipe any more
             return False
     return True
 
 
 def printed_lines(printed: bytes) -> list[str]:
-    """Return the lines that a process printed, without blank ones before and after them."""
+    """Return the lines that a process printed, without blank lines at the beginning and the end."""
     return printed.decode(errors="replace").strip().splitlines()
 
 
 def last_line(printed: bytes) -> str:
-    """Return the last line of what a process printed; empty if it printed nothing."""
+    """Return the last line that a process printed; empty if the process printed nothing."""
     lines = printed_lines(printed)
     return lines[-1].strip() if lines else ""

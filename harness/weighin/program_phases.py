@@ -1,6 +1,6 @@
-"""Name a part of a program, whose peaks ``weighin run`` then measures: ``with weighin.phase("read"):``.
+"""Name a part of a program with ``weighin.phase``, so that ``weighin run`` measures the part's peaks.
 
-Programs import this module, so that it imports almost nothing while nobody measures.
+Any program may import this module, so that the module imports almost nothing outside of weighin run.
 """
 
 import os
@@ -34,16 +34,16 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
         @weighin.phase("build")
         def build(): ...
 
-    Under ``weighin run``, the record then has the exact peak of the phase. Elsewhere, and in a
-    strategy, it does nothing: a strategy uses ``job.phase``. A phase never raises an error and never
-    changes what the program does. If weighin does not answer within 2 s, the process reports no
-    further phases.
+    Under ``weighin run``, the record has the exact peak of the phase. Elsewhere, a phase does nothing.
+    In a strategy, a phase does nothing either: a strategy uses ``job.phase``. A phase never raises an
+    error and never changes what the program does. If weighin does not answer within 2 s, the process
+    reports no further phases.
 
-    Phases may be nested, and those of several threads may overlap: the peak of a phase includes all
-    that the whole process held meanwhile. The first process that begins a phase also has the peaks
-    of the whole command in its phases; the phases of other processes have their own peaks alone. A
-    phase ends in the process in which it began: a forked child may leave the block. A decorated
-    generator function is not measured, only a usual function or a coroutine function.
+    Phases may be nested, and phases of several threads may overlap: the peak of a phase includes all
+    memory of the process during the phase. The phases of the first process that begins one also have
+    the peaks of the whole command. The phases of other processes have only the peaks of their process.
+    If a process forks in a phase, the phase ends only in the process that began the phase. weighin
+    measures decorated functions and coroutine functions, but no decorated generator functions.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """Encode and decode the messages between parent and worker: one JSON object per line.
 
-The parent first sends the job. When the worker has sent an event that needs acknowledgement, the
-parent reads the cgroup's counters and then sends an empty line. The worker sends each event in one
-``write()``, so that a kill loses at most the line being written.
+The parent first sends the job. After an event that needs acknowledgement, the worker waits until the
+parent has read the cgroup's counters and has sent an empty line. The worker sends each event in one
+``write()``, so that a kill loses at most one event.
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -21,9 +21,9 @@ used           gradients, children_private_bytes: fields of ``Use``            n
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 
-In a cell of several ranks, the worker starts a process for each rank and passes the messages on. Each
-event then also has the field ``rank``. All ranks wait for each other at the events in ``MET``, and
-two more events are sent:
+In a cell of several ranks, the worker starts a process for each rank, and passes the messages on. Each
+event of a rank also has the field ``rank``. All ranks wait for each other at the events in ``MET``. Two
+more events exist:
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -46,20 +46,19 @@ MET = ("baseline", "ready", "shared", "done")
 """The events at which the ranks of a cell wait until all ranks have sent this event."""
 
 ACKNOWLEDGED = (*MET, "phase")
-"""The events of a rank for which it waits. A worker without a rank waits for two of them only:
-``baseline`` and ``phase``."""
+"""The events after which a rank waits for the parent. A worker without ranks waits after ``baseline``
+and ``phase`` only."""
 
 BODY_PLUGIN = "weighin-body"
-"""The name of the pytest plugin that records phases in a worker that runs a test's body."""
+"""The name of the pytest plugin that records phases in a worker that runs a test."""
 
 
 def encode_job(job: Job) -> bytes:
-    """Return the job as one line, which is the first line that a worker reads."""
+    """Return the job as a line of JSON, the first line that a worker reads."""
     return json.dumps(asdict(job)).encode() + b"\n"
 
 
 def decode_job(line: bytes) -> Job:
-    """Return the job from a line that ``encode_job`` wrote."""
     fields: dict[str, Any] = json.loads(line)
     cell = fields.pop("cell")
     cell["command"] = tuple(cell["command"])
@@ -72,12 +71,11 @@ def decode_job(line: bytes) -> Job:
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """Return an event as one line."""
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 
 def decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line, or None for text that a strategy wrote to the same descriptor."""
+    """Return the event in a line; None for other text, which a strategy wrote to the same pipe."""
     try:
         event = parse_json(line)
     except ValueError:

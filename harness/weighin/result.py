@@ -1,9 +1,9 @@
 """Define the record of a measurement: one ``Result`` per cell. results/README.md documents each field.
 
-Bytes and nanoseconds are integers; times come from the machine's monotonic clock. None means that a
-figure was not measured, never that it was zero. A field with ``peak`` in its name is a high-water
-mark that the kernel or the allocator keeps; a field with ``sampled`` is the maximum of the
-sampler's readings.
+Bytes and nanoseconds are integers, and times come from the machine's monotonic clock. None means that
+a figure was not measured, never that the figure was zero. A field with ``peak`` in its name is a
+high-water mark that the kernel or the allocator keeps. A field with ``sampled`` in its name is the
+maximum of the sampler's readings.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from weighin.uses import is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
-"""The phase in which a worker imports the class of a transformers model, before its baseline."""
+"""The phase in which a worker imports the class of a transformers model, before the baseline."""
 IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
-"""The phases in which a worker imports a model's class, one for each library."""
+"""The phases in which a worker imports the class of a model; each library has its own phase."""
 
 UNNAMED: Final = "other"
-"""The name of a phase between two others, or of a load without phases of its own."""
+"""The name of the time between two phases, and of a load whose strategy names no phase."""
 
 OURS: Final = (
     "import",
@@ -32,17 +32,17 @@ OURS: Final = (
     "forward",
     UNNAMED,
 )
-"""The names of weighin's own phases. A strategy must not use them."""
+"""The names of weighin's own phases, which a strategy must not use."""
 
 NOT_DROPPED: Final = "not dropped"
-"""The page-cache state of a cell that was to be cold, and whose checkpoint was in the page cache."""
+"""The page-cache state of a cell that was to be cold, if pages of the checkpoint stayed cached."""
 
 USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 
 WINDOWS_IN_FLIGHT: Final = 4
-"""The read-aheads of a mapped file that are in reading at once, which the kernel cannot reclaim:
-measured as 3 to 5 read-aheads of 8 MiB, with 1, 2 or 4 threads."""
+"""The number of read-ahead windows of a mapped file that the disk reads at once. The kernel cannot
+reclaim their pages. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads."""
 
 
 class Outcome(StrEnum):
@@ -64,7 +64,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a running worker's memory from outside the worker, at the time ``t_ns``."""
+    """A reading of a worker's memory, taken from outside the worker at the time ``t_ns``."""
 
     t_ns: int
     rss_bytes: int
@@ -121,11 +121,10 @@ class Phase:
 class Peaks:
     """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
 
-    In a cell of several ranks, ``rss_bytes`` is the peak of the rank with the highest peak. The
-    sampled maxima are those of all ranks together, with shared pages counted once. ``pss_bytes`` is
-    the sum of all ranks' proportional set sizes at the instant at which all ranks were ready.
     ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
-    the other figures of processes are the worker's alone.
+    every other process figure is the worker's alone. In a cell of several ranks, ``rss_bytes`` is the
+    highest peak of a rank. The sampled maxima are then sums over all ranks, with shared pages counted
+    once. ``pss_bytes`` is the sum of all ranks' proportional set sizes when all ranks were ready.
     """
 
     rss_bytes: int | None = None
@@ -154,7 +153,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times of the cell's cgroup from the start of the load until ``ready``; None without PSI."""
+    """Stall times (PSI) of the cell's cgroup from the start of the load until ``ready``."""
 
     some_ns: int | None = None
     full_ns: int | None = None
@@ -162,7 +161,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A cell's wall time ``wall_ns`` and its parts; the remainder is the harness's own time."""
+    """A cell's wall time ``wall_ns`` and the parts of it; weighin itself took the remainder."""
 
     wall_ns: int
     import_ns: int | None = None
@@ -174,7 +173,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The size of a saved checkpoint: the files' length, and the disk blocks that they occupy."""
+    """The size of a saved checkpoint: the length, the disk blocks and the number of its files."""
 
     file_bytes: int
     disk_bytes: int
@@ -183,12 +182,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a ready model that its phase does not have.
+    """Facts about the use of a loaded model, in addition to the phase of the use.
 
     Attributes:
         anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
-        gradients: "backward" if a backward pass made the gradients of a step, "synthetic" if they were
-            filled in; empty for a use without gradients.
+        gradients: "backward" if a backward pass computed the gradients of a step, "synthetic" if
+            weighin filled the gradients in; empty for a use without gradients.
         children_private_bytes: the private dirty memory of each forked process, after it wrote every
             weight.
     """
@@ -200,10 +199,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process of a cell of several ranks; its number is its place in ``Result.ranks``.
+    """One process of a cell of several ranks; the rank's number is its index in ``Result.ranks``.
 
-    ``phase`` is the last phase that the rank began. ``samples_path`` is the file of the samples of
-    this rank alone.
+    ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
+    samples.
     """
 
     phase: str | None = None
@@ -217,11 +216,11 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that a process had open or mapped when its cell used most memory.
+    """A file that a process had open or mapped when the command used most memory.
 
-    ``position_bytes`` is the place of the next read; None for a file that is only mapped.
-    ``is_open`` is False for a file that the process had open to read before, and has closed.
-    ``seen_ns`` is the time at which it was first seen, some time after it was opened.
+    ``position_bytes`` is the file offset of the next read; None for a file that is only mapped.
+    ``is_open`` is False for a file that the process read and closed before. ``seen_ns`` is the time of
+    the first sample that found the file open, which is later than the time of the open.
     """
 
     path: str
@@ -234,11 +233,11 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a command, from its first to its last sample.
+    """One process of a command, from the process's first to its last sample.
 
-    ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are its proportional shares (PSS) when the
-    whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
-    the kernel's mark of the process at its last sample, which misses what came after it.
+    ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are the process's proportional shares (PSS) when
+    the whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
+    the kernel's VmHWM at the last sample, which misses a later peak.
     """
 
     pid: int
@@ -255,12 +254,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One process that the kernel killed for lack of memory, as the kernel's log tells it.
+    """One process that the kernel killed for lack of memory, according to the kernel's log.
 
-    ``limit_of`` is the cgroup whose limit was met: empty for the command's own, "machine" if the
-    whole machine was full, "unknown" if the log does not tell, else the path of another cgroup.
-    ``limit_bytes`` is the size of the limit; None if it is not that of the command or of a cgroup
-    around it.
+    ``limit_of`` is the cgroup that reached its limit: empty for the command's own cgroup, "machine" if
+    the whole machine had no memory left, "unknown" without a log entry, else the path of another
+    cgroup. ``limit_bytes`` is the limit of the command's cgroup or of a cgroup around it, else None.
     """
 
     pid: int
@@ -275,7 +273,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line of a command's output that matched ``--mark``."""
+    """A line of a command's output that matched the regular expression of ``--mark``."""
 
     t_ns: int
     text: str
@@ -283,11 +281,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread of a process while its command used ``usage_bytes``.
+    """The stack of one thread of a process while the whole command used ``usage_bytes``.
 
-    The usage is without page cache, which can be given back. ``frames`` are
-    "function (path/of/file.py:14)", the innermost first. ``code`` is the line of source code of the
-    innermost frame outside of libraries; empty if it could not be read.
+    ``usage_bytes`` does not include page cache, which the kernel can reclaim. ``frames`` are texts
+    "function (path/of/file.py:14)", the innermost first. ``code`` is the source line of the innermost
+    frame outside of libraries; empty if the source could not be read.
     """
 
     t_ns: int
@@ -300,9 +298,9 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases of one process of a command, beside those of the process that began the first one.
+    """The phases of one further process of a command, with the peaks of this process alone.
 
-    The peaks of such phases are those of the process alone; ``peak_cgroup_bytes`` is None.
+    The process that began the first phase has no track: its phases are ``Result.phases``.
     """
 
     pid: int
@@ -311,19 +309,19 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Facts about a command that a load does not have.
+    """Facts about a command that the record of a load does not have.
 
     Attributes:
-        pid: of the command's first process, in the parent's pid namespace.
+        pid: the pid of the command's first process, in the parent's pid namespace.
         peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the most anonymous and shared memory: page cache can be given back. It is at
-            least this much if ``needed_is_sampled``, because a short peak falls between two samples.
-        signal: that ended the first process; None if it exited.
-        survived: whether the first process ended by itself although another one was killed.
-        ended: command lines of the processes that still ran at the end, and were ended.
+        needed_bytes: the largest sum of anonymous and shared memory, without page cache. With
+            ``needed_is_sampled``, the need may be larger: a short peak falls between two samples.
+        signal: the signal that ended the first process; None if the process exited.
+        survived: whether the first process ended by itself, although another process was killed.
+        ended: command lines of the processes that weighin stopped, because they still ran at the end.
         cold: the paths whose page cache was dropped before the start.
-        frozen_ns: the time for which the command was stopped while its stacks were read.
-        tracks: the phases of further processes; those of the first one are ``Result.phases``.
+        frozen_ns: the time for which the command was stopped while weighin read its stacks.
+        tracks: the phases of further processes; the phases of the first are ``Result.phases``.
     """
 
     pid: int
@@ -344,16 +342,16 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Why weighin ended a cell that still ran: its time-out, or the proof that it thrashed.
+    """Why weighin killed a running cell: the time-out, or the proof that the cell thrashed.
 
     Attributes:
-        after_ns: the time from the cell's start to its end.
+        after_ns: the time from the cell's start to the kill.
         timeout_s: the time-out, in seconds; None for a cell that was proven to thrash.
         reference_ns: the time of the same cell without a limit.
-        size_bytes: the size with which ``reread_bytes`` is compared: the model's, or the import's
-            if that is larger; of a command, what it needed and cached without a limit.
-        reread_bytes: read again after the kernel had reclaimed it, in the load (of a command: in all).
-        waited_ns: the time in which some task waited for memory, in the load.
+        size_bytes: the size to compare with ``reread_bytes``. For a load, the larger one of the model
+            and the files mapped by the imports; for a command, its need and page cache without a limit.
+        reread_bytes: bytes that the load (or command) read again after the kernel reclaimed them.
+        waited_ns: the time in which some task of the load (or command) waited for memory.
     """
 
     after_ns: int
@@ -403,9 +401,9 @@ class Result:
 
     @property
     def above_import_bytes(self) -> int | None:
-        """The peak RSS minus the memory after ``import torch``; None if one of them is unknown.
+        """The peak RSS minus the RSS after ``import torch``; None if one of the two is unknown.
 
-        Unlike the peak itself, this figure does not depend on the size of torch's libraries.
+        The peak RSS depends on the size of torch's libraries, but this difference does not.
         """
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
@@ -413,24 +411,21 @@ class Result:
 
     @property
     def use_phases(self) -> tuple[Phase, ...]:
-        """The phases of the use after the load; several for several forward passes."""
+        """The phases of the use after the load, one for each forward pass."""
         return tuple(phase for phase in self.phases if is_of_use(phase.name))
 
     @property
     def cache(self) -> str:
-        """The page-cache state of the cell; ``NOT_DROPPED`` if the pages stayed before a cold cell."""
-        return (
-            NOT_DROPPED
-            if self.cell.cache == "cold" and self.cached_bytes_at_start
-            else self.cell.cache
-        )
+        """The cell's page-cache state, or ``NOT_DROPPED`` if pages stayed cached before a cold cell."""
+        is_warm = self.cell.cache == "cold" and self.cached_bytes_at_start
+        return NOT_DROPPED if is_warm else self.cell.cache
 
     @property
     def page_bytes(self) -> int:
-        """The page size of the machine that measured, in bytes."""
+        """The page size of the measuring machine."""
         return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))
 
     @property
     def in_flight_bytes(self) -> int:
-        """The pages of a mapped file that the disk reads at once; 0 if the read-ahead is unknown."""
+        """The bytes of a mapped file that the disk reads at once; 0 if the read-ahead is unknown."""
         return WINDOWS_IN_FLIGHT * int(self.environment.get("read_ahead_bytes", 0))

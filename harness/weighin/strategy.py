@@ -1,9 +1,9 @@
 """Define the interface of a strategy, and offer functions that strategies need.
 
-A strategy is one file with a function ``load(job: Load) -> Module``, or, to save, ``save(job: Save)
--> None``. A strategy imports weighin's functions from this module. The code behind a function is
-imported at the function's first use, because memory for a strategy's imports counts as the
-strategy's own::
+A strategy is one file with a function ``load(job: Load) -> Module`` or, to save, ``save(job: Save)
+-> None``. A strategy imports weighin's functions from ``weighin.strategy``, which imports the code of a
+function only at the function's first use: memory for a strategy's imports counts as the strategy's
+own::
 
     from weighin.strategy import Load, retie, tied_names
 """
@@ -60,30 +60,29 @@ HELPERS = {
     "tied_names": "weighin.construction.tied_weights",
     "without_weights": "weighin.construction.skeleton",
 }
-"""The module in which each function is defined; it is imported at the function's first use."""
+"""Maps each function to the module that defines it, which is imported at the function's first use."""
 
 
 class _Measured(Protocol):
-    """What a load and a save have in common: the options, and the phases."""
-
     @property
     def options(self) -> Mapping[str, Any]:
-        """The cell's options for this strategy, from a suite's YAML."""
+        """The options that a suite's YAML sets for this strategy."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
 
-        The name is a text of letters, digits, spaces and _ . + / ( ) -; names of weighin's own phases,
-        such as ``touch``, raise a ValueError.
+        Raises:
+            ValueError: the name has characters other than letters, digits, spaces and _ . + / ( ) -,
+                or is the name of a phase of weighin itself, such as ``touch``.
         """
 
 
 class Load(_Measured, Protocol):
-    """One load to perform: the checkpoint, the model, and the device and dtype of the result."""
+    """The load that a strategy performs: the checkpoint, the model, the result's device and dtype."""
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint's file, or its folder for a format of several files."""
+        """The checkpoint's file; for a format of several files, the checkpoint's folder."""
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +98,7 @@ class Load(_Measured, Protocol):
 
     @property
     def adapter(self) -> Path | None:
-        """The folder with the adapter to merge into the model; None for a model without one."""
+        """The folder with the adapter to merge into the model; None without an adapter."""
 
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
@@ -113,7 +112,7 @@ class Load(_Measured, Protocol):
 
 
 class Save(_Measured, Protocol):
-    """One save to perform: the model, the folder to write to, and the format."""
+    """The save that a strategy performs: the model, the folder to write to, and the format."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -129,7 +128,6 @@ class Save(_Measured, Protocol):
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function at its first use."""
     if name not in HELPERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

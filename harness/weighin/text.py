@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 LINE_LENGTH: Final = 300
-"""A length that shows the first few names of a list, and fits a table or a terminal."""
+"""Characters of a line that shows the first names of a list and still fits a table or terminal."""
 
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:
@@ -15,17 +15,17 @@ def one_line(text: str, length: int = LINE_LENGTH) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return ``text`` with "?" for each character that cannot be printed, except those in ``kept``."""
+    """Replace each unprintable character by "?", except the characters in ``kept``."""
     return "".join(one if one.isprintable() or one in kept else "?" for one in text)
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names in one text, and the number of the others: "a, b, c and 5 more"."""
+    """Return the first names and the number of further names: "a, b, c and 5 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def markdown(text: str) -> str:
-    """Return ``text`` escaped, so that Markdown shows it unchanged; a _ inside a word needs no escape."""
+    """Escape ``text`` so that Markdown shows it unchanged; a _ inside a word needs no escape."""
     text = re.sub(r"[\\`*\[\]|#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-"""Format and parse sizes and durations; the parsers accept every text that formatters return."""
+"""Format and parse sizes, rates and durations; the parsers accept every text that formatters return."""
 
 import re
 from decimal import Decimal
@@ -20,16 +20,15 @@ _FACTORS: Final = {"": 1, "b": 1} | {
 _DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _MEGABYTE: Final = 1000**2
-_LEAST_BYTES_PER_S: Final = 100_000  # a rate without its unit is mostly meant as MB/s
+_LEAST_BYTES_PER_S: Final = 100_000  # a user who types less has usually forgotten the unit MB/s
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
     """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
-    Suffixes are powers of 1024. "GB" is an error, because some tools read it as 1000**3 and others
-    as 1024**3. With ``decimal``, which is meant for shard sizes, "GB" is 1000**3, as in Hugging
-    Face.
+    Suffixes are powers of 1024. "GB" is an error, because some tools read "GB" as 1000**3 and others
+    as 1024**3. With ``decimal``, for shard sizes and rates, "GB" is 1000**3, as in Hugging Face.
 
     Raises:
         ConfigError: the text has no number or an unknown unit, or is less than one byte.
@@ -57,7 +56,7 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
-    """Return ``size`` in the largest unit up to ``size``, with ``digits`` decimals: "6.290 GiB"."""
+    """Return ``size`` in the largest unit that is not above it, with ``digits`` decimals: "6.290 GiB"."""
     for suffix, factor in _SUFFIXES:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {suffix}"
@@ -81,7 +80,7 @@ def format_seconds(nanoseconds: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a long duration without more digits than anybody needs: "40 s", "3 min", "2 h 5 min"."""
+    """Return a duration rounded to whole seconds or minutes: "40 s", "3 min", "2 h 5 min"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -116,10 +115,10 @@ def format_latency(nanoseconds: int) -> str:
 def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
 
-    MB is 1000**2, as makers of disks and networks count. "/s" may be left out.
+    MB is 1000**2, as makers of disks and networks count. The text may leave "/s" out.
 
     Raises:
-        ConfigError: the text is no size, or less than any disk reads.
+        ConfigError: the text is no rate, or a rate below 100 KB/s.
     """
     size = text.strip().removesuffix("/s")
     try:
@@ -137,16 +136,16 @@ def parse_rate(text: str) -> int:
 
 
 def format_rate(bytes_per_s: int) -> str:
-    """Return a rate without rounding, in MB/s if it is a number of them: "200MB/s", "100MiB/s"."""
+    """Return a rate without rounding, in MB/s if that is a whole number: "200MB/s", "100MiB/s"."""
     if bytes_per_s % _MEGABYTE == 0:
         return f"{bytes_per_s // _MEGABYTE}MB/s"
     return f"{format_exact(bytes_per_s)}/s"
 
 
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
-    """Return what is wrong with a RAM limit that no program survives, and the repair; None if it is right.
+    """Return a complaint about a RAM limit below 1 MiB, and the repair; None for a larger limit.
 
-    Such a size mostly lacks its unit.
+    A user who types such a limit has usually left out the unit.
     """
     if limit is None or limit >= MIB:
         return None

@@ -1,14 +1,14 @@
-"""Name the uses of a loaded model: what a cell does with the model once it is ready.
+"""Name the uses of a loaded model: the operations that a cell can run on the model after the load.
 
-A cell has one use. A user's own use is a Python file with a function ``use(model)``; it is named after
-its file.
+A cell has one use. A user's own use is a Python file with a function ``use(model)``; the name of the
+use is the name of the file.
 """
 
 from typing import Final
 
 FORWARD: Final = "forward"
 NONE: Final = "none"
-"""Written in place of a use for a cell that ends when the model is ready."""
+"""Stands in place of a use for a cell that ends when the model is loaded."""
 
 TO_DEVICE: Final = "to-device"
 SAVE: Final = "save"
@@ -17,7 +17,7 @@ USES: Final = {
     FORWARD: "Run forward passes with the model's example inputs (--passes).",
     "write": "Write every weight once, in place.",
     "sgd": "Train one step with SGD without momentum (foreach=False).",
-    "adamw": "Train one step with AdamW (foreach=False), which creates its two states.",
+    "adamw": "Train one step with AdamW (foreach=False), which creates AdamW's two states per weight.",
     "to-float32": "Convert the model to float32 with model.to(torch.float32).",
     TO_DEVICE: "Move the model from the CPU to the GPU with model.to(device).",
     "deepcopy": "Copy the model with copy.deepcopy.",
@@ -27,9 +27,9 @@ USES: Final = {
 """The uses of weighin, each with one line of help."""
 
 TRAINING: Final = ("sgd", "adamw")
-"""The uses that need a gradient of every parameter."""
+"""The uses that need the gradient of every parameter."""
 
-_PHASE: Final = "use: "  # no strategy's phase has a colon in its name
+_PHASE: Final = "use: "  # the name of a strategy's phase has no colon
 
 
 def phase_of(use: str) -> str:
@@ -38,5 +38,5 @@ def phase_of(use: str) -> str:
 
 
 def is_of_use(phase: str) -> bool:
-    """Tell whether a phase of this name is the use of a model that was loaded before."""
+    """Return whether the phase with this name is a use, and not a part of the load."""
     return phase == FORWARD or phase.startswith(_PHASE)

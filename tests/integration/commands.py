@@ -15,9 +15,7 @@ from typing import Any
 import leftovers
 
 ROOT = Path(__file__).parents[2]
-NOT_LIMITED = (
-    "note: nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)\n"
-)
+NOT_LIMITED = "note: nothing is limited: weighin measures peaks, but only --ram shows whether a strategy fits\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "bench gpt2-tiny --isolation process --out /proc/run",
         2,
         "error: cannot write /proc/run/plan.json: No such file or directory\n"
-        "free some space, or name a folder that you may write: weighin bench ... --out FOLDER\n",
+        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
     ),
     "listing what there is no list of": (
         "list stratgies",
@@ -241,7 +241,7 @@ def test_a_file_where_results_shall_go_stays(command: CommandLine) -> None:
             ended,
             2,
             f"error: cannot write {out}/plan.json: {why}\n"
-            "free some space, or name a folder that you may write: weighin bench ... --out FOLDER\n",
+            "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
         )
     assert (command.folder / "taken").read_text() == "mine"
 

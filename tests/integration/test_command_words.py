@@ -22,8 +22,8 @@ def test_a_kill_is_said_in_words_on_standard_error(command: CommandLine) -> None
     assert killed.startswith("weighin: Killed by the limit of 200 MiB: the kernel killed python")
     assert killed.endswith(", the first process.")
     assert re.fullmatch(
-        r"weighin: It held (19\d|200) MiB of anonymous memory and asked for more;"
-        r" page cache is no need\.",
+        r"weighin: The command had (19\d|200) MiB of anonymous memory, not counting page cache,"
+        r" and tried to allocate more\.",
         held,
     )
     assert path == "weighin: weighin report kill"
@@ -36,4 +36,4 @@ def test_the_output_of_a_command_that_lives_is_its_own(command: CommandLine) -> 
     ended = command.run("run", "--isolation", "cgroup", "--out", "lives", "--", "echo", "hello")
     assert (ended.code, ended.out) == (0, "hello\n")
     first, *_, last = ended.err.splitlines()
-    assert (first, last) == ("weighin: It ended well.", "weighin: weighin report lives")
+    assert (first, last) == ("weighin: The command ended well.", "weighin: weighin report lives")

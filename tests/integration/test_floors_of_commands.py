@@ -139,8 +139,11 @@ def test_limits_are_tried_near_the_need(weighin: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-s", "baseline", "--", "true"], "the floor of a command is searched: --strategies"),
-        (["gpt2-tiny", "--ready", "x"], "the floor of a model is searched: --ready"),
+        (
+            ["-s", "baseline", "--", "true"],
+            "weighin searches the floor of the command: --strategies",
+        ),
+        (["gpt2-tiny", "--ready", "x"], "weighin searches the floor of a model: --ready"),
         (["gpt2-tiny", "true"], "Got unexpected extra arguments (true)"),
         (["--"], "no command was given"),
     ],

@@ -88,7 +88,7 @@ def test_a_disk_that_fills_up_in_a_cell_loses_no_record_and_the_run_goes_on_afte
     # The third cell finds no room for its record, and is not measured in vain.
     assert error == "error: cannot write small disk/run/records.jsonl: No space left on device"
     assert repair == (
-        "free some space, or name a folder that you may write: weighin bench ... --out FOLDER;"
+        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER;"
         " then resume: weighin bench --resume 'small disk/run' --trust"
     )
     assert measured(small / "run") == {"baseline": "ok", "filling": "ok"}
@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_before_a_cell_is_measured_in_vain(
         2,
         "",
         "error: cannot write small disk/run/plan.json: No space left on device\n"
-        "free some space, or name a folder that you may write: weighin bench ... --out FOLDER\n",
+        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
         [],
     )
     assert [path.name for path in small.iterdir()] == ["filler"]

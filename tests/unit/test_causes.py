@@ -67,7 +67,7 @@ def test_two_copies_of_the_weights() -> None:
     assert cause
     assert cause.name == "two copies"
     assert cause.words == (
-        "Two copies of the weights were alive: 256 MiB read from my weights.pt, and the model's own."
+        "Two copies of the weights were in memory: 256 MiB read from my weights.pt, and the model's own."
     )
     assert cause.hint == (
         "Try torch.load(..., mmap=True): weighin recommend '/data/my weights.pt' --ram 600MiB"
@@ -135,8 +135,8 @@ def test_a_conversion_of_the_dtype(code: str, call: str) -> None:
     assert cause
     assert cause.name == "dtype conversion"
     assert cause.words == (
-        f"`{call}` made new tensors beside the 128 MiB read from my weights.pt:"
-        " both together grew by 320 MiB."
+        f"`{call}` made new tensors in addition to the 128 MiB read from my weights.pt:"
+        " memory grew by 320 MiB."
     )
 
 
@@ -170,7 +170,7 @@ def test_a_whole_file_that_is_read(code: str) -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "a whole file",
-        "It read a whole file into memory: big.bin has 600 MiB.",
+        "The program read a whole file into memory: big.bin has 600 MiB.",
     )
     unfinished = found(*reading(code, replace(BIG, position_bytes=290 * MIB), usage=40 * MIB))
     assert unfinished
@@ -200,7 +200,7 @@ def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "import",
-        "Most of it came while tables.py was imported by load.py:3.",
+        "Most of the memory was allocated while tables.py was imported by load.py:3.",
     )
     mostly_before = (stack(30 * MIB, "<module> (load.py:2)"), stack(299 * MIB, *IMPORTS))
     assert result.ran
@@ -221,8 +221,8 @@ def test_copy_on_write_after_a_fork() -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "copy-on-write",
-        "Copy-on-write: 3 forked processes wrote to pages that they shared with their parent,"
-        " so 330 MiB were held where the parent has 140 MiB.",
+        "Copy-on-write: 3 forked processes wrote to pages shared with the parent process,"
+        " so that all together have 330 MiB, and the parent alone has 140 MiB.",
     )
 
 
@@ -243,7 +243,7 @@ def test_shared_memory() -> None:
     cause = found(*killed([30 * MIB], shmem=250 * MIB))
     assert cause
     assert cause.name == "shared memory"
-    assert cause.words.startswith("250 MiB of it is shared memory")
+    assert cause.words.startswith("250 MiB of the memory is shared memory")
     assert found(*killed([200 * MIB], shmem=100 * MIB)) is None
 
 
@@ -266,7 +266,7 @@ def test_a_child_that_holds_the_memory() -> None:
         assert (cause and cause.name) == name
         if cause:
             assert cause.words == (
-                "A child of the first process holds it: python worker.py (pid 101) has 270 MiB."
+                "A child process of the command has most of the memory: python worker.py (pid 101) has 270 MiB."
             )
 
 
@@ -334,7 +334,7 @@ def test_page_cache_alone() -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "page cache only",
-        "290 MiB of the peak of 300 MiB is page cache, which the kernel takes back under a lower limit.",
+        "290 MiB of the peak of 300 MiB is page cache, which the kernel reclaims under a lower limit.",
     )
     assert found(*cached(200 * MIB)) is None
     result, samples = cached(10 * MIB)
@@ -442,7 +442,7 @@ def test_an_import_by_nobodys_line_names_the_module_alone() -> None:
     frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:4])
     case = killed([300 * MIB], stacks=(stack(30 * MIB, *frames), stack(299 * MIB, *frames)))
     cause = found(*case)
-    assert cause and cause.words == "Most of it came while x/a.py was imported."
+    assert cause and cause.words == "Most of the memory was allocated while x/a.py was imported."
     inner = tuple(stack(mib * MIB, *IMPORTS[2:]) for mib in (30, 299))
     assert name_of(killed([300 * MIB], stacks=inner)) == ""
 

@@ -61,7 +61,7 @@ def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, baseline
     assert code == 1
     assert text.splitlines()[-2:] == [
         "gate failed: 5 regressed, 3 same",
-        "note: if that is intended, accept it with --update, and commit the baseline",
+        "note: if the change is intended, accept it with --update, and commit the baseline file",
     ]
 
 

@@ -66,7 +66,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("gpt2-xl", "--model", "b"), "the model is given twice: 'gpt2-xl' and 'b'\ngive one of the two, or list both in a suite file: --suite FILE"),
+        (("gpt2-xl", "--model", "b"), "the model is given twice: 'gpt2-xl' and 'b'\ngive one of the two models, or list both models in a suite file: --suite FILE"),
         (
             ("--kwargs", "{width: 64}"),
             "--kwargs is not JSON: Expecting property name enclosed in double quotes:"

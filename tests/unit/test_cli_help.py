@@ -49,7 +49,7 @@ VERBS = {
         ],
     ),
     ("run",): (
-        "Run any command under limits: its peak, what the peak was made of, and why it was killed.",
+        "Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.",
         [
             "weighin run -- python train.py --epochs 1",
             "weighin run --ram 4g -- python train.py",

@@ -191,7 +191,7 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
         ),
         (
             "[tool.weighin]\ntrust = true\n",
-            "pyproject.toml: tool.weighin.trust cannot be set in a file\ntype it: --trust",
+            "pyproject.toml: tool.weighin.trust cannot be set in a file\ntype it on the command line: --trust",
         ),
         (
             "[tool.weighin]\nsteady = 1\n",
@@ -199,11 +199,11 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
         ),
         (
             "[tool.weighin]\nram = {small = 1}\n",
-            "pyproject.toml: tool.weighin.ram: not a text, a number, or a list of them",
+            "pyproject.toml: tool.weighin.ram: not a text, not a number, and not a list of texts or numbers",
         ),
         (
             "[tool.weighin]\nram = [[1]]\n",
-            "pyproject.toml: tool.weighin.ram: not a text, a number, or a list of them",
+            "pyproject.toml: tool.weighin.ram: not a text, not a number, and not a list of texts or numbers",
         ),
         ("[tool]\nweighin = 3\n", "pyproject.toml: tool.weighin is not a table\n"),
         ("[tool.weighin\n", "pyproject.toml: not TOML: "),
@@ -253,4 +253,4 @@ def test_a_suite_names_its_models_itself(here: Path) -> None:
 def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
     write('[tool.weighin]\nisolation = "cgroup"\n')
     text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
-    assert "works only with --isolation docker or cgroup. [default: cgroup]" in text
+    assert "can enforce a RAM limit. [default: cgroup]" in text

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pages import freshness
 from weighin.records.floor import floors
-from weighin.records.run_folder import decode
+from weighin.records.parsing import parse
 from weighin.records.series import name_of
 from weighin.records.survival import matrices
 from weighin.report import (
@@ -298,7 +298,7 @@ def test_a_record_of_a_command_can_be_read_again() -> None:
 
     result = make_killed()
     line = json.dumps(asdict(result)).encode()
-    assert decode(line, "test") == result
+    assert parse(Result, line, "test") == result
 
 
 def test_sections_of_loads_have_no_tables_of_commands() -> None:

@@ -69,7 +69,7 @@ def test_a_damaged_plan_is_said(tmp_path: Path) -> None:
     records = run_folder.read_whole(run)
     assert len(records.results) == 4
     assert records.warnings == (
-        f"{run / 'plan.json'}: cells: missing: nobody can say whether the run is complete",
+        f"{run / 'plan.json'}: cells: missing: weighin cannot tell whether the run is complete",
     )
     with pytest.raises(DamagedRecord, match="cells: missing"):
         run_folder.read(run)

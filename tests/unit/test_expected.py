@@ -119,7 +119,7 @@ def test_the_published_run_under_8_gib_fails_by_its_killed_strategies_unless_the
         "not ok meta_copy: oom_killed",
     ]
     repair = "baseline=oom_killed,sequential=oom_killed,meta_copy=oom_killed"
-    assert lines[-1] == f"note: if that is intended: --expect {repair}"
+    assert lines[-1] == f"note: if these outcomes are intended: --expect {repair}"
     code, text = typed("check", run, *BUDGET, "--expect", repair)
     assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 within budget")
 

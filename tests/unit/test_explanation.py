@@ -36,7 +36,7 @@ def killed(**changes: Any) -> Any:
 def test_a_kill_names_its_limit_its_victim_and_its_need() -> None:
     assert explain(killed()) == [
         "Killed by the limit of 600 MiB: the kernel killed python load.py (pid 100), the first process.",
-        "It held 598 MiB of anonymous memory and asked for more; page cache is no need.",
+        "The command had 598 MiB of anonymous memory, not counting page cache, and tried to allocate more.",
     ]
 
 
@@ -49,8 +49,8 @@ def test_a_kill_by_a_limit_around_says_that_it_is_not_the_own_one() -> None:
         " the kernel killed python load.py (pid 100), the first process."
     )
     assert lines[2] == (
-        "The limit that it met is that of the cgroup /user.slice around it, not its own."
-        " Raise that limit."
+        "The command reached the limit of the cgroup /user.slice around it, not its own limit."
+        " Raise the limit of that cgroup."
     )
 
 
@@ -63,8 +63,8 @@ def test_a_kill_by_a_limit_around_names_its_size() -> None:
         " 600 MiB: the kernel killed python load.py (pid 100), the first process."
     )
     assert lines[2] == (
-        "The limit that it met is the 800 MiB of the cgroup /user.slice around it, not its own."
-        " Raise that limit."
+        "The command reached the limit of 800 MiB of the cgroup /user.slice around it, not its own limit."
+        " Raise the limit of that cgroup."
     )
 
 
@@ -103,8 +103,8 @@ def test_a_kill_that_the_first_process_survived() -> None:
     assert explain(result)[:2] == [
         "Killed by the limit of 1.00 GiB: the kernel killed python w.py (pid 101), python (pid 102)"
         " and 1 more, and the first process lived on.",
-        "It held 1000 MiB of anonymous memory and asked for more; page cache is no need."
-        " Most of it was in python w.py (pid 101).",
+        "The command had 1000 MiB of anonymous memory, not counting page cache, and tried to allocate more."
+        " Most of this memory was in python w.py (pid 101).",
     ]
 
 
@@ -142,15 +142,15 @@ def test_a_command_that_lived_says_its_need_apart_from_its_page_cache() -> None:
         cold=("/data/weights.pt",),
     )
     assert explain(result) == [
-        "It lived under its limit of 4.00 GiB.",
-        "It needs at least 531 MiB of anonymous memory; its peak with page cache is 914 MiB."
+        "The command ended well under its limit of 4.00 GiB.",
+        "The command needs at least 531 MiB of anonymous memory; the peak with page cache is 914 MiB."
         " Page cache: at most 383 MiB of weights.pt; /data/weights.pt cold at the start.",
     ]
     assert result.ran
     warm = replace(result, ran=replace(result.ran, cold=()))
     assert explain(warm)[1].endswith(
-        " Page cache: at most 383 MiB of weights.pt; pages that others had cached before are not charged"
-        " (--cold PATH drops them)."
+        " Page cache: at most 383 MiB of weights.pt; pages that other programs had read before are not charged"
+        " (--cold PATH drops such pages)."
     )
 
 
@@ -162,7 +162,7 @@ def test_a_file_whose_page_cache_others_have_is_charged_to_nobody() -> None:
         processes=(process(anon=531 * MIB, files=(weights,)),),
     )
     assert explain(result)[1].endswith(
-        " Page cache: none; pages that others had cached before are not charged (--cold PATH drops them)."
+        " Page cache: none; pages that other programs had read before are not charged (--cold PATH drops such pages)."
     )
 
 
@@ -175,15 +175,15 @@ def test_a_peak_at_the_limit_is_no_need() -> None:
         processes=(process(anon=12 * MIB),),
     )
     assert explain(result)[1] == (
-        "It needs 12 MiB of anonymous memory: the peak of 300 MiB is its limit and not a need."
+        "The command needs 12 MiB of anonymous memory: page cache filled memory up to the limit of 300 MiB."
     )
 
 
 def test_without_a_cgroup_the_need_is_sampled() -> None:
     result = made(needed=20 * MIB, processes=(process(anon=10 * MIB, shmem=10 * MIB),))
     assert explain(result) == [
-        "It ended well.",
-        "It needs at least 20 MiB of anonymous and shared memory (10 MiB and 10 MiB), as sampled.",
+        "The command ended well.",
+        "The command needs at least 20 MiB of anonymous and shared memory (10 MiB and 10 MiB), as sampled.",
     ]
 
 
@@ -196,7 +196,7 @@ def test_the_line_is_the_programs_own_and_names_the_function_that_it_called() ->
     result = killed()
     ran = replace(result.ran, stacks=(stack(590 * MIB, *frames),))
     assert explain(replace(result, ran=ran))[1].endswith(
-        " Most of it was there when `load_state_dict` (script.py:14) ran."
+        " Most of this memory was in use when `load_state_dict` (script.py:14) ran."
     )
 
 
@@ -213,7 +213,9 @@ def test_the_line_is_the_programs_own_and_names_the_function_that_it_called() ->
 def test_how_a_line_is_named(frames: tuple[str, ...], code: str, words: str) -> None:
     result = killed()
     ran = replace(result.ran, stacks=(replace(stack(590 * MIB, *frames), code=code),))
-    assert f" Most of it was there when {words} ran." in explain(replace(result, ran=ran))[1]
+    assert (
+        f" Most of this memory was in use when {words} ran." in explain(replace(result, ran=ran))[1]
+    )
 
 
 def test_a_stack_far_below_the_peak_does_not_tell_where_it_was() -> None:
@@ -251,14 +253,15 @@ def test_without_a_stack_the_last_mark_before_the_peak_tells_where_it_was() -> N
     marks = (Mark(1, "epoch 1"), Mark(2, "epoch 2"), Mark(9_000_000_000, "done"))
     ran = replace(result.ran, marks=marks, peak_ns=3)
     assert (
-        "Most of it was there after it printed 'epoch 2'." in explain(replace(result, ran=ran))[1]
+        "Most of this memory was in use after the command printed 'epoch 2'."
+        in explain(replace(result, ran=ran))[1]
     )
 
 
 def test_processes_that_were_left_are_named() -> None:
     result = made(ended=("/usr/bin/sleep 9", "sh", "cat", "tee"))
     assert explain(result) == [
-        "It ended well. What still ran at the end was ended: sleep 9, sh, cat and 1 more."
+        "The command ended well. weighin stopped processes that still ran at the end: sleep 9, sh, cat and 1 more."
     ]
 
 
@@ -334,11 +337,13 @@ def test_a_need_names_the_kinds_of_memory_that_matter(anon: int, shmem: int, kin
 
 
 def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> None:
-    assert explain(made()) == ["It ended well."]
-    assert explain(replace(make_result(), ran=None)) == ["It lived under its limit of 8.00 GiB."]
+    assert explain(made()) == ["The command ended well."]
+    assert explain(replace(make_result(), ran=None)) == [
+        "The command ended well under its limit of 8.00 GiB."
+    ]
     assert explain(made(needed=5 * MIB)) == [
-        "It ended well.",
-        "It needs at least 5.0 MiB of anonymous and shared memory, as sampled.",
+        "The command ended well.",
+        "The command needs at least 5.0 MiB of anonymous and shared memory, as sampled.",
     ]
     assert explain(made(Outcome.SKIPPED)) == ["Ended: skipped."]
 
@@ -348,16 +353,16 @@ def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> Non
 )
 def test_a_peak_is_the_limits_from_98_percent_on(peak: int, is_limit: bool) -> None:
     result = made(limit=300 * MIB, needed=20 * MIB, peaks=Peaks(cgroup_bytes=peak))
-    assert ("is its limit and not a need" in explain(result)[1]) == is_limit
+    assert ("page cache filled memory up to the limit" in explain(result)[1]) == is_limit
     unlimited = made(needed=20 * MIB, peaks=Peaks(cgroup_bytes=peak))
-    assert "; its peak with page cache is " in explain(unlimited)[1]
+    assert "; the peak with page cache is " in explain(unlimited)[1]
 
 
 @pytest.mark.parametrize(("most", "is_named"), [(51, True), (50, False)])
 def test_a_process_with_more_than_half_of_the_memory_is_named(most: int, is_named: bool) -> None:
     processes = (process(anon=most * MIB), process(101, anon=(100 - most) * MIB, parent=2))
     said = explain(made(needed=100 * MIB, processes=processes))[1]
-    assert (" Most of it was in the first process." in said) == is_named
+    assert (" Most of this memory was in the first process." in said) == is_named
     assert "Most" not in explain(made(needed=9 * MIB, processes=processes[:1]))[1]
 
 
@@ -365,7 +370,7 @@ def test_a_mark_at_the_peak_is_the_last_one_before_it() -> None:
     marks = (Mark(1, "epoch 1"), Mark(3, "epoch 2"))
     for peak_ns, text in ((3, "epoch 2"), (2, "epoch 1"), (0, ""), (None, "")):
         said = explain(made(needed=MIB, marks=marks, peak_ns=peak_ns))[1]
-        assert (f"after it printed {text!r}." in said) == bool(text)
+        assert (f"after the command printed {text!r}." in said) == bool(text)
 
 
 @pytest.mark.parametrize(
@@ -405,4 +410,4 @@ def test_page_cache_without_files_is_said_only_if_there_is_any() -> None:
 
 def test_processes_of_one_command_line_that_were_left_are_counted() -> None:
     result = made(ended=("sh", "/usr/bin/sleep 9", "sleep 9"))
-    assert explain(result)[0].endswith("at the end was ended: sleep 9 (2), sh.")
+    assert explain(result)[0].endswith("at the end: sleep 9 (2), sh.")

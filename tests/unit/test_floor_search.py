@@ -11,8 +11,8 @@ from test_floor import CELL, above, lived, search
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
+from weighin.records.bisection import TYPICAL_CELLS
 from weighin.records.floor import Aim
-from weighin.records.remaining import TYPICAL_CELLS
 from weighin.result import Cost, Outcome, Result
 from weighin.run import command_request, runner
 from weighin.run import request as bench

@@ -110,7 +110,7 @@ def test_in_a_terminal_it_is_asked(tmp_path: Path, answer: str, code: int) -> No
         os.close(ours)
         os.close(theirs)
     assert done.stdout.startswith("baseline: oom_killed\n")
-    assert "Is that intended?" in done.stdout + done.stderr
+    assert "Are these outcomes intended?" in done.stdout + done.stderr
     assert (done.returncode, path.exists()) == (code, code == 0)
 
 

@@ -16,6 +16,6 @@ def test_repeats_of_different_code_or_weights_are_named(tmp_path: Path) -> None:
     other = replace(first, cell=make_cell("baseline"), sources_hash="cccc")
     run_folder.append(tmp_path, other)
     assert run_folder.read(tmp_path).warnings == (
-        "streaming: its repeats were measured with different code (aaaa, bbbb), and share a row",
-        "streaming: its repeats were measured with different model sizes (4096, 8192), and share a row",
+        "streaming: one row of the tables mixes repeats with different code (aaaa, bbbb)",
+        "streaming: one row of the tables mixes repeats with different model sizes (4096, 8192)",
     )

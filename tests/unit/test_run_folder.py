@@ -17,6 +17,7 @@ from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.records import coverage, run_folder
+from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
@@ -73,8 +74,8 @@ def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, 
     records = run_folder.read(run)
     assert records.results == tuple(mixed_run()[:2])
     assert records.warnings == (
-        f"{path}, line 3 is incomplete (the run was cut off while writing it): its cell counts as not "
-        f"measured; weighin bench --resume {run} measures it again",
+        f"{path}, line 3 is incomplete, because the run was killed while it wrote the line: the cell of the"
+        f" line counts as not measured; weighin bench --resume {run} measures it again",
     )
     run_folder.append(run, make_result())
     assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
@@ -225,7 +226,7 @@ results = st.builds(
 def test_every_result_survives_its_json(result: Result) -> None:
     line = run_folder._encode(asdict(result), "cell")
     assert b"\n" not in line
-    assert run_folder._parse_record(Path("records.jsonl"), 1, line) == result
+    assert parse(Result, line, "records.jsonl, line 1") == result
 
 
 def test_replacing_a_field_changes_the_identity() -> None:
@@ -299,8 +300,8 @@ def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
         run_folder.append(tmp_path, make_result(cell, sources_hash=code, model_bytes=size))
     run_folder.append(tmp_path, make_result(make_cell("baseline"), sources_hash="c", model_bytes=9))
     assert run_folder.read(tmp_path).warnings == (
-        "streaming: its repeats were measured with different code (a, b), and share a row",
-        "streaming: its repeats were measured with different model sizes (1, 2), and share a row",
+        "streaming: one row of the tables mixes repeats with different code (a, b)",
+        "streaming: one row of the tables mixes repeats with different model sizes (1, 2)",
     )
 
 
@@ -377,3 +378,21 @@ def test_an_append_adds_the_newline_that_the_last_line_lacks(run: Path) -> None:
         path.write_bytes(text)
         run_folder.append(run, make_result())
         assert run_folder.read(run).results == (make_result(),)
+
+
+def test_the_plan_of_a_run_is_read_once_however_many_records_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = mixed_run()
+    run_folder.write_plan(tmp_path, [result.cell for result in results])
+    for result in results:
+        run_folder.append(tmp_path, result)
+    read, plans = run_folder.read_plan, list[Path]()
+
+    def counted(run: Path) -> run_folder.Plan:
+        plans.append(run)
+        return read(run)
+
+    monkeypatch.setattr(run_folder, "read_plan", counted)
+    assert len(run_folder.read(tmp_path).results) > 1
+    assert plans == [tmp_path]

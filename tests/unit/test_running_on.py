@@ -194,8 +194,8 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
         running.close()
     assert str(caught.value) == (
         f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
-        "it waits in the kernel, for example for a disk or a network share that does not answer: repair that,"
-        " or restart the machine"
+        "the process waits in the kernel, for example for a disk or a network share that does not answer:"
+        " repair the disk or share, or restart the machine"
     )
     running.close()
     assert running.channel.receive(0) is None  # its pipes are closed

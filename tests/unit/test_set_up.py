@@ -146,6 +146,6 @@ def test_pip_says_itself_why_it_could_not_install(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{set_up.announcement(set_up.USE)}\ntorch comes from")
     assert "No matching distribution found for hatchling" in done.stderr
     assert done.stderr.endswith(
-        "error: pip could not install the packages; its own words are above\n"
+        "error: pip could not install the packages; pip's output above has the reason\n"
         "if a download failed, run the same command again\n"
     )

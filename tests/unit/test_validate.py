@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from weighin.records.validate import clean, impossible
+from weighin.records.parsing import clean, impossible
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The command line, with one module per verb. Only this package prints or exits."""
+"""The command line of weighin, with one module for each verb. Only this package prints or exits."""

@@ -1,4 +1,4 @@
-"""Read the arguments of the verbs. An option that would have no effect is an error."""
+"""Turn the arguments of a verb into suites and requests. An option without an effect is an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,32 +25,33 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "suite", "kwargs", "checkpoint", "key", "strip_prefix", "seed", "folder", "base_image", "mounts",
     "engine", "jobs", "address", "labels", "shard", "storage", "trust_remote_code", "variant",
     "model_class", "revision", "adapter",
-    "checkpoint_dtype", "phases",  # of predict
+    "checkpoint_dtype", "phases",  # options of `weighin predict`
 }  # fmt: skip
 _OF_SUITE = (
     "operation", "ram_high", "isolation", "device", "dtype", "cache", "passes", "repeats", "timeout_s",
     "steady", "trace",
 )  # fmt: skip
-"""Options that a suite can also set, under the same name."""
+"""Options that are also keys of a suite, with the same name."""
 _LISTS = {name: name for name in ("ram", "vram", "ranks", "disk", "disk_latency")} | {"uses": "use"}
-"""Keys of a suite that are lists, and the options with their comma-separated items."""
+"""Maps a suite's key that is a list to the option that takes its items, comma-separated."""
 
 
 def read(context: click.Context) -> dict[str, Any]:
     """Return the values of a verb's parameters by name; the command line overrides pyproject.toml.
 
     Raises:
-        ConfigError: a typed option would have no effect beside --resume, --check or --suite.
+        ConfigError: --resume, --check or --suite would make another typed option ineffective.
     """
-    typed = [one for one in context.command.params if is_typed(context, one.name or "")]
-    _refuse_ignored(typed)
-    return context.params | _contradicted({one.name or "" for one in typed}, context.params)
+    names = [parameter.name or "" for parameter in context.command.params]
+    typed = {name for name in names if is_typed(context, name)}
+    _refuse_ineffective(context, typed)
+    return context.params | _contradicted(typed, context.params)
 
 
 def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
     """Raise ConfigError if one of these parameters was typed: it would have no effect."""
     ignored = [
-        _shown(one)
+        one.opts[0] if isinstance(one, click.Option) else one.name.upper()
         for one in context.command.params
         if one.name in names and is_typed(context, one.name)
     ]
@@ -58,42 +59,31 @@ def refuse(context: click.Context, names: Iterable[str], reason: str, repair: st
         raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
 
 
-def _shown(parameter: click.Parameter) -> str:
-    is_option = parameter.param_type_name == "option"
-    return parameter.opts[0] if is_option else (parameter.name or "").upper()
-
-
 def is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-def _refuse_ignored(typed: list[click.Parameter]) -> None:
-    names = {one.name for one in typed}
-    if "resume" in names:
-        reason, kept = "a resumed run keeps its plan", _BESIDE_RESUME
+def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
+    if "resume" in typed:
+        ignored, reason = typed - _BESIDE_RESUME, "a resumed run keeps its plan"
         repair = "leave these options out, or start a new run without --resume"
-    elif "check" in names:
-        reason, kept = "--check predicts the cells of a run", _BESIDE_ALL | {"check"}
+    elif "check" in typed:
+        ignored, reason = typed - _BESIDE_ALL - {"check"}, "--check predicts the cells of a run"
         repair = "leave these options out, or predict without --check"
-    elif "suite" in names:
-        reason, kept = "a suite sets the whole matrix", _BESIDE_SUITE - {"trust"}
+    elif "suite" in typed:
+        ignored, reason = typed - (_BESIDE_SUITE - {"trust"}), "a suite sets the whole matrix"
         repair = "write these settings into the suite file, or leave --suite out"
-    elif "trust" in names:
-        reason, kept = "code that you name yourself needs no trust", set[str]()
-        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
-        typed = [one for one in typed if one.name == "trust"]
     else:
-        return
-    ignored = [_shown(one) for one in typed if one.name not in kept]
-    if ignored:
-        raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
+        ignored, reason = {"trust"}, "code that you name yourself needs no trust"
+        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
+    refuse(context, ignored, reason, repair)
 
 
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
-    """Return empty values for settings in pyproject.toml that the command line contradicts.
+    """Return empty values for settings of pyproject.toml that the command line contradicts.
 
-    A model on the command line cancels the model, its arguments and its checkpoint in
-    pyproject.toml. An option of the matrix on the command line cancels the suite in pyproject.toml.
+    A model on the command line cancels pyproject.toml's model with its arguments and checkpoint. An
+    option such as --ram, which a suite also sets, cancels pyproject.toml's suite.
     """
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
@@ -106,26 +96,32 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in empty.items() if name in params and name not in typed}
 
 
-def one_model(argument: str | None, option: str | None) -> str:
-    """Return the name of the model, which is given as an argument or with --model."""
+def one_model(typed: dict[str, Any]) -> str:
+    """Return the model that was given as an argument or with --model, or else the default model."""
+    argument, option = typed["model"], typed["model_option"]
     if argument and option and argument != option:
-        repair = "give one of the two, or list both in a suite file: --suite FILE"
+        repair = "give one of the two models, or list both models in a suite file: --suite FILE"
         if Path(argument).exists():
             repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
         raise ConfigError(f"the model is given twice: {argument!r} and {option!r}", repair)
     return argument or option or DEFAULT_MODEL
 
 
-def asked_model(typed: dict[str, Any]) -> str:
-    """Return ``one_model``, with a note if no model is given: an answer may not name its model."""
-    argument, option = typed["model"], typed["model_option"]
-    if not (argument or option or typed.get("suite")):
+def noted_model(typed: dict[str, Any]) -> str:
+    """Return the model as ``one_model`` does, and print a note if it is the default model.
+
+    The answers of some verbs do not name the model.
+    """
+    if not (typed["model"] or typed["model_option"] or typed.get("suite")):
         _console.note(f"no model given: {DEFAULT_MODEL}")
-    return one_model(argument, option)
+    return one_model(typed)
 
 
 def pipeline(typed: dict[str, Any]) -> Path | None:
-    """Return the folder of the pipeline that is the typed model; None if it is no pipeline with weights."""
+    """Return the folder of the diffusers pipeline that was typed as the model.
+
+    The result is None for any other model, and for a pipeline without weights.
+    """
     from weighin.formats import pipeline as pipelines
     from weighin.formats.pretrained_folder import path_of
 
@@ -137,12 +133,12 @@ def pipeline(typed: dict[str, Any]) -> Path | None:
 
 
 def names(texts: Iterable[str]) -> list[str]:
-    """Return the names in ``texts``, each of which may hold several names separated by commas."""
+    """Split each text at its commas, and return all names: ["a,b", "c"] gives ["a", "b", "c"]."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request":
-    """Return the run that was asked for; ``settings`` are those of one verb only."""
+    """Return the run that the options describe; ``settings`` are settings that only one verb has."""
     from weighin.run.request import Request
     from weighin.run.settings import RunSettings
 
@@ -163,14 +159,13 @@ def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request"
 
 
 def selection(typed: dict[str, Any]) -> "Selection":
-    """Return the part of a checkpoint that --key and --strip-prefix select."""
     from weighin.formats.selection import Selection
 
     return Selection(typed["key"], typed["strip_prefix"])
 
 
 def choice(typed: dict[str, Any]) -> "FolderChoice":
-    """Return the weights and the class to load from a Hugging Face folder."""
+    """Return the options that choose the weights and the class in a Hugging Face folder."""
     from weighin.formats.pretrained_choice import FolderChoice
 
     names = ("variant", "model_class", "revision", "trust_remote_code", "adapter")
@@ -178,7 +173,7 @@ def choice(typed: dict[str, Any]) -> "FolderChoice":
 
 
 def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
-    """Return the models of a suite with the arguments and the checkpoint that were typed."""
+    """Return a suite's models, to which the typed --kwargs and --checkpoint apply; print the notes."""
     from weighin.suite import chosen_models
 
     chosen = chosen_models.choose(
@@ -193,25 +188,29 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
 
 
 def suite(typed: dict[str, Any], model: str) -> "Suite":
-    """Return the suite that was typed; without one, make a suite of this model and the options."""
+    """Return the suite of --suite; without --suite, make a suite of this model and the options."""
     from weighin.suite import registry
     from weighin.suite.config import check_suite, read_suite
 
     if typed.get("suite"):
         return read_suite(registry.suite_file(typed["suite"]))
-    asked: dict[str, Any] = {"models": [model]}
-    asked |= {key: typed[key] for key in _OF_SUITE if key in typed}
-    asked |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
+    content: dict[str, Any] = {"models": [model]}
+    content |= {key: typed[key] for key in _OF_SUITE if key in typed}
+    content |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
     optional = {
         "strategies": names(typed["strategies"]),
         "format": names([typed["fmt"] or ""]),
         "environment": environment(typed.get("env", ())),
     }
-    return check_suite(asked | {key: value for key, value in optional.items() if value})
+    return check_suite(content | {key: value for key, value in optional.items() if value})
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in the text of --kwargs."""
+    """Parse the text of --kwargs.
+
+    Raises:
+        ConfigError: the text is not a JSON object.
+    """
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -224,7 +223,11 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def environment(texts: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables in the texts of --env."""
+    """Parse the texts "NAME=VALUE" of --env.
+
+    Raises:
+        ConfigError: a text has no name or no "=".
+    """
     variables = {}
     for text in texts:
         name, divided, value = text.partition("=")
@@ -237,7 +240,11 @@ def environment(texts: Iterable[str]) -> dict[str, str]:
 
 
 def share(text: str) -> float:
-    """Return the share in the text of --within: "1%" is 0.01."""
+    """Parse the text of --within: "1%" is 0.01.
+
+    Raises:
+        ConfigError: the text is not a number.
+    """
     try:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,7 +1,6 @@
 """Print for the verbs: results on standard output, notes and errors on standard error.
 
-rich is imported only where a table or a progress bar is printed, so that ``weighin list`` stays
-fast.
+Only functions that print a table or a progress bar import rich, so that ``weighin list`` stays fast.
 """
 
 import json
@@ -19,16 +18,9 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 SCHEMA: Final = 1
-"""The version of the documents of ``--json``."""
+"""The version of the documents that ``--json`` writes."""
 STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
-
-
-def out() -> "Console":
-    """Return a console on standard output, on which no table breaks a word."""
-    from weighin.cli._fitting import FittingConsole
-
-    return FittingConsole(emoji=False)
 
 
 def err() -> "Console":
@@ -39,38 +31,38 @@ def err() -> "Console":
 
 
 def working(text: str) -> "Status":
-    """Return a context manager that shows what is done, if standard error is a terminal."""
+    """Show ``text`` beside a spinner until the ``with`` block ends, if standard error is a terminal."""
     from rich.markup import escape
 
     return err().status(escape(text))
 
 
 def line(text: str) -> None:
-    """Print one line of a result as it is."""
     click.echo(text)
 
 
 def show(*parts: "RenderableType", folds: bool = True) -> None:
-    """Print tables and texts with rich; without ``folds``, a text keeps its lines and is not coloured."""
-    console = out()
+    """Print tables and texts with rich; without ``folds``, texts are neither wrapped nor coloured."""
+    from weighin.cli._fitting import FittingConsole
+
+    console = FittingConsole(emoji=False)
     for part in parts:
         keeps_lines = isinstance(part, str) and not folds
         console.print(part, highlight=None if folds else False, soft_wrap=keeps_lines)
 
 
 def note(*texts: str) -> None:
-    """Print each text that is not empty as a note on a line of its own on standard error."""
+    """Print each text that is not empty as a line "note: TEXT" on standard error."""
     for text in filter(None, texts):
         click.echo(f"note: {text}", err=True)
 
 
 def error(text: str) -> None:
-    """Print a line that begins with "error:" on standard error."""
     click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True, color=colour())
 
 
 def fail(problem: HarnessError) -> None:
-    """Print an error in two lines: its cause, and its repair."""
+    """Print an error on standard error: its cause in one line, its repair in the next line."""
     error(problem.message)
     if problem.repair:
         click.echo(problem.repair, err=True)
@@ -81,18 +73,19 @@ def colour() -> bool | None:
     return False if os.environ.get("NO_COLOR") else None
 
 
-def deliver(
-    json_file: str | None, document: Callable[[], Mapping[str, Any]], show: Callable[[], None]
-) -> None:
-    """Show a result, or write its document where ``--json`` says so; with a file, do both."""
+def deliver(json_file: str | None, document: Mapping[str, Any], show: Callable[[], None]) -> None:
+    """Show a result, unless ``--json -`` writes its JSON document to standard output instead.
+
+    With ``--json FILE``, show the result and write the document to the file.
+    """
     if json_file != STDOUT:
         show()
     if json_file:
-        write_json(json_file, document())
+        write_json(json_file, document)
 
 
 def write_json(target: str, document: Mapping[str, Any]) -> None:
-    """Write the document of ``--json`` to a file, or to standard output if ``target`` is "-"."""
+    """Write a JSON document to a file, or to standard output if ``target`` is "-"."""
     write(target, json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
 
 
@@ -117,6 +110,6 @@ def write(target: str | Path, text: str) -> None:
 
 
 def files(paths: Iterable[Path], json_file: str | None) -> None:
-    """Print the paths of written files, one per line, and with ``--json -`` on standard error."""
+    """Print the paths of written files, one in a line; with ``--json -``, on standard error."""
     for path in paths:
         click.echo(str(path), err=json_file == STDOUT)

@@ -1,6 +1,6 @@
 """Fit tables into the console without breaking a word; a table that is too wide becomes blocks.
 
-rich by itself narrows the widest columns until the table fits, and breaks words to do so.
+rich alone would narrow the widest columns until the table fits, and break words for that.
 """
 
 import re
@@ -18,7 +18,7 @@ _ANY_WIDTH = 10_000  # columns
 
 
 class FittingConsole(Console):
-    """A console that breaks no word in a table: each row of a table that is too wide is a block."""
+    """A console that breaks no word in a table, and prints each row of a too wide table as a block."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -36,7 +36,7 @@ def _fitted(console: Console, options: ConsoleOptions, table: Table) -> Renderab
     room = sum(column.maximum - column.minimum for column in columns)
     fitted = copy(table)
     if table.box and _widest(console, table) - options.max_width > room:
-        fitted.padding = (0, 0)  # the box still has a space between two columns
+        fitted.padding = (0, 0)  # the box keeps one space between two columns
     missing = _widest(console, fitted) - options.max_width
     if missing > room:
         return _Blocks(table)
@@ -48,7 +48,7 @@ def _fitted(console: Console, options: ConsoleOptions, table: Table) -> Renderab
 
 
 def _widest(console: Console, table: Table) -> int:
-    """Return the width of the table if none of its lines is wrapped."""
+    """Return the table's width in columns if no line is wrapped."""
     return Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
 
 
@@ -63,7 +63,7 @@ def _measure(console: Console, column: Column) -> Measurement:
 
 
 def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
-    """Return a width for each column, with ``missing`` characters taken from the widest columns."""
+    """Return a width for each column; the widest columns give up ``missing`` characters together."""
     widths = [column.maximum for column in columns]
     for _ in range(missing):
         able = [at for at, column in enumerate(columns) if widths[at] > column.minimum]
@@ -72,7 +72,7 @@ def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
 
 
 class _Blocks:
-    """A table as one block of lines per row, with one line "heading: value" per column."""
+    """A table as one block of lines for each row, with a line "heading: value" for each column."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -105,12 +105,11 @@ def _hanging(console: Console, text: Text, width: int) -> Iterator[Text]:
 
 
 def _heading(console: Console, column: Column) -> str:
-    """Return a heading as one line, and join words hyphenated over two lines: "anony-" "mous"."""
+    """Return a heading as one line; a word hyphenated over two lines, "anony-" "mous", is joined."""
     text = column.header if isinstance(column.header, Text) else _text(console, column.header)
     return " ".join(re.sub(r"-\s*\n", "", text.plain).split())
 
 
 def _text(console: Console, cell: RenderableType) -> Text:
-    """Return a table's cell as text in one line."""
     text = cell.copy() if isinstance(cell, Text) else console.render_str(str(cell))
     return Text(" ").join(text.split("\n"))

@@ -1,4 +1,4 @@
-"""Start and end the verbs that measure, ``bench`` and ``floor``."""
+"""Start and end the verbs that measure: ``bench``, ``run`` and ``floor``."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def enter_scope(isolation: str) -> None:
-    """Run this command again in a systemd scope if a user other than root needs it for limits."""
+    """Run this command again in a systemd scope, which lets a user other than root set limits."""
     from weighin.isolation import delegation, select
 
     if select.wants_cgroup(isolation) and delegation.helps():
@@ -30,18 +30,18 @@ def enter_scope(isolation: str) -> None:
 def planned(
     typed: dict[str, Any], start: "Callable[[dict[str, Any], Machines], tuple[Run, str]]"
 ) -> "Iterator[tuple[Run, Engine]]":
-    """Return the run to perform, a new one or the one to resume, and the engine that performs it.
+    """Yield the run to perform, and the engine that performs the run.
 
-    ``start`` plans the new run; it gets the engine's settings and its machines.
+    With --resume, the run is an earlier one. Otherwise ``start`` plans a new run from the engine's
+    settings and the engine's machines.
     """
     from weighin.engines import base
 
     patience_s = math.inf if typed.get("wait") else 0
     resumed = None
     if typed["resume"]:
-        from weighin.run import (
-            request,  # imports suites and strategies, which a new command does not need
-        )
+        # This module imports suites and strategies, which `weighin run -- COMMAND` does not need.
+        from weighin.run import request
 
         resumed = request.resume(typed["resume"], trusted=typed["trust"])
         settings = dict(resumed.settings.engine)
@@ -58,7 +58,7 @@ def planned(
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:
-    """Print each strategy that failed or loaded wrong weights, and exit with the exit code."""
+    """Print each strategy that failed or loaded wrong weights, and exit with the run's exit code."""
     from weighin import exit_codes
 
     for text in exit_codes.broken(results):

@@ -1,4 +1,4 @@
-"""Options that several verbs share, with their help texts."""
+"""Options of the command line that several verbs share, with their help texts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ Kind = Literal["models", "strategies", "suites"]
 
 
 def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a function for shell completion of the last name in a comma-separated list."""
+    """Return click's function that completes the last name of a comma-separated list in a shell."""
 
     def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from weighin.suite import registry
@@ -28,7 +28,7 @@ def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], lis
 
 
 def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds options to a command; the help lists them in this order."""
+    """Return a decorator that adds ``options`` to a command; the help lists them in this order."""
 
     def decorate(function: Any) -> Any:
         for option in reversed(options):
@@ -39,9 +39,9 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_HELP = (
-    "A model of `weighin list models`, or your own model: the path of a Hugging Face folder, of a"
-    " checkpoint's file (weights.pt, model.safetensors, an index of shards) or of a checkpoint's"
-    " folder; a builder; or from:CHECKPOINT. ./NAME is always a path. Default: gpt2-small."
+    "A model of `weighin list models`, or your own model. Your own model is the path of a Hugging Face"
+    " folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a folder), a"
+    " builder, or from:CHECKPOINT (see --model). ./NAME is always a path. Default: gpt2-small."
 )
 
 model_option = click.option(
@@ -50,9 +50,9 @@ model_option = click.option(
     metavar="NAME",
     shell_complete=completed("models"),
     help="The model, instead of the argument MODEL. A builder is package.module:callable or"
-    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH)."
-    " from:CHECKPOINT is a model that has the checkpoint's tensors and needs no code; the path of a"
-    " checkpoint that is no Hugging Face folder gives the same model.",
+    " path/nets.py:callable (weighin also looks for modules in the current folder and on PYTHONPATH)."
+    " from:CHECKPOINT is a model that has the checkpoint's tensors and needs no code. The path of a"
+    " checkpoint that is not a Hugging Face folder means from:PATH.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -63,7 +63,6 @@ kwargs = click.option(
 
 
 def checkpoint(help: str) -> Callable[[Any], Any]:  # noqa: A002 (click's word)
-    """Return the option ``--checkpoint``."""
     return click.option("--checkpoint", type=PATH, metavar="PATH", help=help)
 
 
@@ -73,8 +72,8 @@ selection = several(
         default="",
         metavar="KEY",
         help="The key of the state dict in a checkpoint that holds other objects too, such as"
-        " --key model, or --key state.model for a dict in a dict. Default: the checkpoint is the"
-        " state dict.",
+        " --key model, or --key state.model for a dict in a dict. Default: the checkpoint itself is"
+        " the state dict.",
     ),
     click.option(
         "--strip-prefix",
@@ -95,7 +94,7 @@ model = several(
     kwargs,
 )
 generated = checkpoint(
-    "The file or folder with your own weights. Default: weights generated from a seed."
+    "The file or folder with your own weights. Default: weighin generates random weights from --seed."
 )
 only_structure = checkpoint(
     "The file or folder with your own weights, of which only names, shapes and dtypes are read."
@@ -115,9 +114,9 @@ isolation = click.option(
     "--isolation",
     default="auto",
     metavar="NAME",
-    help="How a cell's process is isolated: docker, cgroup, process, or auto, which is the first of"
-    " these three that works here for this request. A RAM limit works only with --isolation docker"
-    " or cgroup.",
+    help="The isolation of the measured processes: docker, cgroup or process. auto takes the first of"
+    " these three that works on this machine and can enforce the limits. Only docker and cgroup can"
+    " enforce a RAM limit.",
 )
 device = click.option(
     "--device",
@@ -129,8 +128,8 @@ dtype = click.option(
     "--dtype",
     default="auto",
     metavar="DTYPE",
-    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16, or auto,"
-    " which is the dtype in config.json for a Hugging Face folder or a built-in model of transformers,"
+    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16 or auto."
+    " auto is the dtype in config.json for a Hugging Face folder or a built-in model of transformers,"
     " and float32 for any other model.",
 )
 formats = click.option(
@@ -152,29 +151,30 @@ suite = click.option(
     "--suite",
     metavar="NAME",
     shell_complete=completed("suites"),
-    help="A suite that gives the plan of the run in place of the options above: a name in `weighin"
-    " list suites`, or the path of a YAML file.",
+    help="The suite that sets models, strategies and limits in place of the options above: a name in"
+    " `weighin list suites`, or the path of a YAML file.",
 )
 ranks = click.option(
     "--ranks",
     default="1",
     metavar="NUMBERS",
     help="Numbers of processes that load the model at once under one limit, comma-separated: 1,4. Each"
-    " process gets the environment variables of torchrun, and all processes form a process group.",
+    " process gets the environment variables of torchrun, and all processes form one"
+    " torch.distributed process group.",
 )
 trust = click.option(
     "--trust",
     is_flag=True,
-    help="Run the builders and strategies that the run's files name, even if their code belongs"
-    " neither to weighin nor to an installed package.",
+    help="Run the builders and strategies that the files of the run name, even if the code of a"
+    " builder or strategy belongs neither to weighin nor to an installed package.",
 )
-folder_files = several(
+folder_choice = several(
     click.option(
         "--variant",
         default="",
         metavar="NAME",
         help="The variant of a Hugging Face folder's weights: fp16 for model.fp16.safetensors."
-        " Default: the weights without a variant.",
+        " Default: the weights without a variant in the file name.",
     ),
     click.option(
         "--revision",
@@ -183,17 +183,14 @@ folder_files = several(
         help="The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default:"
         " main.",
     ),
-)
-folder_choice = several(
-    folder_files,
     click.option(
         "--class",
         "model_class",
         default="",
         metavar="CLASS",
-        help="The class of transformers to load from a Hugging Face folder, for example BertModel or"
-        " AutoModelForCausalLM. Default: the class in config.json, or, if config.json names no"
-        " class, the class that AutoModel takes.",
+        help="The class of transformers with which to load a Hugging Face folder, for example"
+        " BertModel or AutoModelForCausalLM. Default: the class in config.json; if config.json names"
+        " no class, the class that AutoModel takes.",
     ),
     click.option(
         "--trust-remote-code",
@@ -208,15 +205,15 @@ adapter = click.option(
     "--adapter",
     default="",
     metavar="FOLDER",
-    help="A folder with an adapter of LoRA, which peft saved: it is merged into the weights of the"
-    " Hugging Face folder or GGUF file.",
+    help="A folder with a LoRA adapter that peft saved. weighin merges the adapter into the weights of"
+    " the Hugging Face folder or GGUF file.",
 )
 base_image = click.option(
     "--base-image",
     envvar="WEIGHIN_BASE_IMAGE",
     metavar="IMAGE",
     show_envvar=True,
-    help="Base image of the Docker image that weighin builds.",
+    help="The base image of the Docker image that weighin builds for --isolation docker.",
 )
 mounts = click.option(
     "--mount",
@@ -224,8 +221,8 @@ mounts = click.option(
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="A file or folder that a model or a command reads: mount it in Docker containers, read-only"
-    " and at the same path. Repeatable.",
+    help="Mount this file or folder in Docker containers, read-only and at the same path, because the"
+    " model or the command reads it. Repeatable.",
 )
 wait = click.option(
     "--wait",
@@ -237,13 +234,19 @@ resume = click.option(
     "--resume",
     type=PATH,
     metavar="FOLDER",
-    help="Continue the run in this folder at its first cell without a record.",
+    help="Continue the stopped run in this folder at its first cell without a record.",
 )
 shard = click.option(
     "--shard",
     metavar="I/N",
     help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
     " joins the runs of all shards.",
+)
+markdown = click.option(
+    "--markdown",
+    type=PATH,
+    metavar="FILE",
+    help="Write the result as Markdown to this file.",
 )
 json = click.option(
     "--json",
@@ -258,23 +261,23 @@ command = click.argument(
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="-- COMMAND ...",
-    help="The command with its arguments. For a line of a shell: sh -c 'LINE'.",
+    help="The command with its arguments. For a line of shell code: -- sh -c 'LINE'.",
 )
 image = click.option(
     "--image",
     default="",
     metavar="IMAGE",
     help="Run the command in a container of this image, as docker run does: after the image's"
-    " entrypoint, with the network of the engine. The container sees the current folder at its own"
-    " path, runs as this user, and gets TERM and the variables of --env, but no others of this"
-    " environment. With --isolation docker, the default is weighin's own image, which has torch.",
+    " entrypoint, and with the Docker engine's network. The container sees the current folder at the"
+    " same path as here, and runs as this user. Of this environment, the container gets only TERM; --env"
+    " sets further variables. Default with --isolation docker: weighin's own image, which has torch.",
 )
 cold = click.option(
     "--cold",
     multiple=True,
     metavar="PATH",
-    help="A file or folder to drop from the page cache before each start. Pages that another"
-    " program has read are not charged to the command. Repeatable.",
+    help="A file or folder to drop from the page cache before each start. Without this option, the"
+    " kernel does not charge pages to the command that another program has read. Repeatable.",
 )
 label = click.option(
     "--name", "label", default="", metavar="LABEL", help="The command's name in tables."
@@ -284,15 +287,15 @@ server = several(
         "--ready",
         default="",
         metavar="REGEX",
-        help="Measure the command as a server: weighin stops the server when a line of its output"
-        " contains this regular expression, and the figures are those until then.",
+        help="Measure the command as a server: weighin stops the server when a line of the output"
+        " contains this regular expression. All figures end at that line.",
     ),
     click.option(
         "--ready-url",
         default="",
         metavar="URL",
         help="Measure the command as a server: weighin stops the server when this address answers"
-        " a GET request with a status below 500, and the figures are those until then.",
+        " a GET request with a status below 500. All figures end at that answer.",
     ),
     click.option(
         "--grace",
@@ -300,8 +303,8 @@ server = several(
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="Time that a process gets between SIGTERM and SIGKILL: a server that is ready, or a"
-        " process that the command leaves running.",
+        help="Seconds between SIGTERM and SIGKILL, which weighin sends to a server that is ready and to"
+        " a process that still runs after the command's end.",
     ),
 )
 
@@ -310,8 +313,8 @@ engine = several(
         "--engine",
         default="local",
         metavar="NAME",
-        help="Where cells run: local, one by one on this machine, or ray, one at a time on each node"
-        " of a Ray cluster that has the resource weighin_slot.",
+        help="Where to measure: local means one cell after the other on this machine. ray means a Ray"
+        " cluster, with one cell at a time on each node that has the Ray resource weighin_slot.",
     ),
     click.option(
         "--address",
@@ -331,7 +334,6 @@ engine = several(
 
 
 def out(default: str) -> Callable[[Any], Any]:
-    """Return the option ``--out`` with its default."""
     return click.option(
         "--out",
         "folder",
@@ -343,19 +345,17 @@ def out(default: str) -> Callable[[Any], Any]:
 
 
 def use(default: str) -> Callable[[Any], Any]:
-    """Return the option ``--use`` with its default."""
     return click.option(
         "--use",
         default=default,
         metavar="NAMES",
-        help="What weighin does with the model after the load, comma-separated: names of `weighin"
-        " list uses`, files of your own (./mine.py) with a function use(model), or none, which"
-        " does nothing. Each use gets cells of its own.",
+        help="Uses of the model after the load, comma-separated: names of `weighin list uses`, files"
+        " of your own (./mine.py) with a function use(model), or none. Each use gets cells of its"
+        " own.",
     )
 
 
 def timeout(seconds: float) -> Callable[[Any], Any]:
-    """Return the option ``--timeout`` with its default."""
     return click.option(
         "--timeout",
         "timeout_s",

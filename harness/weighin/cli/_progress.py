@@ -1,6 +1,6 @@
 """Show the progress of a run: the current cell, the elapsed time and the number of cells left."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -22,7 +22,7 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
     """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
 
-    ``cells`` is the number of cells in the run, or None if it is not known beforehand.
+    ``cells`` is the number of cells in the run; None for a search, which chooses cells as it goes.
     """
     with Bar(
         TextColumn("{task.description}"),
@@ -33,13 +33,21 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
         transient=True,
         disable=not console.is_terminal,
     ) as bar:
-        task = bar.add_task("starting", total=cells)
-        yield _Live(console, bar, task).progress()
+        live = _Live(console, bar, bar.add_task("starting", total=cells))
+        yield Progress(
+            preparing=live.prepare,
+            building=live.prepare,
+            starting=live.start,
+            phase=lambda phase: live.show(f"{live.cell}: {phase}"),
+            narrowed=lambda text: live.print(f"  [bold]{escape(text)}[/]"),
+            nodes=lambda steps: live.show("\n".join(map(": ".join, steps.items()))),
+            finished=live.finish,
+        )
 
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: as a status, or as a line if not on a terminal."""
+    """Yield a function that shows the current step beside a spinner; without a terminal, in a line."""
     if not console.is_terminal:
         yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)
         return
@@ -52,54 +60,34 @@ class _Live:
         self._console = console
         self._bar = bar
         self._task = task
-        self._cell = ""
+        self.cell = ""
 
-    def progress(self) -> Progress:
-        return Progress(
-            preparing=self._prepare,
-            building=lambda text: self._prepare(text, None),
-            starting=self._start,
-            phase=self._enter,
-            narrowed=self._narrow,
-            nodes=self._show_nodes,
-            finished=self._finish,
-        )
-
-    def _prepare(self, text: str, share: float | None) -> None:
-        self._show(text if share is None else f"{text}: {share:.0%}")
+    def prepare(self, text: str, share: float | None = None) -> None:
+        self.show(text if share is None else f"{text}: {share:.0%}")
         if not self._console.is_terminal and share is None:
-            self._print(escape(text))
+            self.print(escape(text))
 
-    def _start(self, cell: Cell) -> None:
+    def start(self, cell: Cell) -> None:
         limits = [*_limits(cell)]
-        self._cell = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
-        self._show(self._cell)
+        self.cell = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
+        self.show(self.cell)
 
-    def _enter(self, phase: str) -> None:
-        self._show(f"{self._cell}: {phase}")
-
-    def _show_nodes(self, steps: Mapping[str, str]) -> None:
-        self._show("\n".join(f"{name}: {step}" for name, step in steps.items()))
-
-    def _narrow(self, text: str) -> None:
-        self._print(f"  [bold]{escape(text)}[/]")
-
-    def _finish(self, result: Result) -> None:
+    def finish(self, result: Result) -> None:
         self._bar.advance(self._task)
-        self._print(line(result))
+        self.print(line(result))
 
-    def _print(self, markup: str) -> None:
-        with (
-            interrupts.put_off()
-        ):  # a console that is stopped between writing and forgetting repeats
+    def print(self, markup: str) -> None:
+        # rich prints a line twice if a signal's exception comes after the write and before the
+        # clearing of rich's buffer.
+        with interrupts.put_off():
             self._console.print(markup, highlight=False, soft_wrap=True)
 
-    def _show(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self._bar.update(self._task, description=escape(text))
 
 
 def line(result: Result) -> str:
-    """Return one finished cell as one line of rich markup."""
+    """Describe a finished cell in one line of rich markup."""
     cell, style = result.cell, _STYLES.get(result.outcome, "red")
     limit = ", ".join(_limits(cell)) or "no limit"
     words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}".lstrip()]

@@ -3,9 +3,9 @@
 ``[tool.weighin]`` holds defaults for the verbs that measure or predict. ``[tool.weighin.VERB]``
 holds defaults of one verb, which override ``[tool.weighin]``. The command line overrides both
 tables. The settings file is the nearest pyproject.toml with a table ``[tool.weighin]``, in the
-current folder or above it; a file counts only if its owner is this user, root or the owner of the
-current folder. Relative paths in this file are relative to the file's folder. Options that allow or
-confirm something are accepted only on the command line.
+current folder or above it. weighin ignores a file whose owner is neither this user, nor root, nor the
+owner of the current folder. Relative paths in the file start at the file's folder. Options that allow
+or confirm something, such as ``--trust`` and ``--yes``, are accepted only on the command line.
 """
 
 import json
@@ -26,11 +26,11 @@ _ONLY_TYPED: Final = (
 )  # fmt: skip
 
 Defaults = dict[str, dict[str, Any]]
-"""The default values of each verb's parameters, by verb and name: click's ``default_map``."""
+"""Maps a verb to the defaults of its parameters, by the parameter's name: click's ``default_map``."""
 
 
 def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the settings file, or None if there is none, and the defaults that the file holds.
+    """Return the settings file with its defaults; without a settings file, (None, {}).
 
     Raises:
         ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.
@@ -44,7 +44,7 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 
 
 def name_source(context: click.Context, error: ConfigError) -> None:
-    """Add the name of the settings file to an error about an option's value from that file."""
+    """Add the settings file to the repair of an error, if the file set the option with the error."""
     path = context.find_root().meta.get(TABLE)
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
@@ -54,7 +54,7 @@ def name_source(context: click.Context, error: ConfigError) -> None:
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
-    """Return the options of a verb that may be set in pyproject.toml, by their keys."""
+    """Return the options of a verb that pyproject.toml may set, by their keys there."""
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")
@@ -65,9 +65,9 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
 
 
 def _counts(path: Path) -> bool:
-    """Tell whether a settings file may set defaults, which can name code: not that of a stranger.
+    """Return whether the owner of a settings file is trusted, because defaults can name code to run.
 
-    Any user can write /tmp/pyproject.toml, for a run in /tmp or in a folder below it.
+    Any user can write /tmp/pyproject.toml, which a run in a folder below /tmp would find.
     """
     trusted = {0, os.geteuid(), Path().stat().st_uid}
     return path.is_file() and path.stat().st_uid in trusted
@@ -78,7 +78,7 @@ def _table(path: Path) -> dict[str, Any] | None:
         text = path.read_text(encoding="utf-8")
         if "weighin" not in text:
             return None
-        import tomllib  # imported only if a file must be parsed, to save time
+        import tomllib  # imported here to save time, because most files have no weighin table
 
         content = tomllib.loads(text)
     except OSError as error:
@@ -104,29 +104,30 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
     for name, values in tables.items():
         for key in values:
             _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
-    defaults: Defaults = {name: {} for name in options}
-    for name, values, place in (
-        *((name, common, TABLE) for name in _SHARED_BY),
-        *((name, values, f"{TABLE}.{name}") for name, values in tables.items()),  # overrides
-    ):
-        for key, value in values.items():
-            if (param := options[name].get(_normal(key))) and param.name:
-                defaults[name][param.name] = _value(
-                    param, value, f"{path}: {place}.{key}", path.parent
-                )
+    defaults: Defaults = {}
+    for name, params in options.items():
+        values = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
+        values += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
+        defaults[name] = {
+            param.name or "": _value(param, value, f"{path}: {place}.{key}", path.parent)
+            for place, key, value in values  # a verb's own values come last, and override
+            if (param := params.get(_normal(key)))
+        }
     return defaults
 
 
 def _check_key(
     key: str, known: Collection[str], listed: Collection[str], path: Path, table: str
 ) -> None:
-    """Raise ConfigError for a key that is not ``known``; the repair lists the allowed keys."""
+    """Raise ConfigError if a key is not ``known``; the repair lists the ``listed`` keys."""
     place, normal = f"{path}: {table}.{key}", _normal(key)
     if normal in known:
         return
     if normal in _ONLY_TYPED:
-        raise ConfigError(f"{place} cannot be set in a file", f"type it: --{normal}")
-    from difflib import get_close_matches  # imported here: most files have no error
+        raise ConfigError(
+            f"{place} cannot be set in a file", f"type it on the command line: --{normal}"
+        )
+    from difflib import get_close_matches  # imported here to save time: most files have no error
 
     near = get_close_matches(normal, sorted(listed), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -134,7 +135,7 @@ def _check_key(
 
 
 def _value(param: click.Parameter, value: object, place: str, folder: Path) -> object:
-    """Return a TOML value as click would read it from the command line."""
+    """Return a TOML value in the form in which click passes it from the command line."""
     key = _normal(place.rpartition(".")[2])
     if getattr(param, "is_flag", False):
         if not isinstance(value, bool):
@@ -145,7 +146,7 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise ConfigError(
-            f"{place}: not a text, a number, or a list of them",
+            f"{place}: not a text, not a number, and not a list of texts or numbers",
             'write a value such as "8g", 3 or ["8g", "4g"]',
         )
     texts = [_located(str(item), key, param, folder) for item in items]
@@ -153,13 +154,13 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
 
 
 def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
-    """Return a path from the settings file, relative to the current folder."""
+    """Return a value from the settings file; if the value is a path, relative to the current folder."""
     is_path = isinstance(param.type, click.Path)
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     start = "from:" if key == "model" and text.startswith("from:") else ""
     if key == "model":
-        from weighin.formats import unknown_file  # most settings name no path
+        from weighin.formats import unknown_file  # imported here to save time
 
         is_path = bool(start) or ".py:" in text or unknown_file.looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())

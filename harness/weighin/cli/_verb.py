@@ -1,4 +1,4 @@
-"""The click classes of the verbs, which format help and name the settings file in errors."""
+"""Define click's classes for the verbs, which format the help and complete the repairs of errors."""
 
 import re
 import shutil
@@ -15,13 +15,13 @@ from weighin.errors import ConfigError, WholePipeline
 
 _WIDEST = 100  # columns
 _WORDS = "weighin.words"
-"""The key in a context's ``meta`` of the words that were typed after the verb."""
+"""Key in a click context's ``meta`` for the words that were typed after the verb."""
 _TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
-"""A word of a shell command; spaces inside quotes are part of the word."""
+"""Matches a word of a shell command; spaces inside quotes are part of the word."""
 
 
 class _Formatter(click.HelpFormatter):
-    """Format help without breaking words, even in narrow terminals."""
+    """Formats help without breaking words, even in narrow terminals."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         first, *rest = _wrap.wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
@@ -65,10 +65,7 @@ class _Context(click.Context):
 
 
 class Verb(click.Command):
-    """A verb of ``weighin``.
-
-    ``examples`` are complete commands for the help. ``codes`` adds the exit codes to the help.
-    """
+    """A verb of ``weighin``. ``examples`` are commands for the help; ``codes`` adds the exit codes."""
 
     context_class = _Context
 
@@ -88,7 +85,6 @@ class Verb(click.Command):
         self.codes = codes
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples and the exit codes."""
         assert isinstance(formatter, _Formatter)
         if self.examples:
             with formatter.section("Examples"):
@@ -98,14 +94,14 @@ class Verb(click.Command):
             _write_codes(formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the words of the command line, which ``invoke`` may repeat in an error."""
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb, and add to an error what the command line knows.
+        """Run the verb, and complete the repair of an error.
 
-        This is pyproject.toml for a value from that file, and the command for a model of a pipeline.
+        An error in a value from pyproject.toml gets the file's name. An error about a pipeline, given in
+        place of one model, gets the typed command with the pipeline's largest model.
         """
         try:
             return super().invoke(ctx)
@@ -124,10 +120,12 @@ class Verb(click.Command):
 
 
 class VerbOfModelOrCommand(Verb):
-    """A verb that takes arguments, or a command after ``--``; its parameter ``command`` is then not None."""
+    """A verb for a model, or for a command after ``--``.
+
+    The parameter ``command`` holds all words after the first ``--``; without ``--``, it is None.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the words after the first ``--`` as they are."""
         here = args.index("--") if "--" in args else len(args)
         rest = super().parse_args(ctx, args[:here])
         if ctx.params["command"]:
@@ -140,7 +138,7 @@ class VerbOfModelOrCommand(Verb):
 
 
 class _Commands(Mapping[str, click.Command]):
-    """Verbs by name, each of which is imported when it is asked for."""
+    """A mapping from names to verbs that imports a verb's module when the verb is looked up."""
 
     def __init__(self, names: Iterable[str], load: Callable[[str], click.Command]) -> None:
         self._names = tuple(names)
@@ -161,7 +159,7 @@ class _Commands(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """A group of verbs, which the help lists in the order and under the headings of ``panels``.
 
-    ``load`` returns a verb by its name: only the verb that was typed is imported.
+    ``load`` imports and returns the verb of a name; it is called for the typed verb only.
     """
 
     context_class = _Context
@@ -181,13 +179,11 @@ class Verbs(click.Group):
         self.codes = codes
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read ``help VERB`` as ``VERB --help``."""
         if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
+            args = [*args[1:], "--help"]  # `weighin help VERB` is `weighin VERB --help`
         return super().parse_args(ctx, args)
 
     def list_commands(self, _: click.Context) -> list[str]:
-        """Return the names of all verbs in the order of the panels."""
         return list(self.commands)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
@@ -203,7 +199,7 @@ class Verbs(click.Group):
 
 
 def _write_codes(formatter: click.HelpFormatter) -> None:
-    from weighin import exit_codes  # imported here, because `weighin list` does not need it
+    from weighin import exit_codes  # imported here to save time, because only the help needs codes
 
     formatter.write_paragraph()
     formatter.write_text(exit_codes.EXPLAINED)

@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 _BESIDE_WIDTH = 70
-"""Minimum width in columns at which a definition stands beside a long term, not below it."""
+"""In a narrower terminal, the definition of a long term stands below the term, not beside it."""
 _LONGEST_BESIDE = 30
+"""The longest term, in columns, that has its definition beside it in a wide terminal."""
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -16,7 +17,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
-    """Yield the lines of a list of terms with their definitions, in ``width`` columns.
+    """Yield lines of at most ``width`` columns for (term, definition) pairs.
 
     A definition begins beside its term, or on the next line if the term is too long.
     """

@@ -1,7 +1,7 @@
-"""List the verbs in the order of a user's work, and print errors as two lines with an exit code.
+"""Define the command ``weighin``: it lists the verbs, runs one, and prints errors in two lines.
 
-Only the verb that was typed is imported, and it imports its modules inside its function, so that
-``weighin list`` answers at once.
+Only the module of the typed verb is imported, and that module imports further modules inside its
+functions. ``weighin list`` therefore answers at once.
 """
 
 import gc
@@ -30,7 +30,6 @@ PANELS: Final[dict[str, Sequence[str]]] = {
 
 
 def _load(name: str) -> click.Command:
-    """Return a verb, which its own module defines."""
     module = import_module(f"weighin.cli.{name}")
     verb: click.Command = module.list_ if name == "list" else getattr(module, name)
     return verb
@@ -43,7 +42,7 @@ def _load(name: str) -> click.Command:
     load=_load,
     codes=True,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of every verb, too
+    context_settings={"help_option_names": ["-h", "--help"]},  # every verb inherits these options
 )
 @click.version_option(__version__, message="%(prog)s %(version)s", prog_name="weighin")
 @click.pass_context
@@ -57,10 +56,10 @@ def app(context: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit; a HarnessError is printed as two lines on standard error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal may have no letter for a character
+        if isinstance(stream, TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="replace")
     try:
-        # No clause for errors catches Stopped; a run raises Interrupted.
+        # `except Exception` does not catch Stopped; a run turns Stopped into Interrupted.
         with interrupts.stoppable(interrupts.Stopped):
             code = app(standalone_mode=False, prog_name="weighin", color=_console.colour())
         sys.exit(code or 0)
@@ -69,17 +68,17 @@ def main() -> NoReturn:
     except OSError as error:
         _drop_unwritable_output()
         _end(explain(error))
-    except (click.Abort, interrupts.Stopped):  # Ctrl-C, also at a question
+    except (click.Abort, interrupts.Stopped):  # Ctrl-C; click raises Abort at a question
         sys.exit(Interrupted.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     finally:
-        gc.freeze()  # Python then ends 0.01 s sooner: it looks for no garbage
+        gc.freeze()  # Python then collects no garbage at exit, and ends 0.01 s sooner
 
 
 def _drop_unwritable_output() -> None:
-    """Discard output that a full disk refuses; Python would try to write it again when it ends."""
+    """Discard output that a full disk refuses, because Python would write it again at its exit."""
     try:
         sys.stdout.flush()
     except OSError:

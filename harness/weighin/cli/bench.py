@@ -1,4 +1,4 @@
-"""``weighin bench``: measure loads or saves of a model."""
+"""``weighin bench``: measure how a model is loaded or saved."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,9 @@ from weighin.cli._verb import Verb
 from weighin.cli.report import show_run
 
 if TYPE_CHECKING:
+    from weighin.run.machines import Machines
     from weighin.run.request import Request
+    from weighin.run.task import Run
 
 EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
@@ -44,15 +46,15 @@ EXAMPLES = (
     "--ram-high",
     default="none",
     metavar="SIZE",
-    help="Soft RAM limit (cgroup v2 only), above which the kernel throttles the cell and reclaims"
-    " its memory. A cell whose memory cannot be reclaimed runs into its time-out.",
+    help="Soft RAM limit (cgroup v2 only): above this size, the kernel throttles the measured process"
+    " and reclaims its memory. If the kernel can reclaim no memory, the process runs until --timeout.",
 )
 @_options.strategies
 @click.option(
     "--operation",
     default="load",
     metavar="NAME",
-    help="load, or save to measure the time and memory of writing a checkpoint.",
+    help="What to measure: load, or save (writing a checkpoint).",
 )
 @_options.isolation
 @_options.device
@@ -61,8 +63,8 @@ EXAMPLES = (
     "--cache",
     default="cold",
     metavar="STATE",
-    help="Page-cache state of the checkpoint at the start of the load: cold (evicted) or warm"
-    " (read beforehand, charged to the cell's cgroup).",
+    help="Page-cache state of the checkpoint at the start of the load: cold (dropped from the page"
+    " cache) or warm (read into the page cache beforehand, and charged to the measured cgroup).",
 )
 @_options.formats
 @_options.use("forward")
@@ -86,7 +88,7 @@ EXAMPLES = (
     type=_options.PATH,
     metavar="FOLDER",
     help="Put generated and converted checkpoints into this folder, on the disk to measure, instead of"
-    " the cache (WEIGHIN_CACHE). Your own checkpoint is read where it is.",
+    " weighin's cache (environment variable WEIGHIN_CACHE). Your own checkpoint stays where it is.",
 )
 @click.option(
     "--passes",
@@ -99,7 +101,7 @@ EXAMPLES = (
     "--repeats",
     default=1,
     metavar="N",
-    help="Number of times each cell is measured. Repeats of different cells are interleaved.",
+    help="Number of times to measure each cell. Repeats of different cells are interleaved.",
 )
 @_options.ranks
 @_options.environment
@@ -114,12 +116,12 @@ EXAMPLES = (
 @click.option(
     "--trace",
     is_flag=True,
-    help="Record every event of PyTorch's CUDA allocator, such as each allocation.",
+    help="Record every event of PyTorch's CUDA caching allocator: each allocation, free and segment.",
 )
 @click.option(
     "--steady",
     is_flag=True,
-    help="Write to free memory before each load and release it when the load begins, so that load"
+    help="Before each load, write to the machine's free memory and release it again, so that load"
     " times vary less in virtual machines.",
 )
 @_options.seed
@@ -129,9 +131,9 @@ EXAMPLES = (
     "--jobs",
     default=1,
     metavar="N",
-    help="Measure up to N cells at once on this machine, if only memory matters: the RAM limits of"
-    " the N cells must fit into the free RAM together, and the times of these cells cannot be"
-    " compared with others.",
+    help="Measure up to N cells at once on this machine, if only memory matters. The RAM limits of"
+    " the N cells must fit into the free RAM together. Times of cells that ran at once cannot be"
+    " compared with other times.",
 )
 @_options.shard
 @_options.out("DATE-MODEL-RAM")
@@ -152,17 +154,15 @@ def bench(context: click.Context, /, **_: Any) -> None:
     typed = _arguments.read(context)
     if typed["engine"] == "local":
         _measuring.enter_scope(typed["isolation"])
-    with _measuring.planned(
-        typed, lambda engine, machines: start(_request(typed, engine), machines)
-    ) as (
-        task,
-        engine,
-    ):
-        if not task.isolation.limits or all(
-            one.cell.ram_limit_bytes is None for one in task.planned
-        ):
+
+    def plan(engine: dict[str, Any], machines: "Machines") -> "tuple[Run, str]":
+        return start(_request(typed, engine), machines)
+
+    with _measuring.planned(typed, plan) as (task, engine):
+        limits = [planned.cell.ram_limit_bytes for planned in task.planned]
+        if not task.isolation.limits or not any(limits):
             _console.note(
-                "nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)"
+                "nothing is limited: weighin measures peaks, but only --ram shows whether a strategy fits"
             )
         with (
             _progress.progress(_console.err(), len(task.planned)) as progress,
@@ -177,5 +177,5 @@ def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
     from weighin.records.shard import parse
 
     shard = parse(typed["shard"]) if typed["shard"] else None
-    suite = _arguments.suite(typed, _arguments.one_model(typed["model"], typed["model_option"]))
+    suite = _arguments.suite(typed, _arguments.one_model(typed))
     return _arguments.request(typed, suite, shard=shard, engine=engine, storage=typed["storage"])

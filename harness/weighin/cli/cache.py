@@ -1,4 +1,4 @@
-"""``weighin cache``: the checkpoints that weighin generated."""
+"""``weighin cache``: list or delete the checkpoints that weighin generated."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def cache_list(json_file: str | None) -> None:
 
     stored = cache.list_entries()
     document = {"folder": str(cache.folder()), "checkpoints": _described(stored)}
-    _console.deliver(json_file, lambda: document, lambda: _console.show(_table(stored)))
+    _console.deliver(json_file, document, lambda: _console.show(_table(stored)))
 
 
 @click.command(
@@ -59,7 +59,7 @@ def cache_clear(
     freed = sum(stored.size_bytes for stored in removed)
     document = {"freed_bytes": freed, "deleted": _described(removed)}
     text = f"deleted {_count(removed)}, freed {format_bytes(freed)}"
-    _console.deliver(json_file, lambda: document, lambda: _console.line(text))
+    _console.deliver(json_file, document, lambda: _console.line(text))
 
 
 cache = Verbs(
@@ -72,10 +72,10 @@ cache = Verbs(
 
 
 def _chosen(model: str | None) -> "list[CachedCheckpoint]":
-    """Return all cached checkpoints, or those of a model or cache entry.
+    """Return all cached checkpoints, or only those of a model or of one folder in the cache.
 
     Raises:
-        UnknownName: the cache has no checkpoint of that model or entry.
+        UnknownName: the cache has no checkpoint of that model, and no such folder.
     """
     from weighin.checkpoint import cache
 
@@ -90,7 +90,7 @@ def _is_confirmed(chosen: "Sequence[CachedCheckpoint]") -> bool:
     size = format_bytes(sum(stored.size_bytes for stored in chosen))
     if not _has_terminal():
         raise ConfigError(
-            f"{_count(chosen)} ({size}) would be deleted, and nobody is there to confirm it",
+            f"{_count(chosen)} ({size}) would be deleted, but without a terminal nobody can confirm it",
             "add --yes to delete without a question",
         )
     _console.err().print(_table(chosen))

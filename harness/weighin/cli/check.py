@@ -38,7 +38,7 @@ EXAMPLES = (
     "--baseline",
     type=_options.PATH,
     metavar="FILE",
-    help="The YAML file of figures with which the run is compared; commit this file to your"
+    help="The YAML file of figures with which weighin compares the run. Commit this file to your"
     " repository.",
 )
 @click.option(
@@ -50,13 +50,15 @@ EXAMPLES = (
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model + 64MiB above import". Repeatable.',
+    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model + 64MiB above import"'
+    " (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.",
 )
 @click.option(
     "--expect",
     multiple=True,
     metavar="OUTCOMES",
-    help="Outcomes other than ok that are intended, comma-separated: baseline=oom_killed.",
+    help="Outcomes other than ok that are intended, as comma-separated STRATEGY=OUTCOME:"
+    " baseline=oom_killed.",
 )
 @click.option(
     "--expect-failures",
@@ -73,8 +75,8 @@ EXAMPLES = (
 @click.option(
     "--partial",
     is_flag=True,
-    help="Judge the measured cells of a run that was stopped; without this option, the check of"
-    " such a run fails.",
+    help="Judge the measured cells of a run that was stopped. Without this option, the check of an"
+    " incomplete run fails.",
 )
 @click.option(
     "--all",
@@ -85,14 +87,10 @@ EXAMPLES = (
 @click.option(
     "--github",
     is_flag=True,
-    help="Write annotations to standard output, and Markdown to $GITHUB_STEP_SUMMARY.",
+    help="For GitHub Actions: write annotations to standard output, and Markdown to the file"
+    " $GITHUB_STEP_SUMMARY.",
 )
-@click.option(
-    "--markdown",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Write the result as Markdown to this file.",
-)
+@_options.markdown
 @click.option(
     "--junit",
     type=_options.PATH,
@@ -142,7 +140,7 @@ def check(context: click.Context, /, **typed: Any) -> None:
 
 
 def _refuse(typed: dict[str, Any]) -> None:
-    """Raise ConfigError for options that cannot be combined."""
+    """Raise ConfigError for a combination of options that has no effect or cannot work."""
     if typed["expect_failures"] and not typed["update"]:
         raise ConfigError(
             "--expect-failures has no effect without --update",
@@ -158,12 +156,12 @@ def _refuse(typed: dict[str, Any]) -> None:
 
 
 def _write(result: "GateResult", typed: dict[str, Any]) -> None:
-    """Print the result of the check, and write it in the formats that were asked for."""
+    """Print the check's result, and write the files of --json, --github, --markdown and --junit."""
     from weighin.gate import outputs, tables
 
     shown = tables.terminal(result, whole=typed["show_all"])
     document = outputs.as_json(result)
-    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(shown))
+    _console.deliver(typed["json_file"], document, lambda: _console.show(shown))
     if typed["github"]:
         baseline = typed["baseline"]
         for text in outputs.annotations(result, str(baseline) if baseline else None):
@@ -179,33 +177,40 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 def _repairs(
     result: "GateResult", measured: "MeasuredRuns", baseline: Path | None, *, partial: bool
 ) -> list[str]:
-    """Return notes on how to accept the failed comparisons, if they can be accepted."""
+    """Return notes on how to accept the failed comparisons.
+
+    The result is empty for an incomplete run, and has no command for wrong weights.
+    """
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest
 
     if measured.incomplete and not partial:
-        return []  # the line of the run says what to do first
+        return []  # the printed line of the run has the command that completes the run
     ended = [line.series for line in result.failed if line.what == "outcome"]
     ended = [name for name in ended if name in measured.series]
     if any(measured.series[name].failures & {*BROKEN} for name in ended):
         return ["wrong weights and failed strategies cannot be accepted: mend them first"]
     words = ",".join(map(str, suggest(ended, measured.series)))
     if baseline is None:
-        return [f"if that is intended: --expect {quote(words)}"] if words else []
+        return [f"if these outcomes are intended: --expect {quote(words)}"] if words else []
     more = " --expect-failures" if words else ""
-    return [f"if that is intended, accept it with --update{more}, and commit the baseline"]
+    return [
+        f"if the change is intended, accept it with --update{more}, and commit the baseline file"
+    ]
 
 
 def _ask(lines: Sequence[str]) -> bool:
-    """Show the outcomes that are not ok, and ask whether they are intended.
+    """Show the outcomes that are not ok, and ask the user whether these outcomes are intended.
 
-    Without a terminal the answer is no.
+    Without a terminal, return False.
     """
     if not sys.stdin.isatty():
         return False
     for text in lines:
         _console.line(text)
-    return click.confirm("Is that intended? The baseline will expect it", err=True)
+    return click.confirm(
+        "Are these outcomes intended? The baseline file will then expect them", err=True
+    )
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:

@@ -1,6 +1,5 @@
-"""``weighin compare``: the figures of several runs side by side."""
+"""``weighin compare``: show the figures of several runs side by side."""
 
-from functools import partial
 from pathlib import Path
 
 import click
@@ -27,7 +26,7 @@ EXAMPLES = (
     "--by",
     type=click.Choice(["run", "machine"]),
     default="run",
-    help="The two sides of the comparison: runs, or the kinds of machine that measured the runs.",
+    help="What to compare: the runs with each other, or the kinds of machine that measured them.",
 )
 @click.option(
     "--metrics",
@@ -35,12 +34,7 @@ EXAMPLES = (
     metavar="NAMES",
     help="Show only these metrics, comma-separated: above_import,ready.",
 )
-@click.option(
-    "--markdown",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Write the comparison as Markdown to this file.",
-)
+@_options.markdown
 @_options.json
 def compare(
     runs: tuple[Path, ...], by: str, metrics: str, markdown: Path | None, json_file: str | None
@@ -53,7 +47,6 @@ def compare(
         comparison = compare_by(runs, _arguments.names([metrics]))
     _console.note(*comparison.warnings)
     shown = comparing.terminal(comparison)
-    document = partial(comparing.as_json, comparison)
-    _console.deliver(json_file, document, lambda: _console.show(shown))
+    _console.deliver(json_file, comparing.as_json(comparison), lambda: _console.show(shown))
     if markdown:
         _console.write(markdown, comparing.write_markdown(comparison))

@@ -37,32 +37,33 @@ EXAMPLES = (
     metavar="NAME",
     help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto,"
     " which takes the format from the target's name: safetensors for .safetensors, pt for .pt,"
-    " .pth, .bin and .ckpt, and shards for any other name, for which weighin makes a folder.",
+    " .pth, .bin and .ckpt, and a folder with shards for any other name.",
 )
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: keep their dtype.",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: each tensor keeps its dtype.",
 )
 @click.option(
     "--max-shard-size",
     default="5GiB",
     metavar="SIZE",
-    help="Maximum size of a shard, unless a single tensor is larger: 20MB, 2GiB. 5GB is 1000-based,"
-    " 5GiB 1024-based.",
+    help="Maximum size of a shard, such as 20MB or 2GiB (GB is 1000-based, GiB is 1024-based). A"
+    " tensor above this size gets a shard of its own.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Read the result back and compare every checksum. A file beside the result keeps the"
-    " checksums, and a later conversion of the result checks its input against them.",
+    help="Read the written checkpoint back and compare every tensor's checksum. weighin keeps the"
+    " checksums in a file beside the checkpoint, and a later `weighin convert` of the checkpoint"
+    " checks its input against this file.",
 )
 @click.option(
     "--keys",
     type=click.Choice(["file", "model"]),
     default="file",
     help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
-    " model of a Hugging Face folder; weighin then stacks, joins and renames tensors as"
+    " model of a Hugging Face folder, for which weighin stacks, joins and renames tensors as"
     " from_pretrained does.",
 )
 @_options.folder_choice
@@ -75,15 +76,13 @@ def convert(**typed: Any) -> None:
     from weighin.formats.pretrained_folder import path_of
     from weighin.suite.registry import notes_on, weights_of
 
-    source, selection, choice = (
-        typed["source"],
-        _arguments.selection(typed),
-        _arguments.choice(typed),
-    )
-    keys = "model" if choice.adapter else typed["keys"]  # an adapter names the model's modules
+    source, selection = typed["source"], _arguments.selection(typed)
+    choice = _arguments.choice(typed)
+    # The tensor names in an adapter are those of the model's modules, not those in SOURCE.
+    keys = "model" if choice.adapter else typed["keys"]
     if choice.model_class and keys == "file":
         raise ConfigError(
-            "--class names the model whose keys are written, so it would be ignored",
+            "--class names the model whose tensor names are written, so --keys file ignores --class",
             "add --keys model, or leave --class out",
         )
     wish = convert_request.Wish(
@@ -100,4 +99,4 @@ def convert(**typed: Any) -> None:
     if not selection:
         _console.note(*notes_on(wish.source, choice))
     finished = convert_request.convert(wish, _console.err(), interrupts.ignore)
-    _console.deliver(typed["json_file"], finished.as_json, lambda: _console.line(str(finished)))
+    _console.deliver(typed["json_file"], finished.as_json(), lambda: _console.line(str(finished)))

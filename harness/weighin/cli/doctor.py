@@ -1,4 +1,4 @@
-"""``weighin doctor``: what this machine can limit and measure."""
+"""``weighin doctor``: test what this machine can limit and measure."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ NO_LIMIT_EXIT = 3
 @click.option(
     "--clean",
     is_flag=True,
-    help="Also remove the leftovers of killed runs that used another lock file (WEIGHIN_LOCK) than"
-    " this command.",
+    help="Also remove the leftovers of killed runs that used another lock file than this command"
+    " (environment variable WEIGHIN_LOCK).",
 )
 @_options.engine
 @_options.json
@@ -39,41 +39,37 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     In each isolation, a probe process allocates more memory than its limit, to test that the kernel
-    enforces the limit. Leftovers of killed runs, such as containers, are removed. The exit code is
-    3 if no isolation enforces a limit. With --engine ray, each node of the cluster is tested, and
-    the exit code is 3 if a node cannot measure.
+    enforces the limit. The command also removes leftovers of killed runs, such as containers. The
+    exit code is 3 if no isolation enforces a limit.
+
+    With --engine ray, the command tests each node of the cluster. The exit code is then 3 if a node
+    cannot measure.
     """
     from weighin.engines import base
 
-    json_file = typed["json_file"]
     if settings := base.settings(typed["engine"], typed["address"], typed["labels"]):
-        ignored, reason = ("calibrate", "clean"), "a fleet is examined, and not this machine"
+        ignored, reason = ("calibrate", "clean"), "--engine ray tests the cluster, not this machine"
         _arguments.refuse(context, ignored, reason, "leave out --engine ray")
-        _examine_fleet(context, settings, json_file)
-        return
-    from weighin.doctor import doctor as doctors
+        from weighin.engines.ray import doctor as of_fleet
 
-    examination = doctors.examine(_console.note, clean=typed["clean"])
-    tables, document = [doctors.table(examination)], examination.as_json()
-    if typed["calibrate"]:
-        from dataclasses import asdict
+        nodes = of_fleet.examine(settings["address"], settings["labels"], _console.note)
+        tables = [of_fleet.table(node) for node in nodes]
+        document: dict[str, Any] = {"nodes": [node.as_json() for node in nodes]}
+        is_fit = all(node.can_measure for node in nodes)
+    else:
+        from weighin.doctor import doctor as of_machine
 
-        from weighin.recommend import calibration
+        examination = of_machine.examine(_console.note, clean=typed["clean"])
+        tables, document = [of_machine.table(examination)], examination.as_json()
+        is_fit = examination.holds_a_limit
+        if typed["calibrate"]:
+            from dataclasses import asdict
 
-        measured = calibration.calibrate(_console.note)
-        tables.append(calibration.table(measured))
-        document["calibration"] = asdict(measured)
-    _console.deliver(json_file, lambda: document, lambda: _console.show(*tables))
-    if not examination.holds_a_limit:
-        context.exit(NO_LIMIT_EXIT)
+            from weighin.recommend import calibration
 
-
-def _examine_fleet(context: click.Context, settings: dict[str, Any], json_file: str | None) -> None:
-    from weighin.engines.ray import doctor as doctors
-
-    nodes = doctors.examine(settings["address"], settings["labels"], _console.note)
-    shown = [doctors.table(node) for node in nodes]
-    document = {"nodes": [node.as_json() for node in nodes]}
-    _console.deliver(json_file, lambda: document, lambda: _console.show(*shown))
-    if not all(node.can_measure for node in nodes):
+            measured = calibration.calibrate(_console.note)
+            tables.append(calibration.table(measured))
+            document["calibration"] = asdict(measured)
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*tables))
+    if not is_fit:
         context.exit(NO_LIMIT_EXIT)

@@ -1,4 +1,4 @@
-"""``weighin floor``: find RAM floors."""
+"""``weighin floor``: find the smallest RAM limit under which a load or a command works."""
 
 import math
 from dataclasses import replace
@@ -44,16 +44,16 @@ _OF_MODELS = {
     "--within",
     default="1%",
     metavar="SHARE",
-    help="Precision of the floor: the search ends when the smallest limit that works and the"
-    " largest limit that fails differ by at most this percentage of the floor, or by at most 8 MiB"
-    " (for a command: 1 MiB) if the percentage is less.",
+    help="Precision of the floor: the search ends when the smallest limit that works is at most this"
+    " percentage above the largest limit that fails. A difference of 8 MiB (for a command: 1 MiB)"
+    " always suffices.",
 )
 @click.option(
     "--thrashing",
     is_flag=True,
     help="Find the smallest limit under which the load ends at all, even if the load thrashes"
     " (reads the same pages from the disk again and again). This search takes longer, because"
-    " weighin stops no cell before --timeout.",
+    " weighin lets a thrashing load run until --timeout.",
 )
 @_options.cold
 @_options.server
@@ -69,12 +69,7 @@ _OF_MODELS = {
 @_options.timeout(300.0)
 @_options.seed
 @_options.out("DATE-MODEL-floor")
-@click.option(
-    "--resume",
-    type=_options.PATH,
-    metavar="FOLDER",
-    help="Continue the search in this folder where it was stopped.",
-)
+@_options.resume
 @_options.trust
 @_options.wait
 @_options.json
@@ -84,15 +79,15 @@ _OF_MODELS = {
 def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.
 
-    With --use, the limit must also suffice for what is done with the model after the load.
+    With --use, the limit also suffices for what the program does with the model after the load.
 
-    A cell that is proven to thrash is stopped: for example, the cell has read more than 3 times the
-    model's size again, or has taken more than 10 times as long as the load without a limit.
+    The search stops a load that is proven to thrash: for example, the load has read more than 3 times
+    the model's size again, or has taken more than 10 times as long as without a limit.
 
-    With a command after --, find the smallest limit at which the command ends with exit code 0, or is
-    ready. The command runs about ten times; its standard input is empty, and its output is shown only
-    when it runs without a limit. Without --timeout, a limit fails if the command takes longer than 10
-    times its time without a limit plus 30 s.
+    With a command after --, find the smallest limit under which the command ends with exit code 0, or
+    (--ready) is ready. The command runs about ten times, with an empty standard input; only the run
+    without a limit shows the command's output. Without --timeout, a limit fails if the command takes
+    longer than 10 times its time without a limit plus 30 s.
     """
     from weighin.cli import _progress
     from weighin.report import findings, floors
@@ -105,7 +100,9 @@ def floor(context: click.Context, /, **_: Any) -> None:
     automatic = "auto" if typed["command"] is None else "cgroup"
     _measuring.enter_scope(automatic if typed["isolation"] == "auto" else typed["isolation"])
     if typed["command"] is not None and not _arguments.is_typed(context, "timeout_s"):
-        typed["timeout_s"] = 0.0  # one that follows from the time without a limit
+        typed["timeout_s"] = (
+            0.0  # the search then derives the time-out from the run without a limit
+        )
     search = _search(typed)
     _console.note(search.warning)
     folder, json_file = search.run.folder, typed["json_file"]
@@ -124,25 +121,25 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
 
 def _refuse_mixed(context: click.Context) -> None:
-    """Raise ConfigError if an option was typed that has an effect only on what is not searched."""
+    """Raise ConfigError for an option of models beside a command, or of commands beside a model."""
     if context.params["command"] is not None:
         _arguments.refuse(
             context,
             _OF_MODELS,
-            "the floor of a command is searched",
+            "weighin searches the floor of the command",
             "leave these options out, or leave out -- and the command after it",
         )
     elif not context.params["resume"]:
         _arguments.refuse(
             context,
             _OF_COMMANDS,
-            "the floor of a model is searched",
+            "weighin searches the floor of a model",
             "add the command: weighin floor -- python x.py",
         )
 
 
 def _search(typed: dict[str, Any]) -> "Search":
-    """Return the search to perform, which is a new search or the search to resume."""
+    """Return the search of --resume, or else a new search."""
     from weighin.records.floor import Aim
     from weighin.run import floor_search
 
@@ -151,16 +148,16 @@ def _search(typed: dict[str, Any]) -> "Search":
     else:
         aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
         settings = {"within": _arguments.share(typed["within"]), "aim": aim}
-        search, note = floor_search.start(_asked(typed, settings))
+        search, note = floor_search.start(_request(typed, settings))
         _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
 
 
-def _asked(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
+def _request(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
     if typed["command"] is not None:
-        from weighin.cli.run import asked as asked_command
+        from weighin.cli.run import request_of
 
-        return asked_command(typed, **settings)
-    model = _arguments.one_model(typed["model"], typed["model_option"])
-    return _arguments.request(typed, _arguments.suite(typed, model), **settings)
+        return request_of(typed, **settings)
+    suite = _arguments.suite(typed, _arguments.one_model(typed))
+    return _arguments.request(typed, suite, **settings)

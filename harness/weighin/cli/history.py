@@ -1,4 +1,4 @@
-"""``weighin history``: a metric over runs."""
+"""``weighin history``: show how a metric changed from run to run."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ EXAMPLES = (
 @click.argument(
     "folder",
     type=_options.PATH,
-    help="The folder that contains the folders of runs, such as results. The command leaves out"
-    " the runs in its subfolder published: to read them, give that subfolder.",
+    help="The folder that contains the folders of runs, such as results. weighin does not read the"
+    " runs in the subfolder FOLDER/published; to read those runs, give that subfolder.",
 )
 @click.option(
     "--metric",
@@ -30,14 +30,14 @@ EXAMPLES = (
     "--series",
     default="",
     metavar="WORDS",
-    help="Show only series whose name contains all of these words.",
+    help="Show only series whose name contains all of these words, such as 'gpt2-xl streaming'.",
 )
 @click.option(
     "--out",
     "picture",
     type=_options.PATH,
     metavar="FILE",
-    help="Also draw the figures, in this .png or .svg file.",
+    help="Also draw the figures into this .png or .svg file.",
 )
 @_options.json
 def history(
@@ -45,7 +45,7 @@ def history(
 ) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
     with _console.working(f"reading the runs in {folder}"):
-        from weighin.report import history as histories  # numpy
+        from weighin.report import history as histories  # imports numpy
         from weighin.report.run_json import of_history
 
         measured = histories.read(folder, metric, series.split())
@@ -54,7 +54,7 @@ def history(
         _console.show(histories.terminal_table(measured))
     pictures = []
     if picture:
-        from weighin.report import history_plot  # matplotlib
+        from weighin.report import history_plot  # imports matplotlib
 
         pictures.append(history_plot.draw(measured, picture))
     _console.files(pictures, json_file)

@@ -1,4 +1,4 @@
-"""``weighin inspect``: what is in a checkpoint."""
+"""``weighin inspect``: list the tensors of a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,6 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from weighin.checkpoint.inspect import Inspected
     from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
@@ -29,7 +27,7 @@ EXAMPLES = (
 @click.option(
     "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
 )
-@click.option("--all", "show_all", is_flag=True, help="Show every tensor, however many there are.")
+@click.option("--all", "show_all", is_flag=True, help="Show all tensors of a long list.")
 @_options.folder_choice
 @_options.selection
 @_options.json
@@ -38,17 +36,20 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
     For a path, the command reads no tensor data, executes no code from the checkpoint, and does not
-    import torch. For a built-in model or a builder, it lists the checkpoint that weighin would
-    generate; for this, it builds the model without values. For the folder of a pipeline of diffusers,
-    it lists the parts with their sizes.
+    import torch. For a built-in model or a builder, the command builds the model without values, and
+    lists the checkpoint that weighin would generate. For a folder of a diffusers pipeline, the command
+    lists the pipeline's parts and their sizes.
     """
+    from rich.markup import escape
+
     from weighin.checkpoint import inspect as inspecting
     from weighin.checkpoint import inspect_pipeline
 
     typed = _arguments.read(context)
     found: InspectedPipeline | Inspected
     if path := _arguments.pipeline(typed):
-        ignored, reason = ("show_all", "key", "strip_prefix"), "a pipeline is listed by its parts"
+        ignored = ("show_all", "key", "strip_prefix")
+        reason = "for a pipeline, weighin inspect lists parts, not tensors"
         _arguments.refuse(
             context, ignored, reason, "leave these options out, or give the folder of one part"
         )
@@ -57,21 +58,17 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     else:
         found = _inspected(typed)
         parts = inspecting.tables(found, sort=typed["sort"], show_all=typed["show_all"])
-    _console.deliver(typed["json_file"], found.as_json, lambda: _show(parts))
-
-
-def _show(parts: "list[Table | str]") -> None:
-    console = _console.out()
-    for part in parts:
-        is_table = not isinstance(part, str)
-        console.print(part, markup=is_table, highlight=False, soft_wrap=not is_table)
+    shown = [escape(part) if isinstance(part, str) else part for part in parts]
+    _console.deliver(
+        typed["json_file"], found.as_json(), lambda: _console.show(*shown, folds=False)
+    )
 
 
 def _inspected(typed: dict[str, Any]) -> "Inspected":
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
-    name = _arguments.asked_model(typed)
+    name = _arguments.noted_model(typed)
     kwargs = _arguments.json_object(typed["kwargs"])
     choice = _arguments.choice(typed)
     if path := registry.path_of(name, kwargs, choice.revision):

@@ -1,7 +1,7 @@
-"""``weighin list``: strategies, models, uses, suites and isolations, without slow imports."""
+"""``weighin list``: list strategies, models, uses, suites and isolations, without slow imports."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import click
@@ -49,53 +49,45 @@ def list_(kind: str, json_file: str | None) -> None:
     """List the strategies, models, uses, suites and isolations."""
     found = _document(kind)
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    text = "\n".join(_lines(found, width))
-    _console.deliver(json_file, lambda: found, lambda: _console.line(text))
+    _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
 
 
 def _document(kind: str) -> dict[str, Any]:
-    """Return the entries of one kind, or of every kind for "all", as data for ``--json``.
+    """Return the entries of one kind, or of every kind for "all", as the JSON document.
 
     Raises:
         UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
     """
+    entries: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "strategies": lambda: _strategies("load"),
+        "saving": lambda: _strategies("save"),
+        "models": _models,
+        "uses": lambda: [{"name": name, "summary": summary} for name, summary in USES.items()],
+        "suites": _suites,
+        "isolations": lambda: _isolations(tried=kind == "isolations"),
+    }
     if kind != "all" and kind not in KINDS:
         raise UnknownName("list", kind, [*KINDS, "all"])
-    found: dict[str, Any] = {}
-    if kind in ("all", "strategies"):
-        found["strategies"] = _strategies("load")
-        found["saving"] = _strategies("save")
-    if kind in ("all", "models"):
-        found["models"] = _models()
-    if kind in ("all", "uses"):
-        found["uses"] = [{"name": name, "summary": summary} for name, summary in USES.items()]
-    if kind in ("all", "suites"):
-        found["suites"] = _suites()
-    if kind in ("all", "isolations"):
-        found["isolations"] = _isolations(tried=kind == "isolations")
-    return found
+    chosen = {"all": entries, "strategies": ("strategies", "saving")}.get(kind, (kind,))
+    return {each: entries[each]() for each in chosen}
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield a document as text; no line breaks a word that fits into ``width`` columns."""
-    blank = False
-    for kind, heading in _HEADINGS.items():
-        if kind in listed:
-            if blank:
-                yield ""
-            yield heading
-            for entry in listed[kind]:
-                yield from _entry(kind, entry, max(len(one["name"]) for one in listed[kind]), width)
-            blank = True
+    """Yield the lines of a document; no line breaks a word that fits into ``width`` columns.
 
-
-def _entry(kind: str, entry: dict[str, Any], longest: int, width: int) -> Iterator[str]:
-    """Yield an entry: its name, its summary beside it, and its facts below the summary."""
-    name = entry["name"].ljust(longest)
-    yield from _wrap.definitions([(name, entry.get("summary", ""))], width)
-    indent = " " * (longest + 4)
-    for fact in _facts(kind, entry):
-        yield from (indent + line for line in _wrap.wrap(fact, width - len(indent)))
+    An entry is its name with the summary beside the name, and its facts below the summary.
+    """
+    for number, (kind, entries) in enumerate(listed.items()):
+        if number:
+            yield ""
+        yield _HEADINGS[kind]
+        longest = max((len(entry["name"]) for entry in entries), default=0)
+        indent = " " * (longest + 4)
+        for entry in entries:
+            name = entry["name"].ljust(longest)
+            yield from _wrap.definitions([(name, entry["summary"])], width)
+            for fact in _facts(kind, entry):
+                yield from (indent + line for line in _wrap.wrap(fact, width - len(indent)))
 
 
 def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
@@ -107,7 +99,7 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
         if entry["packages"]:
             yield f"needs {', '.join(entry['packages'])}"
     elif kind == "models":
-        # Imported here: with settings in pyproject.toml, each command imports every verb.
+        # A table [tool.weighin] in pyproject.toml makes each command import this module.
         from weighin.formats.pretrained_folder import BUILDER, dtype_of
 
         if entry["builder"] == BUILDER:
@@ -163,7 +155,7 @@ def _suites() -> list[dict[str, Any]]:
 
 
 def _isolations(*, tried: bool) -> list[dict[str, Any]]:
-    """Return the isolations. An entry's ``works`` is None unless the isolations are ``tried``."""
+    """Return the isolations; without ``tried``, no isolation is tested, and ``works`` is None."""
     found = []
     for name, summary in _ISOLATIONS.items():
         works, why = _try(name) if tried else (None, "")

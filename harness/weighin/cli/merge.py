@@ -33,8 +33,9 @@ EXAMPLES = (
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     """Join the records of several runs of one plan, such as its shards, into a new run.
 
-    The new run has the whole plan, so that `weighin bench --resume` or `weighin run --resume` measures the cells that are
-    missing. Runs of different plans, and two records of one cell, are errors.
+    The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
+    measure cells that have no record yet. weighin refuses runs with different plans, and runs of which
+    two have a record of the same cell.
     """
     from weighin.run import merge as merging
 
@@ -42,7 +43,7 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     _console.note(*merged.warnings)
     planned = len(merged.results) + len(merged.missing)
     text = f"{folder}: {len(merged.results)} of {planned} cells have a record"
-    _console.deliver(json_file, merged.as_json, lambda: _console.line(text))
+    _console.deliver(json_file, merged.as_json(), lambda: _console.line(text))
     if merged.missing:
         shards = ", ".join(map(str, merged.missing_shards))
         _console.note(

@@ -1,6 +1,5 @@
-"""``weighin predict``: the memory that loads will need."""
+"""``weighin predict``: predict the memory that loads will need."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,10 +8,15 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from rich.console import RenderableType
+
     from weighin.predict.prediction import Prediction
+
+    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
+    """The predictions, the document for --json, and the parts to print."""
 
 EXAMPLES = (
     "weighin predict gpt2-xl",
@@ -26,7 +30,7 @@ _PREDICTED = {
     **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
     **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
 }
-"""What the cells of a prediction have in place of a suite's own limits, disks and repeats."""
+"""Predicted cells have these values in place of the suite's limits, disks and repeats."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -41,8 +45,8 @@ _PREDICTED = {
 @click.option(
     "--checkpoint-dtype",
     metavar="DTYPE",
-    help="Floating-point dtype of the checkpoint that weighin assumes for a model without"
-    " --checkpoint. Default: the dtype that `weighin bench` writes.",
+    help="Without --checkpoint, weighin assumes a checkpoint with this floating-point dtype. Default:"
+    " the dtype in which `weighin bench` writes the model's checkpoint.",
 )
 @_options.formats
 @_options.use("none")
@@ -53,7 +57,7 @@ _PREDICTED = {
     type=_options.PATH,
     metavar="FOLDER",
     multiple=True,
-    help="Predict the cells of this run, and compare the predictions with the measured"
+    help="Predict the cells of the run in this folder, and compare the predictions with the measured"
     " figures. Repeatable.",
 )
 @_options.trust
@@ -67,29 +71,32 @@ _PREDICTED = {
 def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
 
-    With --use, the RAM floor must also suffice for what is done with the model after the load.
+    With --use, the predicted RAM floor also suffices for what the program does with the model after
+    the load.
 
-    For the folder of a pipeline of diffusers, each part is predicted, and all parts together and one
-    after the other.
+    For a folder of a diffusers pipeline, weighin predicts each part, all parts loaded together, and
+    all parts loaded one after the other.
     """
-    typed = _arguments.read(context)
-    if typed["check"]:
-        _end(context, _check(typed))
-        return
-    if path := _arguments.pipeline(typed):
-        _end(context, _pipeline(context, path, typed))
-        return
     from weighin.predict import tables
 
-    predictions = _predictions(typed)
-    parts = tables.tables(predictions, phases=typed["phases"])
-    document = partial(tables.as_json, predictions)
+    typed = _arguments.read(context)
+    parts: Iterable[RenderableType]
+    if typed["check"]:
+        predictions, document, parts = _check(typed)
+    elif path := _arguments.pipeline(typed):
+        predictions, document, parts = _pipeline(context, path, typed)
+    else:
+        predictions = _predictions(typed)
+        document = tables.as_json(predictions)
+        parts = tables.tables(predictions, phases=typed["phases"])
     _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
-    _end(context, predictions)
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted; the result gives the reason for each strategy")
+        context.exit(2)
 
 
 def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
-    """Return the predictions that were asked for; ``name`` is the part of a pipeline that is loaded."""
+    """Return the predictions for the options; ``name`` is the part of a pipeline, for the progress."""
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
@@ -97,7 +104,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
     from weighin.suite.matrix import plan
     from weighin.uses import FORWARD
 
-    suite = _arguments.suite(typed, _arguments.asked_model(typed))
+    suite = _arguments.suite(typed, _arguments.noted_model(typed))
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
         found = quantised.of_model(spec)
@@ -136,24 +143,25 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         )
 
 
-def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
-    """Predict each part of a pipeline, and all parts; return the predictions of the parts."""
+def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_Answer":
+    """Predict each part of a pipeline, and all parts together."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
     from weighin.suite.registry import library_at
 
     _arguments.refuse(
-        context, ("use",), "a use follows the load of one model", "name a part's folder"
+        context, ("use",), "--use needs one model, not a pipeline", "give the folder of one part"
     )
     parts = {}
     for part in pipeline.read(path).models:
-        asked = typed | {"model": str(part.path), "model_option": None}
-        names = combining.strategies_for(
-            _arguments.names(typed["strategies"]), library_at(part.path)
-        )
-        asked["strategies"] = names
-        parts[part.name] = _predictions(asked, part.name)
+        names = _arguments.names(typed["strategies"])
+        ours = {
+            "model": str(part.path),
+            "model_option": None,
+            "strategies": combining.strategies_for(names, library_at(part.path)),
+        }
+        parts[part.name] = _predictions(typed | ours, part.name)
     answers = combining.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)
@@ -162,19 +170,11 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "l
         *tables.tables(predictions, phases=typed["phases"]),
         *combining.table(path.resolve().name, answers),
     ]
-    _console.deliver(typed["json_file"], lambda: document, lambda: _console.show(*shown))
-    return predictions
+    return predictions, document, shown
 
 
-def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
-    """Exit with code 2 if no load was predicted; the reasons are on the screen, or in the JSON."""
-    if all(prediction.cannot for prediction in predictions):
-        _console.error("no load was predicted, for the reason that is given for each strategy")
-        context.exit(2)
-
-
-def _check(typed: dict[str, Any]) -> "list[Prediction]":
-    """Compare predictions with the figures of a run, and return them."""
+def _check(typed: dict[str, Any]) -> "_Answer":
+    """Predict the cells of the runs of --check, and compare the predictions with the measured figures."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -185,7 +185,5 @@ def _check(typed: dict[str, Any]) -> "list[Prediction]":
             checked += check.check(run, trusted=typed["trust"])
     summary = check.summarised(checked)
     lines = [tables.summary_line(summary)] if summary else []
-    document = partial(check.as_json, checked)
-    show = partial(_console.show, tables.check_table(checked), *lines)
-    _console.deliver(typed["json_file"], document, show)
-    return [series.prediction for series in checked]
+    predictions = [series.prediction for series in checked]
+    return predictions, check.as_json(checked), [tables.check_table(checked), *lines]

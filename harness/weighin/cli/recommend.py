@@ -1,4 +1,4 @@
-"""``weighin recommend``: which strategy to use."""
+"""``weighin recommend``: recommend a strategy for a model and an amount of memory."""
 
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,12 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from weighin.recommend.answer import Question
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from weighin.recommend.answer import Advice, Question
+    from weighin.recommend.pipeline import PipelineAdvice
 
 EXAMPLES = (
     "weighin recommend gpt2-xl --ram 8g",
@@ -69,9 +74,9 @@ NOTHING_FITS_EXIT = 1
     "--use",
     default="none",
     metavar="NAME",
-    help="What must also fit into the memory after the load: a name of `weighin list uses`, such"
-    " as adamw for training,"
-    " a file of your own (./mine.py) with a function use(model), or none for the load alone.",
+    help="What must fit into the memory after the load, too: a name of `weighin list uses`, such as"
+    " adamw for training; a file of your own (./mine.py) with a function use(model); or none, for the"
+    " load alone.",
 )
 @click.option(
     "--allow",
@@ -85,7 +90,8 @@ NOTHING_FITS_EXIT = 1
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="Folder with runs of this machine, whose records take precedence over predictions.",
+    help="The folder that contains runs of this machine. weighin uses records of these runs in place"
+    " of predictions.",
 )
 @click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json
@@ -94,34 +100,38 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     """Recommend the fastest strategy that fits into the given memory, and show its code.
 
     Memory and times come from records of this machine if there are any, otherwise from predictions.
-    For the folder of a pipeline of diffusers, each part gets a strategy, for parts that stay in memory
-    together and for parts that are loaded one after the other.
+
+    For a folder of a diffusers pipeline, weighin recommends a strategy for each part: once for parts
+    that stay in memory together, and once for parts that are loaded one after the other.
     """
     from weighin.cli._progress import steps
     from weighin.recommend import answer
 
     typed = _arguments.read(context)
+    advice: Advice | PipelineAdvice
     if path := _arguments.pipeline(typed):
-        _pipeline(context, path, typed)
-        return
-    question = _question(typed)
-    with steps(_console.err()) as say:
-        advice = answer.advise(question, answer.gather(question, say))
-    parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
+        advice, parts = _pipeline(context, path, typed)
+    else:
+        question = _question(typed)
+        with steps(_console.err()) as say:
+            advice = answer.advise(question, answer.gather(question, say))
+        parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
     show = partial(_console.show, *parts, folds=False)
-    _console.deliver(typed["json_file"], advice.as_json, show)
-    if advice.best is None:
+    _console.deliver(typed["json_file"], advice.as_json(), show)
+    if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
 
 
-def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None:
-    """Recommend a strategy for each part of a pipeline."""
+def _pipeline(
+    context: click.Context, path: Path, typed: dict[str, Any]
+) -> "tuple[PipelineAdvice, Iterator[RenderableType]]":
+    """Return the strategy for each part of a pipeline, as an answer and as parts to print."""
     from weighin.cli._progress import steps
     from weighin.formats import pipeline
     from weighin.recommend import pipeline as recommending
 
     _arguments.refuse(
-        context, ("use",), "a use follows the load of one model", "name a part's folder"
+        context, ("use",), "--use needs one model, not a pipeline", "give the folder of one part"
     )
     questions = {
         part.name: _question(typed | {"model": str(part.path), "model_option": None})
@@ -129,11 +139,7 @@ def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None
     }
     with steps(_console.err()) as say:
         advice = recommending.advise_pipeline(path.resolve().name, questions, say)
-    parts = recommending.parts(advice)
-    show = partial(_console.show, *parts, folds=False)
-    _console.deliver(typed["json_file"], advice.as_json, show)
-    if not advice.best:
-        context.exit(NOTHING_FITS_EXIT)
+    return advice, recommending.parts(advice)
 
 
 def _question(typed: dict[str, Any]) -> "Question":
@@ -144,7 +150,7 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.suite.config import check_suite
     from weighin.uses import NONE
 
-    name = _arguments.asked_model(typed)
+    name = _arguments.noted_model(typed)
     keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")
     limits = {key: typed[key] for key in keys}
     suite = check_suite({"models": name, "uses": [typed["use"]]} | limits)

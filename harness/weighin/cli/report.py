@@ -1,4 +1,4 @@
-"""``weighin report``: show a run, and write its report."""
+"""``weighin report``: show a run's figures, and write the run's report."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,13 +43,13 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
     chosen = _arguments.names([formats])
     show_run(run, records, chosen, json_file=json_file)
     if records.damage:
-        raise records.damage  # the intact lines are reported; the exit code says that it is not all
+        raise records.damage  # the report has the readable records only, so the exit code is not 0
 
 
 def show_run(
     run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
 ) -> None:
-    """Print the report of a run, and write it in ``formats``, or else in the default formats."""
+    """Print a run's table, and write the report in ``formats``; if empty, in the default formats."""
     with _console.working("computing the table"):
         from weighin.report.run_json import of_run
         from weighin.report.sections import terminal_table

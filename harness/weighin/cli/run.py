@@ -1,4 +1,4 @@
-"""``weighin run``: run any command under limits, and say what it needed."""
+"""``weighin run``: run any command under limits, and print the memory that the command needed."""
 
 from functools import partial
 from shlex import quote
@@ -41,7 +41,7 @@ EXAMPLES = (
     help="RAM limits, comma-separated: 8g, 600m, none (no limit). The command runs once under each"
     " limit.",
 )
-@click.option("--repeats", default=1, metavar="N", help="Number of times each cell is measured.")
+@click.option("--repeats", default=1, metavar="N", help="Number of runs under each limit.")
 @_options.isolation
 @_options.image
 @_options.mounts
@@ -51,15 +51,16 @@ EXAMPLES = (
     "marks",
     multiple=True,
     metavar="REGEX",
-    help="Mark each line of output that contains this regular expression on the timeline. Repeatable.",
+    help="Mark the time of each line of output that contains this regular expression on the"
+    " report's timeline. Repeatable.",
 )
 @_options.server
 @click.option(
     "--stacks/--no-stacks",
     default=True,
-    help="Read the stacks of Python processes near the peak. Each reading stops the command for an"
-    " instant, so times are more exact with --no-stacks. With --repeats of 2 or more, weighin"
-    " reads no stacks.",
+    help="Read the stacks of Python processes near the memory peak, to name the line of code that took"
+    " the memory. Each reading stops the command for an instant, so times are more exact with"
+    " --no-stacks. With --repeats of 2 or more, weighin reads no stacks.",
 )
 @_options.environment
 @click.option(
@@ -80,10 +81,10 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def run(context: click.Context, /, **_: Any) -> None:
-    """Run any command under limits: its peak, what the peak was made of, and why it was killed.
+    """Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.
 
-    The command keeps its standard streams, terminal, folder and environment. If one cell runs, the
-    exit code is the command's own.
+    The command keeps its standard streams, terminal, folder and environment. If the command runs
+    once, weighin exits with the command's own exit code.
     """
     from weighin.run.resuming import resumable
     from weighin.run.task import Progress
@@ -102,12 +103,12 @@ def run(context: click.Context, /, **_: Any) -> None:
 def _start(
     typed: dict[str, Any], engine: dict[str, Any], machines: "Machines"
 ) -> "tuple[Run, str]":
-    """Plan the run of the command that was typed, or of a suite of commands."""
+    """Plan a run of the typed command or of a suite's commands; return the run and a note."""
     from weighin.run import command_request
 
     if engine:
-        _console.note("a command on a node reads nothing, and its output is dropped")
-    request = asked(typed, engine=engine)
+        _console.note("on a node, a command's standard input is empty and its output is dropped")
+    request = request_of(typed, engine=engine)
     if typed["suite"]:
         from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s
         from weighin.suite.registry import suite_file
@@ -117,8 +118,8 @@ def _start(
     return command_request.start([request], machines)
 
 
-def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
-    """Return the request for the command that was typed; ``settings`` are those of the run."""
+def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
+    """Return the request for the typed command; ``settings`` go to ``RunSettings``."""
     from pathlib import Path
 
     from weighin.records.shard import parse
@@ -164,7 +165,7 @@ def asked(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
 def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
-    """Show what was measured, and exit with the command's code, or with the run's for several cells."""
+    """Show the figures, and exit with the command's exit code; for several cells, with the run's."""
     from weighin.records import explanation
 
     if len(results) > 1:

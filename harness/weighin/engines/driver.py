@@ -17,6 +17,7 @@ from weighin.locks import try_lock
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.records import coverage, run_folder
+from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts
 from weighin.run.task import AnyPlanned, Progress, Run, skipped
@@ -190,7 +191,7 @@ class Driver:
         elif kind == "record":
             member.node = replace(member.node, free_ram_bytes=event["free_ram_bytes"])
             place = f"a record from the node {member.node.name}"
-            work.result = self._placed(run_folder.decode(event["record"].encode(), place), member)
+            work.result = self._placed(parse(Result, event["record"].encode(), place), member)
             self._record(work.result)
         elif kind == "file":
             self._write_part(work, event)

@@ -1,1 +1,1 @@
-"""Read and write a run's records, and derive verdicts, floors and series from them."""
+"""Read and write a run's records, and derive verdicts, floors and series from records."""

@@ -1,11 +1,10 @@
-"""Choose the next cell of the search for a RAM floor, given all results so far.
+"""Choose the next cell of the search for a RAM floor, and estimate the time that the search still takes.
 
-The search keeps no state besides the results, so that an interrupted search can be resumed. The
-first limit is an estimate from the cell without a limit (the sampled maximum of its anonymous
-memory, in its load and in the use after it, and what a load needs beside it; for a command, what it needed). Further limits move away from
-the estimate until one limit works and one fails. The search then bisects the interval between these
-two limits and confirms the smallest working limit. A search takes 6 cells if the floor is the estimate
-or one step above it.
+The search keeps no state besides the results, so that an interrupted search can be resumed. The first
+cell has no limit. The memory that this cell needed, anonymous and shared, is the estimate of the floor
+and the first limit to try. Further limits move away from the estimate until one limit works and one
+limit fails. The search then bisects the interval between these two limits, and confirms the smallest
+working limit. A search takes 6 cells if the floor is the estimate or one step above the estimate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,15 +24,19 @@ from weighin.records.floor import (
     unlimited_of,
     with_room,
 )
-from weighin.result import Result
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
-_LEAST_OF_DOCKER: Final = 6 * MIB  # the engine refuses a smaller limit
-# A limit must also cover page tables and the kernel's per-CPU page stock: the floors of copying loads
+TYPICAL_CELLS: Final = 7
+"""The cells of a search for one floor: 6 if the estimate is right, seldom more than 10."""
+_MOST_CELLS: Final = 60
+
+_LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
+# A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
 # were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
 _BESIDE_COPIES_BYTES: Final = 4 * MIB
 _PAGE_TABLE_SHARE: Final = 512
-# For a mapped load, it must also cover the pages of libraries and of the file that are in use.
+# The limit of a mapped load must also cover the pages of libraries and of the file that are in use.
 _BESIDE_BYTES: Final = 16 * MIB
 
 
@@ -46,9 +49,8 @@ def next_cell(
 ) -> Cell | None:
     """Return the next cell of the search for the floor of ``cell``; None when the search has ended.
 
-    ``within`` is the step as a share of the floor; ``highest`` is the largest limit to try, in
-    bytes. The first cell has no limit; its sampled anonymous memory is the first estimate of the
-    floor.
+    ``within`` is the precision as a share of the floor, and ``highest`` the largest limit to try, in
+    bytes.
     """
     cell, ours = searched(cell), results_of(cell, results)
     if stopped_by(ours):
@@ -72,7 +74,7 @@ def _next_limit(
     failing, working = bounds.failing_bytes, bounds.working_bytes
     step = _step(min(estimate, working or estimate), within, finest)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
-    # The second limit is a step away, and so is the third; then the distance doubles.
+    # The second and the third limit are one step away from the limit before; then the distance doubles.
     jump = step << max(0, len(tried) - 2)
     least = max(step, _LEAST_OF_DOCKER) if first.cell.isolation == "docker" else step
     if failing is None and working is None:
@@ -91,7 +93,7 @@ def _next_limit(
 
 
 def _estimate(first: Result, aim: Aim) -> int | None:
-    """Return an estimate of the floor from the cell without a limit; None if nothing was measured."""
+    """Estimate the floor from the cell without a limit; None if that cell has no figures."""
     if first.ran:
         needed = first.ran.needed_bytes
         return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
@@ -103,12 +105,12 @@ def _estimate(first: Result, aim: Aim) -> int | None:
     if in_use > sampled or not _is_mapped(first):
         sampled = max(in_use, sampled)
         return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
-    # A load ends even if the kernel reads ahead less, but then it reads pages again and again.
+    # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
     return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
 
 
 def _is_mapped(first: Result) -> bool:
-    """Tell whether a load left most of its model in the pages of a mapped file."""
+    """Return whether a load left most of the model in the page cache of a mapped file."""
     peaks, before, size = first.peaks, first.baseline, first.model_bytes
     if not before or not size or peaks.file_sampled_bytes is None:
         return False
@@ -121,3 +123,48 @@ def _step(estimate: int, within: float, finest: int) -> int:
     """Return the step in bytes: a power of two, so that repeated searches try the same limits."""
     coarsest = max(finest, int(estimate * within))
     return 1 << (coarsest.bit_length() - 1)
+
+
+def remaining_ns(
+    cells: Sequence[Cell], results: Sequence[Result], within: float, highest: int, aim: Aim
+) -> int | None:
+    """Return the time until the floors of all ``cells`` are found; None before the first result.
+
+    The number of cells left is that of a search whose floor lies in the middle of the known bounds.
+    Each cell takes the mean time of the strategy's cells so far; without such cells, of all cells.
+    """
+    every = _mean_ns(results)
+    if every is None:
+        return None
+    left_ns = 0
+    for cell in cells:
+        ours = results_of(searched(cell), results)
+        each = _mean_ns(ours)
+        left_ns += _cells_left(cell, ours, within, highest, aim) * (every if each is None else each)
+    return left_ns
+
+
+def _cells_left(cell: Cell, ours: Sequence[Result], within: float, highest: int, aim: Aim) -> int:
+    first = unlimited_of(ours)
+    if first is None:
+        return TYPICAL_CELLS
+    bounds = bracket(ours, aim)
+    failing, working = bounds.failing_bytes, bounds.working_bytes
+    need = working
+    if failing is not None:
+        need = failing + 1 if working is None else (failing + working) // 2
+    assumed = list(ours)
+    for number in range(_MOST_CELLS):
+        following = next_cell(cell, assumed, within, highest, aim)
+        limit = following.ram_limit_bytes if following else None
+        if following is None or limit is None:
+            return number
+        need = limit if need is None else need
+        outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
+        assumed.append(replace(first, cell=following, outcome=outcome, pressure=None))
+    return _MOST_CELLS
+
+
+def _mean_ns(results: Sequence[Result]) -> int | None:
+    times = [result.cost.wall_ns for result in results if result.cost]
+    return sum(times) // len(times) if times else None

@@ -1,8 +1,7 @@
-"""Compare the records of a run with its plan: which part of the plan was measured.
+"""Compare the records of a run with the run's plan, to find the cells without a record.
 
-A run that was stopped has fewer records than its plan has cells, and its figures look like those of a
-complete run. Every reader of a run therefore gets this comparison with the records
-(``run_folder.read``).
+A stopped run has fewer records than planned cells, but its figures look like those of a complete run.
+``run_folder.read`` therefore returns this comparison together with the records.
 """
 
 import json
@@ -19,15 +18,15 @@ from weighin.records.floor import Aim
 from weighin.records.shard import parse
 from weighin.result import Result
 
-_ANY_RAM_BYTES: Final = 1 << 62  # for records that do not tell the RAM of their machine
+_ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The cells of a plan that have records; ``again`` is the command that measures the other cells.
+    """The number of planned cells, and the planned cells without a record (``pending``).
 
-    ``pending`` are the cells without a record. A search for floors has no fixed number of cells: its
-    ``pending`` cells are those whose floor is still searched.
+    ``again`` is the command that measures the pending cells. In a search for floors, which has no fixed
+    number of cells, a pending cell is one whose floor is not found yet.
     """
 
     planned: int
@@ -38,7 +37,6 @@ class Coverage:
 
     @property
     def measured(self) -> int:
-        """The number of cells, or in a search of floors, that are finished."""
         return self.planned - len(self.pending)
 
     def __str__(self) -> str:
@@ -61,13 +59,13 @@ def coverage(
         return Coverage(len(cells), tuple(left), again, is_search)
     try:
         ours = parse(shard).of(cells) if shard else cells
-    except ConfigError:  # a plan that somebody edited
+    except ConfigError:  # somebody edited the plan
         ours, shard = cells, ""
     return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
-    """Return the verb that makes and resumes a run with the settings of this plan."""
+    """Return the verb that made a run with these settings, and that resumes the run."""
     if "within" in settings:
         return "floor"
     return "run" if settings.get("command") else "bench"
@@ -80,7 +78,7 @@ def resume_command(verb: str, run: Path) -> str:
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
     """Return the cells without a record, in order; cells are equal if all their fields are equal."""
-    # Compared as JSON, because a cell contains dicts, in which a tuple is read back as a list.
+    # Compared as JSON, because a tuple inside a cell's dicts is a list after the record is read.
     measured = {identity(result.cell) for result in results}
     return [cell for cell in cells if identity(cell) not in measured]
 
@@ -91,7 +89,7 @@ def identity(cell: Cell) -> str:
 
 
 def _fields(value: Any) -> Any:
-    """Return a dataclass as a dict, without the copies that ``asdict`` makes; else a text."""
+    """Return a dataclass as a dict, and any other value as text; ``asdict`` would copy deeply."""
     return (
         {f.name: getattr(value, f.name) for f in fields(value)}
         if is_dataclass(value)
@@ -102,7 +100,7 @@ def _fields(value: Any) -> Any:
 def _unfinished(
     cells: Sequence[Cell], results: Sequence[Result], within: float, aim: Aim
 ) -> list[Cell]:
-    """Return the cells whose search would measure another cell, if it were resumed."""
+    """Return the cells for whose floor a resumed search would measure another cell."""
     rams = [ram for result in results if (ram := result.environment.get("ram_bytes"))]
     highest = max(rams, default=_ANY_RAM_BYTES)
     return [cell for cell in cells if next_cell(cell, results, within, highest, aim) is not None]

@@ -3,12 +3,14 @@
 The only input is results; ``weighin.records.bisection`` chooses the cells to measure. A limit *works*
 if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
 the kernel killed the cell, or the cell timed out although the load ends in time without a limit.
-There are two kinds of floors (``Aim``): for a floor that a load *survives*, a limit under which a
-cell thrashes (``weighin.records.verdict``) fails too; for a floor under which a load *ends*, it
-works if the cell ended ok.
-The floor is the smallest working limit above all failing limits. The floor is confirmed by
-``PASSES`` cells that end ok under it and by a cell that fails one step below it. A cell that fails
-for another reason than memory ends the search without a floor.
+
+There are two kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a
+cell thrashes under the limit (``weighin.records.verdict``). For a floor under which a load *ends*, a
+limit under which a cell thrashes and ends ok works.
+
+The floor is the smallest working limit above all failing limits. ``PASSES`` cells that end ok under
+the floor, and a cell that fails one step below the floor, confirm the floor. A cell that fails for
+another reason than memory ends the search without a floor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,16 +28,16 @@ PASSES: Final = 3
 _FINEST_STEP_BYTES: Final = 8 * MIB
 _FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
-"""The largest allowed step, as a share of the floor; with a larger step, no floor is reported."""
+"""The largest distance, as a share of the floor, to the failing limit below a reported floor."""
 ROOM: Final = 1.1
-"""The floor times this factor is the limit of one more cell, which shows a tight limit's cost."""
+"""A search also measures a cell under ``ROOM`` times the floor, to show what time a tight limit costs."""
 _FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 _BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
 
 
 class Aim(StrEnum):
-    """The two kinds of floors: what a load does under the smallest limit."""
+    """The two kinds of floors: the load survives, or the load only ends."""
 
     SURVIVES = "survives"
     ENDS = "ends"
@@ -43,7 +45,7 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a floor, which is above ``failing_bytes`` and at most ``working_bytes``."""
+    """The bounds of a floor: it lies above ``failing_bytes``, and not above ``working_bytes``."""
 
     failing_bytes: int | None
     working_bytes: int | None
@@ -59,7 +61,7 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A strategy's median time until ready under one limit, and the verdict on it."""
+    """A strategy's median time until ready under one limit, and the verdict on that cell."""
 
     limit_bytes: int | None
     ready_ns: int | None
@@ -74,11 +76,11 @@ class Floor:
 
     Attributes:
         cell: the cell whose floor was searched, without a limit.
-        aim: whether the load survives at the floor, or ends at all, but thrashes.
+        aim: whether the load survives at the floor, or only ends (and may thrash).
         step_bytes: the distance from the floor to the failing limit below it.
         below: how the cell failed one step below the floor: "killed", "thrashes", "timed out after
             300 s".
-        import_bytes: anonymous and shared memory after ``import torch``, which cannot be evicted.
+        import_bytes: anonymous and shared memory after ``import torch``, which the kernel cannot evict.
         cells: the number of measured cells, including the cell at ``ROOM`` times the floor.
     """
 
@@ -111,17 +113,17 @@ class Floor:
 
 
 def finest_step(cell: Cell) -> int:
-    """Return the smallest step of a search, in bytes: a command may need very little."""
+    """Return the smallest step of a search, in bytes; smaller for a command, which may need little."""
     return _FINEST_STEP_OF_COMMANDS if cell.operation == "command" else _FINEST_STEP_BYTES
 
 
 def searched(cell: Cell) -> Cell:
-    """Return a cell without its limit and repeat; cells that are then equal share one floor."""
+    """Return a cell without limit and repeat; two cells share a floor if the results are equal."""
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    """Return the bounds of the floor of this kind according to the results of one series."""
+    """Return the bounds of a floor of this kind from the results of one series."""
     by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -137,9 +139,10 @@ def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
 
 
 def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
-    """Return whether a cell shows that its limit works or fails; None if it shows neither.
+    """Return True if a cell shows that its limit works, False if that the limit fails, else None.
 
-    A cell that was ended because it thrashed may have ended by itself, later.
+    A cell that weighin killed because it thrashed shows nothing for ``Aim.ENDS``: without the kill,
+    the cell might have ended.
     """
     if result.outcome in _FAILING:
         return False
@@ -147,12 +150,8 @@ def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
         return False if aim is Aim.SURVIVES else None
     if result.outcome is not Outcome.OK:
         return None
-    return aim is Aim.ENDS or not _thrashes(result, ours)
-
-
-def _thrashes(result: Result, ours: Sequence[Result]) -> bool:
     judgement = judge_result(result, _unlimited_ns(ours))
-    return judgement is not None and judgement.verdict is Verdict.THRASHES
+    return aim is Aim.ENDS or judgement is None or judgement.verdict is not Verdict.THRASHES
 
 
 def _unlimited_ns(ours: Sequence[Result]) -> int | None:
@@ -161,11 +160,10 @@ def _unlimited_ns(ours: Sequence[Result]) -> int | None:
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first result that ends a series' search because memory is not the cause.
+    """Return the first failed result whose cause is not memory, because it ends the series' search.
 
-    Without a limit, any result that is not ok ends the search. Under a limit, a failed cell ends
-    the search if it was neither killed for lack of memory nor timed out nor thrashed, for example
-    with wrong weights.
+    Without a limit, any result that is not ok ends the search. Under a limit, a failure ends the
+    search unless the cell was killed for lack of memory, timed out or thrashed.
     """
     for result in ours:
         bounding = () if result.cell.ram_limit_bytes is None else _BOUNDING
@@ -191,10 +189,10 @@ def with_room(floor_bytes: int) -> int:
 def floors(results: Iterable[Result]) -> list[Floor]:
     """Return a ``Floor`` for every series measured without a limit, even if no floor was found.
 
-    A working limit far above the highest failing limit, as in a sweep, is not a floor. The distance
-    of the two limits must be at most ``COARSEST`` of the working limit, or ``FINEST_STEP_BYTES``.
-    A series has a floor under which it only ends if no floor is known that it survives, as in a
-    search with ``--thrashing``.
+    A working limit far above the highest failing limit, as in a sweep, is not a floor: the two limits
+    must differ by at most ``COARSEST`` of the working limit, or by at most ``finest_step``. The floor
+    is of the kind ``Aim.ENDS``, as in a search with --thrashing, only if the series has no floor of
+    the kind ``Aim.SURVIVES``.
     """
     groups = grouped(results, lambda one: searched(one.cell).series)
     return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
@@ -275,7 +273,7 @@ def _how(result: Result) -> str:
 
 
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
-    """Return the time of the ok cell with the median time under one limit, and its verdict."""
+    """Return the time and the verdict of the ok cell with the median time under one limit."""
     cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
     if not cells:
         return None

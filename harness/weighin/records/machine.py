@@ -1,7 +1,7 @@
-"""Compare the environment of a run with the baseline's, and decide what each difference means.
+"""Compare the environment of a run with that of the baseline, and set a policy for each difference.
 
-Figures of a different torch or cgroup version are not comparable: such a difference fails the gate.
-A different kernel or processor hardly affects memory: the gate warns and does not judge times.
+Figures of another torch or cgroup version are not comparable, so that such a difference fails the
+gate. Another kernel or processor hardly affects memory: the gate then warns, and judges no times.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from weighin.units import GIB
 Policy = Literal["ignore", "warn", "fail"]
 Setting = str | int | float | bool | None
 
-# The first pattern that matches a setting decides; a setting without a match is a warning.
+# The first pattern that matches a setting decides; a difference that matches no pattern is a warning.
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
-    ("isolation.image", "ignore"),  # a hash of the wheels; their versions are settings themselves
+    ("isolation.image", "ignore"),  # a hash of the wheels, whose versions are settings themselves
     ("isolation.groups", "ignore"),
-    ("node.*", "ignore"),  # the name of a machine in a fleet, and not a property of it
-    ("disk.*", "ignore"),  # a cell's own setting; its series has another name
-    ("storage.*", "ignore"),  # records before this entry do not have it
+    ("node.*", "ignore"),  # the name of a machine in a fleet, not a property of the machine
+    ("disk.*", "ignore"),  # series of different disks have different names anyway
+    ("storage.*", "ignore"),  # older records do not have this setting
     ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
     ("psi", "ignore"),
     ("governor", "ignore"),
-    ("swap_bytes", "ignore"),  # a cell has no swap
+    ("swap_bytes", "ignore"),  # a cell gets no swap
     ("torch", "fail"),
     ("cuda", "fail"),
     ("gpu", "fail"),
@@ -37,11 +37,11 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("settings.*", "fail"),
 )
 CONCURRENT: Final = "concurrent_cells"
-"""The number of cells that were measured at once, if more than one: their times are not judged."""
+"""The setting with the number of cells measured at once, if above 1; the gate judges no such times."""
 TIMING: Final = (
     "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
 )  # fmt: skip
-"""Times are not compared if one of these differs."""
+"""The gate compares no times if one of these settings differs."""
 
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
@@ -51,7 +51,7 @@ _OF_MACHINE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that differs from the baseline. None means that the setting did not exist."""
+    """One setting that differs from the baseline; None stands for a setting that did not exist."""
 
     name: str
     was: Setting
@@ -63,7 +63,7 @@ class Difference:
 
 
 def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]:
-    """Return all settings, flat and sorted; a setting with two values in the run is "a | b"."""
+    """Return all settings of a run, flat and sorted; two values of one setting become "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
@@ -75,9 +75,9 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return the name of a kind of machine, which is the same for two machines of the same kind.
+    """Return a hash of the properties that affect figures, such as processor, RAM, kernel and GPU.
 
-    The name is a hash of the properties that affect figures: processor, RAM, kernel and GPU.
+    The hash is the name of a kind of machine.
     """
     settings = settings_of([environment])
     described = {name: settings.get(name) for name in _OF_MACHINE}
@@ -85,7 +85,7 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
-    """Return the policy for a difference in a setting; ``chosen`` overrides the defaults."""
+    """Return the policy for a difference in a setting; the user's ``chosen`` policies come first."""
     for pattern, policy in (*chosen.items(), *_POLICIES):
         if fnmatchcase(name, pattern):
             return policy
@@ -95,7 +95,7 @@ def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
 def differences(
     was: Mapping[str, Setting], now: Mapping[str, Setting], chosen: Mapping[str, Policy]
 ) -> list[Difference]:
-    """Return the differences that are not ignored, sorted by name."""
+    """Return the differences whose policy is not "ignore", sorted by name."""
     changed = [
         Difference(name, was.get(name), now.get(name), policy_of(name, chosen))
         for name in sorted({*was, *now})
@@ -115,7 +115,7 @@ def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Setting]]:
             for key, inner in value.items():
                 yield f"{name}.{key}", _plain(inner)
         elif name == "ram_bytes":
-            # Rounded: the size differs by a few pages between two boots of one machine.
+            # Rounded, because the size differs by a few pages between two boots of one machine.
             yield "ram_gib", round(value / GIB)
         else:
             yield name, _plain(value)

@@ -1,10 +1,8 @@
 """Define the metrics of the gate: unit, exactness and default tolerance.
 
-A metric is None and is not judged if the record has no figure for it.
-
 The default tolerances come from repeated runs: thirteen strategies loaded gpt2-small in 6 to 9
-runs in cgroups, 3 as plain processes and 2 in containers, on two busy cores. The highest run was
-above the median by this much, for the strategy that varies most, and at most for all others:
+runs in cgroups, 3 as plain processes and 2 in containers, on two busy cores. The table shows how far
+the highest run was above the median: for the strategy that varies most, and for all others at most:
 
     peak_rss        36.5 MiB (per_module)     12.6 MiB
     above_import    36.4 MiB (per_module)      7.2 MiB
@@ -13,9 +11,9 @@ above the median by this much, for the strategy that varies most, and at most fo
     peak_cgroup     96.7 MiB (meta_copy)      59.5 MiB
     load, ready     225 %    (mmap_assign)   160 %
 
-Most of the variation is freed heap, which glibc keeps or returns to the kernel: in one run of six,
-per_module kept 36 MiB. With three repeats, one such run does not move the median. peak_cgroup
-depends on the process that read torch's libraries first.
+Most of the variation is freed heap, which glibc either keeps or returns to the kernel: in one run of
+six, per_module kept 36 MiB. With three repeats, one such run does not move the median. peak_cgroup
+varies because the kernel charges the pages of torch's libraries to the process that reads them first.
 """
 
 from collections.abc import Callable
@@ -37,12 +35,12 @@ from weighin.units import (
 )
 
 Direction = Literal["lower", "higher", "both"]
-"""The direction of an improvement: lower or higher; with ``both``, every change is a regression."""
+"""Whether lower or higher figures are an improvement; with "both", every change is a regression."""
 
-# The worker's own phases before its baseline.
+# The worker's own phases before the baseline.
 _BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
-# The phase that ends at ``ready``: it reads every byte of a load, or syncs every byte of a save. A
-# command has no such phase.
+# The phase that ends at ``ready``: "touch" reads every byte of a loaded model, and "sync" writes every
+# byte of a saved checkpoint to the disk. A command has no such phase.
 _LAST: Final = {"load": "touch", "save": "sync", "command": ""}
 _OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
 _LOADS: Final[tuple[Operation, ...]] = ("load",)
@@ -68,11 +66,11 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a result. ``in_phase`` names the phase figure that explains the figure's
-    growth.
+    """A figure of a result, such as the peak RSS, which the gate compares with a baseline.
 
-    ``portable`` tells whether the figure can be compared across machines; a time cannot.
-    ``operations`` have this figure.
+    ``in_phase`` is the key in ``PHASE_FIGURES`` of the phase figure that explains the metric's growth.
+    ``portable`` is False for a time, which cannot be compared between machines. ``operations`` are the
+    operations of cells that have the figure.
     """
 
     name: str
@@ -85,7 +83,7 @@ class Metric:
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
 
     def of(self, result: Result) -> int | None:
-        """Return the figure of a result; None if it was not measured."""
+        """Return the figure of a result; None if it was not measured, which the gate does not judge."""
         return self.read(result) if result.cell.operation in self.operations else None
 
     @property
@@ -106,7 +104,6 @@ class Metric:
         return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
 
     def parse(self, text: str) -> int:
-        """Parse a figure of this metric, and return bytes or nanoseconds."""
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
 
     def change(self, was: int, now: int) -> str:
@@ -123,14 +120,14 @@ class Metric:
 
 
 def ready_anon(result: Result) -> int | None:
-    """Return the worker's anonymous memory when the model was ready; None if the model never was."""
+    """Return the worker's anonymous memory when the model was ready; None if it never was ready."""
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Return a figure of the use of a model; forward passes have none, as before there were uses."""
+    """Wrap ``read`` to return None if the use is forward passes, which had no such figures in old records."""
     return lambda result: read(result) if result.cell.use else None
 
 
@@ -138,7 +135,7 @@ _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
 _CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
-# A busy machine slows loads by as much as this tolerance.
+# A busy machine can slow a load down by as much as this tolerance.
 _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 
 METRICS: Final = {
@@ -153,7 +150,7 @@ METRICS: Final = {
         Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
         Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
-        # weighin.records.series computes this figure from a whole search, not from one result.
+        # weighin.records.series computes the floor from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
         Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(after_load.peak_rss_bytes), operations=_LOADS),
         Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(after_load.anon_bytes), operations=_LOADS),
@@ -175,7 +172,7 @@ PHASE_FIGURES: Final[dict[str, Callable[[Phase], int | None]]] = {
     "cuda_reserved": lambda phase: phase.peak_cuda_reserved_bytes,
     "time": lambda phase: phase.end_ns - phase.start_ns,
 }
-"""The figures of a phase by name; ``Metric.in_phase`` is one of these names."""
+"""Maps the name of a phase figure, which ``Metric.in_phase`` holds, to a function that reads it."""
 
 ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allocated"}
 
@@ -195,8 +192,9 @@ def named(name: str) -> Metric:
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     """Return the phases from the baseline to ready, or all of a command, each with a unique name.
 
-    The phase of a use other than forward passes belongs to them. A stretch between two phases is
-    reported only if it lasts long enough, so the name of a stretch says which phase it follows.
+    The phase of a use follows, but no forward passes. The time between two phases is a phase only if
+    it is long enough; such a phase is called "other after NAME", so that its name does not depend on
+    the number of such phases.
     """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()

@@ -1,33 +1,39 @@
-"""Read a record or a plan from JSON, and say what is wrong with it.
+"""Parse a record or a plan from JSON, and reject impossible values.
 
-This module is apart from ``run_folder``, because pydantic takes 0.07 s to import, and a run of one
-command need not read.
+Manual edits and damaged disks cause such values. Importing pydantic takes 0.07 s, so that ``parse``
+imports it when the first record is read: a run of one command reads none.
 """
 
+from functools import cache
 from reprlib import repr as short_repr
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
-
-from weighin import install
 from weighin.errors import DamagedRecord, SchemaTooNew
 from weighin.foreign import parse_json
-from weighin.records.validate import clean, impossible
 from weighin.result import SCHEMA
-from weighin.text import one_line
+from weighin.text import one_line, printable
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+_FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
+_LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 
 _T = TypeVar("_T")
-_adapters: dict[Any, TypeAdapter[Any]] = {}  # made when they are needed: each takes time
 
 
 def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
-    """Return the dataclass ``kind`` that a text of JSON holds; ``place`` names the text in errors.
+    """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors.
 
     Raises:
-        SchemaTooNew: a newer version wrote the text.
-        DamagedRecord: the text does not hold such a value, or its figures are impossible.
+        SchemaTooNew: a newer version of weighin wrote the text.
+        DamagedRecord: the text is not a valid ``kind``, or has an impossible figure.
     """
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    from weighin import install
+
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -49,20 +55,63 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     return parsed
 
 
-def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+@cache  # building an adapter takes time
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def _is_clean(text: bytes) -> bool:
-    """Tell whether a text of one line certainly has no control character, written or escaped."""
+    """Return whether a line of JSON certainly has no control character, neither raw nor escaped."""
     return b"\\" not in text and text.decode().strip().isprintable()
 
 
-def _first_complaint(error: ValidationError) -> str:
+def _first_complaint(error: "ValidationError") -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the record"
     if first["type"] == "missing":
         return f"{where}: missing"
     return f"{where}: {first['msg'].lower()}, got {one_line(short_repr(first['input']), 60)}"
+
+
+def clean(value: Any) -> Any:
+    """Return a record's JSON value without control characters in names and texts.
+
+    Values that a user may choose freely, such as options, stay as they are: reports escape them.
+    """
+    if isinstance(value, dict):
+        return {key: each if key in _FREE else clean(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [clean(each) for each in value]
+    if isinstance(value, str):
+        return printable(value, kept="\n\t")
+    return value
+
+
+def impossible(record: dict[str, Any], before: str = "") -> str:
+    """Describe the first impossible value of a record; return an empty text if there is none.
+
+    An amount below 0 or above 2**63 - 1 is impossible, and so is a phase that ends before it starts,
+    or a ready time below the load time. ``before`` is the path to ``record`` in the whole record.
+    """
+    for key, value in record.items():
+        if key in _FREE:
+            continue
+        inner = value if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            inner = {str(n): item for n, item in enumerate(value) if isinstance(item, dict)}
+        if inner and (complaint := impossible(inner, f"{before}{key}.")):
+            return complaint
+        is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
+        if is_amount and not 0 <= value < _LARGEST:
+            return f"{before}{key}: impossible value {short_repr(value)}"
+    if _is_less(record.get("end_ns"), record.get("start_ns")):
+        return f"{before}end_ns: earlier than start_ns"
+    if _is_less(record.get("ready_ns"), record.get("load_ns")):
+        return f"{before}ready_ns: less than load_ns"
+    return ""
+
+
+def _is_less(one: Any, other: Any) -> bool:
+    return isinstance(one, int) and isinstance(other, int) and one < other

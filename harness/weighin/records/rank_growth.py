@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from weighin.cell import Cell
 from weighin.records.floor import floors
@@ -14,24 +13,15 @@ _FLAT: Final = 0.25
 _LINEAR: Final = 0.75
 
 
-class Growth(StrEnum):
-    """How the memory above the imports grows with the number of ranks."""
-
-    FLAT = "flat"
-    BETWEEN = "between"
-    LINEAR = "linear"
-
-
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """One strategy over the numbers of ranks.
+    """The results of one strategy with several numbers of ranks.
 
     Attributes:
-        cell: the cell that all of these have in common but for the ranks.
+        cell: the strategy's cell with one rank.
         by_ranks: the results that ended ok, by the number of ranks.
-        charges: the bytes of all ranks above the imports, by the number of ranks: the median over the
-            repeats of the cgroup's peak, or the floor if a search found one.
-        model_bytes: the size of the model.
+        charges: the memory of all ranks above the imports, in bytes, by the number of ranks: the floor
+            if a search found one, else the median of the cgroup's peaks.
     """
 
     cell: Cell
@@ -41,27 +31,26 @@ class RankSeries:
 
     @property
     def copies_per_rank(self) -> float | None:
-        """How many times the model's size each further rank adds; None with one number of ranks."""
+        """The memory that each further rank adds, in model sizes; None with one number of ranks only."""
         if len(self.charges) < 2 or not self.model_bytes:
             return None
         low, high = min(self.charges), max(self.charges)
         return (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
 
     @property
-    def growth(self) -> Growth | None:
-        """Flat below 0.25 models for each further rank, linear from 0.75; None if not known."""
+    def growth(self) -> Literal["flat", "between", "linear"] | None:
+        """Flat if each further rank adds less than 0.25 model sizes, linear if it adds at least 0.75."""
         if (copies := self.copies_per_rank) is None:
             return None
         if copies < _FLAT:
-            return Growth.FLAT
-        return Growth.LINEAR if copies >= _LINEAR else Growth.BETWEEN
+            return "flat"
+        return "linear" if copies >= _LINEAR else "between"
 
 
 def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
     """Return each strategy of a run that was measured with several ranks.
 
-    Cells under a RAM limit count only in a search for floors: page cache fills whatever a limit
-    leaves.
+    The peaks of cells under a RAM limit are left out, because page cache fills memory up to a limit.
     """
     found = {
         floor.cell.series: floor.bytes - (floor.import_bytes or 0)
@@ -103,9 +92,9 @@ def unreclaimable(result: Result) -> int | None:
 
 
 def sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts shared pages once for each rank.
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank.
 
-    None without ranks, or if the peak of a rank is unknown.
+    The result is None without ranks, or if the peak of a rank is unknown.
     """
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

@@ -1,4 +1,4 @@
-"""Summarise the repeats of a cell: the one median, the one outcome text, the last record of a cell."""
+"""Summarise the repeats of a cell: the median of a figure, the outcomes, the last record of a cell."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -12,21 +12,22 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def middle(values: Iterable[_Number | None]) -> _Number | None:
-    """Return the median of the known values; None if there are none.
+    """Return the median of the values that are not None; None if there are no such values.
 
-    Of an even number of values it is the lower of the middle two: a figure that was measured.
+    For an even number of values, the median is the lower one of the middle two, so that it is a figure
+    that was measured.
     """
     known = sorted(value for value in values if value is not None)
     return known[(len(known) - 1) // 2] if known else None
 
 
 def largest(values: Iterable[int | None]) -> int | None:
-    """Return the largest of the known values; None if there are none."""
+    """Return the largest of the values that are not None; None if there are no such values."""
     return max((value for value in values if value is not None), default=None)
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Return the items in groups of the same key; groups and their items keep the order."""
+    """Return the items in groups of equal keys; groups and items keep the order of ``items``."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -39,7 +40,7 @@ def latest(results: Iterable[Result]) -> list[Result]:
 
 
 def outcome_of(outcomes: Iterable[Outcome]) -> str:
-    """Return the outcome of all repeats, or the count of each outcome: "ok 2, timeout 1"."""
+    """Return the outcome if all repeats have the same, else each with its count: "ok 2, timeout 1"."""
     counts = Counter(outcomes)
     if len(counts) == 1:
         return next(iter(counts)).value

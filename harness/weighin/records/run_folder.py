@@ -6,14 +6,14 @@
     RUN/records.jsonl     one Result per line, synced to disk before the next cell starts
     RUN/samples/*.csv     one file per cell, and one per rank; written after the record that names them
     RUN/traces/*.csv      one file per cell with a trace of the CUDA allocator
-    RUN/.room             while a cell runs: disk space reserved for its record
+    RUN/.room             while a cell runs: disk space reserved for the cell's record
 
-results/README.md is the contract for every field.
+results/README.md documents every field.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -26,26 +26,26 @@ from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json, read_bytes
 from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
+from weighin.records.parsing import impossible, parse
 from weighin.records.repeats import grouped
-from weighin.records.validate import impossible
 from weighin.result import SCHEMA, Outcome, Result
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
-_MOST_BYTES: Final = 1024**3  # 180,000 records of the usual size
+_MOST_BYTES: Final = 1024**3  # the size of about 180,000 records
 _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = (
-    "free some space, or name a folder that you may write: weighin bench ... --out FOLDER"
+    "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a run. ``settings`` maps names to all settings that a resumed run must reuse."""
+    """The plan of a run; ``settings`` holds every setting that a resumed run must use again."""
 
     schema: int
     cells: tuple[Cell, ...]
@@ -54,17 +54,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, and warnings about their file.
+    """The results of a run in the order of measurement, with warnings.
 
-    ``coverage`` compares the results with the run's plan; None for a run without a plan, of which
-    nobody can say whether it is complete. An incomplete run causes a warning too.
+    Attributes:
+        warnings: unreadable lines of the file, cells without a record, and mixed repeats.
+        coverage: the comparison of the results with the run's plan; None for a run without a plan.
+        damage: the error for the first line that is not a record, or for a damaged plan.
     """
 
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
     coverage: Coverage | None = None
     damage: RecordError | None = None
-    """The error for the first line that is not a record, or for a damaged plan; set by ``read_whole`` only."""
 
     @property
     def missing(self) -> int | None:
@@ -73,13 +74,11 @@ class Records:
 
 
 def append(run: Path, result: Result) -> Result:
-    """Append ``result`` to the run's records, sync it to disk, and return what was appended.
+    """Append ``result`` to the run's records, sync the file, and return the appended result.
 
-    A result that ``read`` would refuse is recorded as ``measurement_failed``; the message names the
-    figure.
-
-    The folder is created if it does not exist. An incomplete last line of the file is removed
-    first. The new line uses the disk space that ``room`` reserved.
+    A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
+    names the impossible figure. An incomplete last line of the file is removed. The new line uses the
+    disk space that ``room`` reserved. The folder is created if it does not exist.
 
     Raises:
         RecordError: the folder or the file cannot be written; the file is unchanged.
@@ -100,10 +99,10 @@ def append(run: Path, result: Result) -> Result:
 
 
 def _valid(result: Result) -> tuple[bytes, Result]:
-    """Return the line of a result that ``read`` accepts, or that of a failed measurement.
+    """Return a result and its line of JSON; replace a result that ``read`` would refuse by a failure.
 
-    The record of a command without phases has no value from another program's events: weighin itself
-    gave each value its type. Such a record is checked for impossible figures only.
+    In the record of a command without phases, every value comes from weighin, so that no type can be
+    wrong. The record of such a command is only checked for impossible figures, without pydantic.
     """
     name = result.cell.id
     line = _encode(asdict(result), name) + b"\n"
@@ -114,7 +113,7 @@ def _valid(result: Result) -> tuple[bytes, Result]:
     )
     try:
         if not is_ours:
-            decode(line, name)
+            parse(Result, line, name)
     except DamagedRecord as error:
         result = Result(
             schema=SCHEMA,
@@ -124,7 +123,7 @@ def _valid(result: Result) -> tuple[bytes, Result]:
             started_at=result.started_at,
         )
         line = _encode(asdict(result), name) + b"\n"
-        decode(line, name)
+        parse(Result, line, name)
     return line, result
 
 
@@ -142,19 +141,19 @@ def room(run: Path) -> Iterator[None]:
             kept.write_bytes(bytes(_ROOM_BYTES))
         yield
     finally:
-        with suppress(OSError):  # for example, the disk was removed in the meantime
+        with suppress(OSError):  # for example, the disk was removed during the measurement
             kept.unlink(missing_ok=True)
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run; the result is empty if the run has a plan but no finished cell.
+    """Return all records of a run.
 
-    An incomplete last line, as after a power cut, causes a warning, and its cell counts as not
-    measured. Keys that this version does not know are ignored.
+    An incomplete last line, as after a power cut, causes a warning, and the cell of that line counts
+    as not measured. Keys that this version of weighin does not know are ignored.
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
-        SchemaTooNew: a newer version wrote a record.
+        SchemaTooNew: a newer version of weighin wrote a record.
         DamagedRecord: a line is not a record; the message names the line and the field.
     """
     records = read_whole(run)
@@ -164,7 +163,7 @@ def read(run: Path) -> Records:
 
 
 def _mixed(results: Iterable[Result]) -> Iterator[str]:
-    """Yield a warning for each series whose repeats were measured with different code or weights."""
+    """Yield a warning for each series whose repeats had different code or models of other sizes."""
     for repeats in grouped(results, lambda one: one.cell.series).values():
         for what, values in (
             ("code", {one.sources_hash for one in repeats}),
@@ -172,8 +171,8 @@ def _mixed(results: Iterable[Result]) -> Iterator[str]:
         ):
             if len(found := sorted(str(one) for one in values if one is not None)) > 1:
                 yield (
-                    f"{repeats[0].cell.strategy}: its repeats were measured with different {what}"
-                    f" ({', '.join(found)}), and share a row"
+                    f"{repeats[0].cell.strategy}: one row of the tables mixes repeats with different"
+                    f" {what} ({', '.join(found)})"
                 )
 
 
@@ -185,63 +184,42 @@ def read_whole(run: Path) -> Records:
     Raises:
         RecordError: the folder is not a run, or cannot be read.
     """
-    path = run / RECORDS
-    if not path.exists() and (run / PLAN).exists():
-        covered = _coverage(run, ())
-        return Records((), tuple(_incomplete(run, covered)), covered)
-    lines = _read(path).split(b"\n")
+    path, plan, plan_error = run / RECORDS, None, None
+    has_plan = (run / PLAN).exists()
+    try:
+        plan = read_plan(run) if has_plan else None
+    except RecordError as error:
+        plan_error = error
+    again = resume_command(verb_of(plan.settings) if plan else "bench", run)
+    lines = [b""] if has_plan and not path.exists() else _read(path).split(b"\n")
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
-            f"{path}, line {len(lines)} is incomplete (the run was cut off while writing it): its"
-            f" cell counts as not measured; {_resume(run)} measures it again"
+            f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote the"
+            f" line: the cell of the line counts as not measured; {again} measures it again"
         )
         lines.pop()
     results: list[Result] = []
     damages: list[RecordError] = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                results.append(_parse_record(path, number, line))
-            except RecordError as error:
-                damages.append(error)
+        cut = f"sed -i {number}d {quote(str(path))}"
+        try:
+            if line.strip():
+                repair = f"delete the line and measure its cell again: {cut} && {again}"
+                results.append(parse(Result, line, f"{path}, line {number}", repair))
+        except RecordError as error:
+            damages.append(error)
     warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
     if len(damages) > _DAMAGES_TOLD:
         warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
-    try:
-        covered = _coverage(run, results)
-    except RecordError as error:
-        covered = None
-        warnings.append(f"{error.message}: nobody can say whether the run is complete")
-        damages.append(error)
-    warnings += [*_incomplete(run, covered), *_mixed(results)]
+    if plan_error:
+        warnings.append(f"{plan_error.message}: weighin cannot tell whether the run is complete")
+        damages.append(plan_error)
+    covered = coverage(run, plan.cells, plan.settings, results) if plan else None
+    if covered and covered.pending:
+        warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
+    warnings += _mixed(results)
     return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
-
-
-def _coverage(run: Path, results: Sequence[Result]) -> Coverage | None:
-    """Compare the results with the plan; None without a plan."""
-    if not (run / PLAN).exists():
-        return None
-    plan = read_plan(run)
-    return coverage(run, plan.cells, plan.settings, results)
-
-
-def _incomplete(run: Path, covered: Coverage | None) -> list[str]:
-    if covered is None or not covered.pending:
-        return []
-    return [f"{run}: {covered}; {covered.again} measures the rest"]
-
-
-def decode(line: bytes, place: str, repair: str = "") -> Result:
-    """Return the record in a line; ``place`` names the line in errors.
-
-    Raises:
-        SchemaTooNew: a newer version wrote the record.
-        DamagedRecord: the line is not a record, or its figures are impossible.
-    """
-    from weighin.records.parsing import parse
-
-    return parse(Result, line, place, repair)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
@@ -250,12 +228,12 @@ def samples_path(cell: Cell, rank: int | None = None) -> str:
 
 
 def trace_path(cell: Cell) -> str:
-    """Return the path, relative to a run's folder, of the trace of a cell."""
+    """Return the path, relative to a run's folder, of a cell's trace of the CUDA allocator."""
     return f"traces/{cell.id}.csv"
 
 
 def paths_of(cell: Cell) -> tuple[str, ...]:
-    """Return the paths of all files that the record of a cell can name."""
+    """Return the paths, relative to a run's folder, of all files that a cell's record can name."""
     of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
     return samples_path(cell), trace_path(cell), *of_ranks
 
@@ -284,7 +262,7 @@ def discard_unmeasured(run: Path) -> None:
     """Remove the plan of a run without records, and its folder if it is then empty."""
     if (run / RECORDS).exists():
         return
-    with suppress(OSError):  # a folder with other files, or one that cannot be removed, stays
+    with suppress(OSError):  # a folder stays if it holds other files or cannot be removed
         (run / PLAN).unlink()
         for folder in (run / "samples", run):
             if folder.exists():
@@ -299,10 +277,8 @@ def read_plan(run: Path) -> Plan:
         SchemaTooNew: a newer version of weighin wrote the plan.
         DamagedRecord: the file is not a valid plan; the message names the field.
     """
-    from weighin.records.parsing import parse
-
     path = run / PLAN
-    return parse(Plan, _read(path), str(path), "start a new run: this one cannot be resumed")
+    return parse(Plan, _read(path), str(path), "start a new run: weighin cannot resume this run")
 
 
 def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> bytes:
@@ -317,7 +293,7 @@ def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> byte
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Write a line at the file's end and sync it; on failure, truncate the file again."""
+    """Write a line at the file's current position and sync the file; on failure, cut the line off."""
     start = file.tell()
     try:
         while line:
@@ -352,22 +328,6 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _resume(run: Path) -> str:
-    try:
-        verb = verb_of(read_plan(run).settings)
-    except RecordError:  # there is no plan, or it is damaged
-        verb = "bench"
-    return resume_command(verb, run)
-
-
-def _parse_record(path: Path, number: int, line: bytes) -> Result:
-    repair = (
-        f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
-        f"&& {_resume(path.parent)}"
-    )
-    return decode(line, f"{path}, line {number}", repair)
-
-
 def _read(path: Path) -> bytes:
     try:
         return read_bytes(path, _MOST_BYTES)
@@ -384,7 +344,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterator[None]:
-    """Turn an OSError in this block into a RecordError, whose message ends with ``and_so``."""
+    """Turn an OSError in the ``with`` block into a RecordError whose message ends with ``and_so``."""
     try:
         yield
     except OSError as error:

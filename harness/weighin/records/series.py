@@ -1,4 +1,4 @@
-"""Summarise the repeats of each series as outcome, figures and phases, which the gate compares."""
+"""Summarise the repeats of each series as an outcome, figures and phases, for the gate."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from weighin.units import format_exact
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
-"""Positions of the strategy and the format among the words of a series' name."""
+"""Indices of the strategy and of the format among the words of a series' name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One metric over the ok repeats of a series, in bytes or nanoseconds."""
+    """The smallest, median and largest value of one metric over the ok repeats of a series."""
 
     low: int
     median: int
@@ -29,7 +29,6 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[int | None]) -> "Figure | None":
-        """Return the minimum, median and maximum of the known values; None if there are none."""
         known = [value for value in values if value is not None]
         median = middle(known)
         return None if median is None else cls(min(known), median, max(known))
@@ -39,9 +38,9 @@ class Figure:
 class Series:
     """The summary of all repeats of one cell.
 
-    ``outcome`` is the outcome of all repeats, or the count of each outcome: "ok 2, timeout 1". The
-    figures cover only repeats that are ok. ``phases`` contains medians, by phase and figure.
-    ``no_floor`` is the reason why a search found no floor.
+    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". The figures cover only
+    repeats that ended ok. ``phases`` holds medians, by phase and figure. ``no_floor`` is the reason why
+    a search found no floor.
     """
 
     outcome: str
@@ -55,12 +54,11 @@ class Series:
 
     @property
     def is_ok(self) -> bool:
-        """Whether every repeat ended ok."""
         return self.outcome == Outcome.OK
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes other than ok among the repeats of the series."""
+        """The outcomes other than ok that repeats of the series had."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 
@@ -68,8 +66,8 @@ class Series:
 def selects(selector: str, name: str) -> bool:
     """Return whether ``selector`` matches a series' name.
 
-    Each word of the selector, which may have shell wildcards, must match a word of the name. A
-    complete name matches itself.
+    A selector matches if each of its words, which may have shell wildcards, matches a word of the
+    name, or if it is the whole name.
     """
     words = name.split(" ")
     return selector == name or all(
@@ -79,7 +77,7 @@ def selects(selector: str, name: str) -> bool:
 
 
 def name_of(cell: Cell) -> str:
-    """Return the name of a cell's series: the cell's distinguishing fields as words, in order."""
+    """Return the name of a cell's series: the fields that distinguish the cell, as words in order."""
     limit = cell.ram_limit_bytes
     is_command = cell.operation == "command"
     of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
@@ -98,7 +96,7 @@ def name_of(cell: Cell) -> str:
 
 
 def further_words(cell: Cell) -> list[str]:
-    """Return the words of a series' name for what most cells do not have: a use, ranks, options."""
+    """Return the words for fields that most cells leave at the default: use, ranks, disk, options."""
     return [
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
@@ -109,7 +107,7 @@ def further_words(cell: Cell) -> list[str]:
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return a strategy's name, with its format, options and environment where those differ in ``cells``."""
+    """Return the strategy's name, and the format, options and environment that differ in ``cells``."""
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [cell.strategy]
     if any(other.format != cell.format for other in same):
@@ -123,7 +121,7 @@ def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRun:
-    """The results of one run. ``is_search`` means that a floor search chose the run's limits."""
+    """The results of one run; ``is_search`` is true if a floor search chose the limits of the cells."""
 
     results: Sequence[Result]
     is_search: bool = False
@@ -132,9 +130,9 @@ class SeriesRun:
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the series of these runs by name, in order, with the repeats of all runs.
 
-    If a run has two records of a cell, the last record is used. A floor search yields one series
-    per floor. A series of a floor search consists of the cells without a limit and of any cell that
-    stopped the search early, and the floor is one of the series' figures.
+    If a run has two records of a cell, the last record counts. A floor search yields one series for
+    each floor, with the floor among the figures. The series of a floor consists of the cells without a
+    limit, and of a cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
@@ -179,7 +177,7 @@ def _series(group: Sequence[Result]) -> Series:
 
 
 def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return the median of each figure of each phase, over the repeats that have the figure."""
+    """Return the median of each figure of each phase over the repeats with that figure."""
     values: dict[str, dict[str, list[int]]] = {}
     for result in good:
         for name, phase in phases_of_load(result):

@@ -12,7 +12,7 @@ _Cell = TypeVar("_Cell")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every ``count``-th cell of a plan, beginning with cell ``index``; both count from 1."""
+    """Every ``count``-th cell of a plan, beginning with the cell number ``index``, counted from 1."""
 
     index: int
     count: int
@@ -21,7 +21,6 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def of(self, cells: Sequence[_Cell]) -> Sequence[_Cell]:
-        """Return this shard's cells in the plan's order."""
         return cells[self.index - 1 :: self.count]
 
 

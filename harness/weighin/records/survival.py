@@ -1,7 +1,7 @@
 """Build the survival matrix of a sweep: the verdict on each strategy under each limit.
 
-The matrix is computed from results alone, for tables and plots. Rows are series without their
-limit, columns are limits, and each field contains a cell and its verdict
+The matrix is computed from results alone, for tables and plots. A row is a series without its limit,
+a column is a limit, and a field holds a cell and the verdict on the cell
 (``weighin.records.verdict``).
 """
 
@@ -23,10 +23,10 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of the matrix: a cell that represents all repeats, and the verdict on this cell.
+    """A field of the survival matrix: the cell that represents all repeats, and the cell's verdict.
 
-    The cell has the median time among the repeats with the worst verdict; ``alike`` of ``repeats``
-    have that verdict. ``spent_ns`` is the time until ready plus the time of the forward passes.
+    The cell has the median time among the repeats with the worst verdict; ``alike`` is the number of
+    repeats with that verdict. ``spent_ns`` is the time until ready plus the time of the use.
     """
 
     result: Result
@@ -37,7 +37,7 @@ class Field:
 
     @property
     def words(self) -> str:
-        """The field's text: the time or the outcome, and the verdict unless the cell survives."""
+        """The field's text: the time or the outcome; for a cell that does not survive, the verdict."""
         outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
         if verdict is Verdict.KILLED:
             text = "killed"
@@ -70,12 +70,12 @@ class Matrix:
         return next((size for size in sizes if size), None)
 
     def label(self, row: int) -> str:
-        """Return a row's name: the strategy, with format and options if they vary by row."""
+        """Return a row's name: the strategy, and the format and options if the rows differ in them."""
         return label_among(self.rows[row], self.rows)
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:
-    """Return a matrix for each combination of model, device, dtype ... with at least two limits."""
+    """Return a matrix for each combination of model, device, dtype ... with at least two RAM limits."""
     cells = list(results)
     judgements = judge_all(cells)
     built = []

@@ -1,14 +1,14 @@
-"""Prove that a running cell thrashes, so that it can be ended before it has wasted more time.
+"""Prove that a running cell thrashes, so that weighin can kill the cell and save time.
 
-A search for a floor compares a running cell with the same cell without a limit. The cell is proven
-to thrash if its memory has reached its limit, and one of these holds:
+A search for a floor compares a running cell with the same cell without a limit, the reference. The
+running cell is proven to thrash if its memory has reached the limit, and one of these holds:
 
-* It has read more than ``MOST_REREAD`` times the size of what it loads again, after the kernel had
-  reclaimed it. For a load, this counts until every byte was read.
-* Its tasks waited for memory during more than ``MOST_WAITED`` times the reference's whole time (PSI
+* The cell has read more than ``MOST_REREAD`` times the size of its data again, after the kernel had
+  reclaimed pages. For a load, this counts until every byte was read.
+* The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
   some, where the kernel has it).
-* It has taken more than ``MOST_TIME`` times the reference's time, and it loses time for lack of
-  memory by the rule of ``weighin.records.verdict``: a busy machine alone is no proof.
+* The cell has taken more than ``MOST_TIME`` times the reference's time, and loses time for lack of
+  memory by the rule of ``weighin.records.verdict``. The time alone is no proof: the machine may be busy.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ MOST_WAITED: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The time of a whole cell without a limit, and the size of what it reads."""
+    """The time of the cell without a limit, and the size of the data that the cell reads."""
 
     spent_ns: int
     size_bytes: int
@@ -32,10 +32,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a running cell; None where it is not measured.
+    """The figures of a running cell so far; None where a figure is not measured.
 
-    ``reread_bytes`` and ``waited_ns`` count from the load's start; once the load is ready,
-    ``is_loading`` is False, and they count on for the rule of the time alone.
+    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now. ``is_loading`` is False
+    after the load, when ``reread_bytes`` counts only for the rule with the cell's time.
     """
 
     after_ns: int
@@ -46,7 +46,7 @@ class Seen:
 
 
 def reference_of(first: Result | None) -> Reference | None:
-    """Return what a cell is compared with; None if the cell without a limit does not tell it."""
+    """Return the reference of a search; None if the cell without a limit has no time or no size."""
     if first is None or first.cost is None:
         return None
     if first.ran:
@@ -58,7 +58,7 @@ def reference_of(first: Result | None) -> Reference | None:
 
 
 def proof(seen: Seen, reference: Reference) -> Stopped | None:
-    """Return the figures that prove that a running cell thrashes; None if they prove nothing."""
+    """Return the proof that a running cell thrashes; None if the figures prove nothing."""
     if not seen.has_met_limit:
         return None
     reread, waited_ns = seen.reread_bytes or 0, seen.waited_ns or 0
@@ -79,7 +79,7 @@ def proof(seen: Seen, reference: Reference) -> Stopped | None:
 
 
 def words(stopped: Stopped) -> str:
-    """Describe the figures of a cell that was ended because it thrashed."""
+    """Describe why weighin killed a cell that thrashed, with the figures of the proof."""
     texts = [f"ended after {format_seconds(stopped.after_ns)}: it thrashes"]
     if stopped.reread_bytes is not None and stopped.size_bytes:
         times = stopped.reread_bytes / stopped.size_bytes

@@ -3,27 +3,27 @@
 * **killed**: the cell did not end ok, and the kernel's counters say that the kernel killed a
   process of the cell for lack of memory, or the CUDA allocator refused an allocation.
 * **thrashes**: the cell's memory reached the limit, and the cell lost time for lack of memory. A
-  cell whose cgroup peaked below its limit (the soft limit, if it has one) does not thrash: pages
-  that the kernel reclaimed because the whole machine was short are not an effect of this limit. If
-  the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
+  cell whose cgroup peaked below the limit (or below the soft limit, if there is one) does not thrash:
+  the kernel then reclaimed pages because the whole machine lacked memory, not because of the limit. A
+  cell with an unknown peak may have reached the limit. Time was lost if one of these holds:
 
   - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some), and
     at least ``LEAST_LOST_NS``.
-  - More than ``MOST_REREAD`` times the size of what a load reads was read again: the model's, or
-    that of the import's file-backed memory if that is larger.
-  - At least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) was read again after
-    its eviction by the kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a
-    reference, and at least ``LEAST_LOST_NS`` longer, or timed out.
-    The reference is the same load without a limit, or if that load did not end ok, the cell of the
-    same series under the highest limit above. Without any reference, refaults are not used.
+  - The load read more than ``MOST_REREAD`` times a size again: the model's size, or the size of the
+    files mapped by the imports if that is larger.
+  - The cell read at least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) again,
+    after the kernel had evicted it (refaults). In addition, the cell timed out, or took ``SLOWDOWN``
+    times as long as a reference and at least ``LEAST_LOST_NS`` longer. The reference is the same load
+    without a limit, or if that load did not end ok, the cell of the same series under the highest
+    limit above. Without a reference, refaults do not count.
 
-  A cell that was ended because it was proven to thrash (``weighin.records.thrashing``) thrashes.
+  A cell that weighin killed with a proof that it thrashes (``weighin.records.thrashing``) thrashes.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
-A cell has no verdict if it had no limit, or if it failed for another reason than memory. Time,
-refaults and the peak cover the load until ready and the use of the model after it; PSI covers the
-load.
+A cell without a limit has no verdict, nor has a cell that failed for another reason than memory. Time,
+refaults and the peak cover the load until ready and the use of the model after the load; PSI covers
+only the load.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 LEAST_LOST_NS: Final = 500_000_000
-"""Less lost time is no thrashing: short cells differ by that much on a busy machine."""
+"""A cell that lost less time does not thrash: on a busy machine, short cells differ by that much."""
 
 
 class Verdict(StrEnum):
@@ -54,14 +54,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and the deciding figures in words."""
+    """A verdict, and the figures that led to the verdict, in words."""
 
     verdict: Verdict
     reason: str
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell by the rule in the module's docstring; None if it has none.
+    """Return the verdict on a cell by the rule in the module's docstring; None without a verdict.
 
     ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
     """
@@ -83,7 +83,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell of a run by cell id; reference times come from this run."""
+    """Return the verdict on each cell of a run by cell id; the run itself gives the reference times."""
     cells = list(results)
     times: dict[str, dict[float, list[int]]] = {}
     for result in cells:
@@ -100,7 +100,7 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
 
 
 def used_ns(result: Result) -> int | None:
-    """Return the time until ready plus the use after it; None if the model was not ready."""
+    """Return the time until ready plus the time of the use; None if the model was not ready."""
     if result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
@@ -118,7 +118,7 @@ def through_first_pass_ns(result: Result) -> int | None:
 
 
 def refaults(result: Result) -> int | None:
-    """Return the pages that were read again during the load and the use after it."""
+    """Return the number of pages that the load and the use read again after an eviction."""
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
@@ -127,7 +127,7 @@ def refaults(result: Result) -> int | None:
 
 
 def highest_charge(result: Result) -> int | None:
-    """Return the cgroup's peak in the load and the use after it, in bytes; None if unknown."""
+    """Return the cgroup's peak during the load and the use, in bytes; None if unknown."""
     if result.peaks.cgroup_bytes is None:
         return None
     using = [phase.peak_cgroup_bytes or 0 for phase in result.use_phases]
@@ -135,7 +135,7 @@ def highest_charge(result: Result) -> int | None:
 
 
 def _below(result: Result) -> list[str]:
-    """Return a remark if the cell never reached its soft limit (without one: its limit)."""
+    """Return a remark if the cell never reached the soft limit (without a soft limit: the limit)."""
     cell, charge = result.cell, highest_charge(result)
     limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
     if charge is None or charge >= min(limits, default=0):
@@ -144,7 +144,7 @@ def _below(result: Result) -> list[str]:
 
 
 def _killed(result: Result) -> str:
-    """Return how the cell was killed for lack of memory; empty if the cell was not killed so."""
+    """Return how the cell was killed for lack of memory; empty if it was not killed for that reason."""
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused"
     if result.outcome is Outcome.OOM_KILLED:
@@ -171,12 +171,12 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
 
 
 def size_read(result: Result) -> int:
-    """Return the size of what a load reads, in bytes: the model, or the import's files if larger."""
+    """Return the bytes that a load reads: of the model, or of files mapped by the imports if larger."""
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
 
 
 def _reread_often(result: Result) -> bool:
-    """Return whether a load read the same pages so often that its time does not matter."""
+    """Return whether a load read so many pages again that it thrashes whatever its time is."""
     pages, size = refaults(result), size_read(result)
     if pages is None or not size or result.cell.operation == "command":
         return False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
-from weighin.records.bisection import next_cell
+from weighin.records.bisection import TYPICAL_CELLS, next_cell, remaining_ns
 from weighin.records.coverage import resume_command
 from weighin.records.floor import (
     COARSEST,
@@ -19,7 +19,6 @@ from weighin.records.floor import (
     stopped_by,
     why_stopped,
 )
-from weighin.records.remaining import TYPICAL_CELLS, remaining_ns
 from weighin.result import Result
 from weighin.run import command_request, runner
 from weighin.run import request as bench

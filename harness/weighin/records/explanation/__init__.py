@@ -1,4 +1,4 @@
-"""Explain in at most three lines how a command ended, what it needed, and why: from its record alone."""
+"""Explain how a command ended and which memory it needed, in at most three lines, from the record alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from weighin.units import MIB
 
 __all__ = ["Cause", "answer", "cause_of", "explain"]
 
-_NEAR_LIMIT = 0.98  # a peak from here on is the limit's, and not a need
+_NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return the lines: how the command ended, what it held and where, and the cause with a hint.
+    """Return up to three lines: the command's end, its memory with the place in the code, the cause.
 
-    The second line is left out if no memory was measured, and the third one if no cause is proven.
+    The second line is left out if no memory was measured, and the third line if no cause is proven.
     """
     ending = _ending(result)
     if result.ran is None:
@@ -34,30 +34,31 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
 
 
 def answer(run: Path, result: Result) -> list[str]:
-    """Return the explanation of a result in a run's folder; empty if the result is not that of a command."""
+    """Return the explanation of a result in a run's folder; empty for the result of a load or save."""
     return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    """Return the cause of a command's memory, if the record proves one."""
+    """Return the cause of a command's memory; None if the record proves no cause."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
 
 
 def _ending(result: Result) -> str:
     ran, limit = result.ran, result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
-        text = f"It lived under its limit of {size(limit)}" if limit else "It ended well"
+        under = f" under its limit of {size(limit)}" if limit else ""
+        text = f"The command ended well{under}"
     elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
         text = _killed(result, ran.kills)
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
-        text += f". What still ran at the end was ended: {_counted(ran.ended)}"
+        text += f". weighin stopped processes that still ran at the end: {_counted(ran.ended)}"
     return f"{text}."
 
 
 def _killed(result: Result, kills: Sequence[Kill]) -> str:
-    """Return which limit was met, whom the kernel killed, and whether the first process lived on."""
+    """Name the limit that was reached and the killed processes, and say if the first one lived on."""
     assert result.ran
     commands = {process.pid: process.command for process in result.ran.processes}
     victims = [
@@ -75,7 +76,7 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
 
 
 def _counted(commands: Sequence[str]) -> str:
-    """Return up to three different command lines, each with its number: "python x.py (3), tee"."""
+    """Return the most frequent command lines with their counts: "python x.py (3), tee"."""
     counts = Counter(map(program, commands)).most_common()
     texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
     return few(texts)
@@ -107,19 +108,19 @@ def _need(facts: Facts) -> str:
     elif split:
         kinds += f" ({size(split[0])} and {size(split[1])})"
     if facts.killed:
-        return f"It held {size(needed)} of {kinds} and asked for more; page cache is no need."
+        return f"The command had {size(needed)} of {kinds}, not counting page cache, and tried to allocate more."
     least = "at least " if facts.ran.needed_is_sampled else ""
     peak, limit = facts.result.peaks.cgroup_bytes, facts.result.cell.ram_limit_bytes
-    text = f"It needs {least}{size(needed)} of {kinds}"
+    text = f"The command needs {least}{size(needed)} of {kinds}"
     if peak is None:
         return f"{text}, as sampled."
     if limit and peak >= _NEAR_LIMIT * limit:
-        return f"{text}: the peak of {size(peak)} is its limit and not a need."
-    return f"{text}; its peak with page cache is {size(peak)}."
+        return f"{text}: page cache filled memory up to the limit of {size(peak)}."
+    return f"{text}; the peak with page cache is {size(peak)}."
 
 
 def _where(facts: Facts, place: Place | None) -> str:
-    """Return which line and which process took most of the memory."""
+    """Name the line of code and the process that took most of the memory."""
     holder, first = facts.holder, facts.ran.pid
     by = ""
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
@@ -130,15 +131,15 @@ def _where(facts: Facts, place: Place | None) -> str:
         )
         by = f" in {who}"
     if place:
-        return f"Most of it was there when {place.title} ran{by}."
+        return f"Most of this memory was in use when {place.title} ran{by}."
     marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
     if marks:
-        return f"Most of it was there after it printed {marks[-1].text!r}{by}."
-    return f"Most of it was{by}." if by else ""
+        return f"Most of this memory was in use after the command printed {marks[-1].text!r}{by}."
+    return f"Most of this memory was{by}." if by else ""
 
 
 def _cache(facts: Facts) -> str:
-    """Return the largest page cache, of which files, and whether they were cold."""
+    """Name the largest page cache and the files in it, and say whether files were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)
@@ -149,6 +150,6 @@ def _cache(facts: Facts) -> str:
     start = (
         f"{', '.join(cold[:2])} cold at the start"
         if cold
-        else "pages that others had cached before are not charged (--cold PATH drops them)"
+        else "pages that other programs had read before are not charged (--cold PATH drops such pages)"
     )
     return f"Page cache: {f'at most {size(most)}{of}' if is_charged else 'none'}; {start}."

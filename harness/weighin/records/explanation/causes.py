@@ -1,7 +1,7 @@
-"""The causes of a command's memory, as one table of rules. A rule holds only if the record proves it.
+"""Find the cause of a command's memory with a table of rules, which test the command's record.
 
-The first rule that holds is the answer: more specific rules come first. Each rule has its test, with a
-record for which it holds and one for which it does not (tests/unit/test_causes.py).
+The first rule that holds is the answer, and more specific rules come first. For each rule,
+tests/unit/test_causes.py has a record for which the rule holds and a record for which it does not.
 """
 
 import re
@@ -28,10 +28,10 @@ from weighin.result import OpenFile, Outcome, Sample
 from weighin.units import MIB, format_exact
 
 Evidence = Mapping[str, str]
-"""The words that fill the blanks of a rule's sentences."""
+"""The words that replace the {names} in a rule's sentences."""
 
 LEAST_BYTES: Final = 48 * MIB
-"""Less memory than this needs no explanation: Python with a few libraries has as much."""
+"""Less memory needs no explanation, because Python with a few libraries takes as much."""
 
 _LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
 _READS: Final = ("torch/serialization.py", "safetensors/torch.py")
@@ -43,7 +43,7 @@ _WHOLE: Final = re.compile(
     r"\.(?:read|readlines|readall)\(\s*\)|\.read_(?:bytes|text)\(|\bfromfile\("
 )
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
-_MORE_THAN_ONE: Final = 1.15  # times the bytes that were read: more than one copy of them
+_MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
 _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
@@ -53,9 +53,10 @@ _MOST_STACKS: Final = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A possible cause of a command's end, with the test and the sentences for it. ``hint`` is empty where no way out is certain.
+    """A possible cause of a command's memory: the test ``when``, and the sentences about the cause.
 
-    ``place`` finds the line that took the memory.
+    ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` finds the line of
+    code that took the memory.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A rule that holds, with its sentences."""
+    """A rule that holds, with the rule's completed sentences."""
 
     name: str
     words: str
@@ -85,7 +86,7 @@ def find(facts: Facts) -> Cause | None:
 
 
 def _two_copies(facts: Facts) -> Evidence | None:
-    """The weights were read, not mapped, and a model holds or gets its own memory for them."""
+    """The weights were read, not mapped, and a model has or gets memory of its own for the weights."""
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
     if place is None or not files or facts.anon_bytes < LEAST_BYTES:
@@ -125,7 +126,8 @@ def _whole_file(facts: Facts) -> Evidence | None:
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     """Return the line that reads a whole file, and the file.
 
-    A file that is not at its end is still being read, so that a stack far below the peak counts too.
+    While a file's position is not at the end, the read goes on, so that a stack read far below the peak
+    counts too.
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
@@ -160,7 +162,7 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Forked processes hold more together than the parent, and it is not what they allocated."""
+    """Forked processes have more memory together than the parent, which they did not allocate."""
     for parent in facts.ran.processes:
         children = [
             one
@@ -169,7 +171,7 @@ def _copy_on_write(facts: Facts) -> Evidence | None:
         ]
         alone = parent.highest_rss_bytes or 0
         together = held_by(parent) + sum(map(held_by, children))
-        # A child begins with the pages of its parent. What it has above them is its own.
+        # A child begins with the pages of its parent: memory above the parent's RSS is the child's own.
         added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
         copied = together - added - alone
         if children and together > LEAST_BYTES and copied > together // 4:
@@ -188,8 +190,8 @@ def _outer_limit(facts: Facts) -> Evidence | None:
     kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
     if kill is None:
         return None
-    what = f"the {size(kill.limit_bytes)}" if kill.limit_bytes else "that"
-    return {"group": kill.limit_of, "what": what}
+    of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
+    return {"group": kill.limit_of, "of": of}
 
 
 def _child(facts: Facts) -> Evidence | None:
@@ -202,7 +204,7 @@ def _child(facts: Facts) -> Evidence | None:
 
 
 def _growth(facts: Facts) -> Evidence | None:
-    """Anonymous memory grew by about as much in each part of the time until the peak."""
+    """Anonymous memory grew by about the same amount in each quarter of the time until the peak."""
     rising = _rising(facts.samples)
     place = facts.place
     if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
@@ -225,7 +227,7 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the innermost line that most of the stacks of a process have: it runs all the time."""
+    """Return the innermost line that at least two thirds of a process's stacks have in common."""
     last = facts.place
     if last is None:
         return None
@@ -246,7 +248,7 @@ def _usual_place(facts: Facts) -> Place | None:
 
 
 def _lines(place: Place) -> list[tuple[str, int] | None]:
-    """Return the lines of a stack, the innermost first; None for those of libraries."""
+    """Return the lines of a stack, the innermost first; None stands for a line of a library."""
     return [None if frame.is_library else (frame.path, frame.line) for frame in place.frames]
 
 
@@ -261,7 +263,7 @@ def _page_cache(facts: Facts) -> Evidence | None:
 
 
 def _rising(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples from a tenth to the whole of the most anonymous memory."""
+    """Return the samples from a fifth of the largest anonymous memory up to the largest."""
     if not samples:
         return []
     most = max(range(len(samples)), key=lambda index: samples[index].anon_bytes)
@@ -286,7 +288,6 @@ def _builds(place: Place) -> bool:
 
 
 def _shares_line(one: Place, other: Place) -> bool:
-    """Tell whether two stacks have a line of the program in common."""
     return bool({*_lines(one)} & {*_lines(other)} - {None})
 
 
@@ -307,55 +308,59 @@ RULES: Final = (
     Rule(
         "two copies",
         _two_copies,
-        "Two copies of the weights were alive: {read} read from {files}, and the model's own.",
+        "Two copies of the weights were in memory: {read} read from {files}, and the model's own.",
         "{try} {recommend}",
     ),
     Rule(
         "dtype conversion",
         _dtype_conversion,
-        "`{call}` made new tensors beside the {read} read from {files}: both together grew by {grown}.",
-        "Convert each tensor alone and drop its original, or find a way that does: {recommend}",
+        "`{call}` made new tensors in addition to the {read} read from {files}: memory grew by {grown}.",
+        "Convert one tensor after the other and free the original, or use a strategy that does so: {recommend}",
     ),
     Rule(
         "a whole file",
         _whole_file,
-        "It read a whole file into memory: {files} has {read}.",
-        "Read it in parts, or map it (mmap).",
+        "The program read a whole file into memory: {files} has {read}.",
+        "Read the file in parts, or map the file (mmap).",
         _place_of_read,
     ),
-    Rule("import", _import, "Most of it came while {module} was imported{by}."),
+    Rule("import", _import, "Most of the memory was allocated while {module} was imported{by}."),
     Rule(
         "copy-on-write",
         _copy_on_write,
-        "Copy-on-write: {count} wrote to pages that they shared with their parent, so {together} were"
-        " held where the parent has {alone}.",
-        "In Python, a read of an object writes its reference count: keep shared data in arrays, or"
+        "Copy-on-write: {count} wrote to pages shared with the parent process, so that all together have"
+        " {together}, and the parent alone has {alone}.",
+        "In Python, reading an object writes the object's reference count: keep shared data in arrays, or"
         " start fewer processes.",
     ),
     Rule(
         "shared memory",
         _shared_memory,
-        "{shared} of it is shared memory: files in /dev/shm or another tmpfs, or shared mappings.",
-        "A file there takes memory until it is removed.",
+        "{shared} of the memory is shared memory: files in /dev/shm or another tmpfs, or shared mappings.",
+        "A file in a tmpfs takes memory until the file is removed.",
     ),
     Rule(
         "a limit around",
         _outer_limit,
-        "The limit that it met is {what} of the cgroup {group} around it, not its own.",
-        "Raise that limit.",
+        "The command reached the limit{of} of the cgroup {group} around it, not its own limit.",
+        "Raise the limit of that cgroup.",
     ),
-    Rule("a child", _child, "A child of the first process holds it: {child} has {held}."),
+    Rule(
+        "a child",
+        _child,
+        "A child process of the command has most of the memory: {child} has {held}.",
+    ),
     Rule(
         "growth",
         _growth,
         "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
-        "Look at what this line keeps.",
+        "Look for objects that this line of code keeps.",
         _usual_place,
     ),
     Rule(
         "page cache only",
         _page_cache,
-        "{cached} of the peak of {peak} is page cache, which the kernel takes back under a lower limit.",
+        "{cached} of the peak of {peak} is page cache, which the kernel reclaims under a lower limit.",
         "Find the smallest limit with weighin floor.",
     ),
 )

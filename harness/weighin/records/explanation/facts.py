@@ -1,4 +1,4 @@
-"""Find in the record of a command what its peak was made of, who held it, and where it was taken."""
+"""Find in a command's record the kinds of memory at the peak, and the process and line that took it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from weighin.text import few, one_line
 from weighin.units import GIB, MIB, format_bytes
 
 _NEAR: Final = 0.75
-"""A stack that was read at less of the memory that the command needed does not tell where it was."""
+"""A stack shows which line took the memory only if the command used this share of its need then."""
 _SHORT_CODE: Final = 48
 _COMMAND_LENGTH: Final = 72
 _WAITING: Final = re.compile(r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept")
@@ -29,10 +29,10 @@ _CHECKPOINT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the program that ran when its command used most memory.
+    """A line of the program that ran when the command used most memory.
 
-    ``function`` is the function that the line called, or else the line's own; it is empty in the
-    body of a module.
+    ``function`` is the function that the line called, or else the function that contains the line;
+    empty for a line in the body of a module that calls none.
     """
 
     stack: Stack
@@ -42,7 +42,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """The line in words: "`load_state_dict` (script.py:14)"."""
+        """The line as text: "`load_state_dict` (script.py:14)"."""
         is_innermost = self.frame == (own(self.frames) or self.frames[0])
         code = self.stack.code if is_innermost and len(self.stack.code) <= _SHORT_CODE else ""
         name = self.function or code
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the record of one command proves. Sizes are those when the command used most memory."""
+    """Facts from the record of one command. Sizes are those when the command used most memory."""
 
     result: Result
     ran: Ran
@@ -63,7 +63,7 @@ class Facts:
 
     @cached_property
     def split(self) -> tuple[int, int, int] | None:
-        """Anonymous memory, shared memory and page cache, in bytes; None if they were not sampled."""
+        """Anonymous memory, shared memory and page cache, in bytes; None without samples."""
         if self.samples and self.ran.peak_ns is not None:
             peak_ns = self.ran.peak_ns
             at = min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
@@ -89,7 +89,7 @@ class Facts:
 
     @property
     def held_bytes(self) -> int:
-        """The anonymous and shared memory."""
+        """The sum of the anonymous and shared memory."""
         return self.anon_bytes + self.shmem_bytes
 
     @property
@@ -99,12 +99,12 @@ class Facts:
 
     @cached_property
     def holder(self) -> Process | None:
-        """The process that held most memory; None if the shares were not read."""
+        """The process with the most memory; None if the memory of processes was not read."""
         return max(self.present, key=held_by, default=None)
 
     @cached_property
     def place(self) -> Place | None:
-        """Where the program stood near the peak or the kill; None if no stack was read near it."""
+        """The line that ran near the peak or the kill; None if no stack was read near that time."""
         places = self.places
         needed = max(self.ran.needed_bytes or 0, self.held_bytes)
         if not places or places[-1].stack.usage_bytes < _NEAR * needed:
@@ -116,7 +116,7 @@ class Facts:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The places of all stacks, those with the most memory last."""
+        """The lines of all stacks; the line at which the command used most memory is the last."""
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
@@ -129,10 +129,10 @@ class Facts:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
-        """Return by how much the command grew, in bytes, between stacks for which ``holds`` is true.
+        """Return the growth of the command's memory, in bytes, while ``holds`` was true.
 
-        Stacks of one process count. The sum is a lower bound: growth between a stack for which
-        ``holds`` is true and another one is left out.
+        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``. The
+        sum is a lower bound, because growth just before and after these stacks is left out.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -146,9 +146,9 @@ class Facts:
         return sum(step for step in steps if step > 0)
 
     def grown_since(self, file: OpenFile) -> int:
-        """Return by how much anonymous memory grew from when a file was first seen open to the peak.
+        """Return the growth of anonymous memory, in bytes, from the first sample with a file to the peak.
 
-        The figure is a lower bound of the growth since the file was opened; 0 without samples.
+        The growth since the file was opened is at least as large. Without samples, return 0.
         """
         if file.seen_ns is None or not self.samples:
             return 0
@@ -169,21 +169,20 @@ class Facts:
 
 
 def place_of(stack: Stack) -> Place | None:
-    """Return the innermost line of a stack in the program's own files; without one, in a library."""
+    """Return a stack's innermost line in the program's own files, or else the innermost line."""
     frames = read_all(stack.frames)
     frame = own(frames) or next(iter(frames), None)
     return place_at(stack, frames, frames.index(frame)) if frame else None
 
 
 def place_at(stack: Stack, frames: tuple[Frame, ...], at: int) -> Place:
-    """Return the line of the frame with the number ``at``."""
     called = frames[at - 1] if at else None
     name = "" if called is None else "import" if is_import(called) else called.short_name
     return Place(stack, frames, frames[at], name or _function(frames[at:]))
 
 
 def _function(frames: Sequence[Frame]) -> str:
-    """Return the function of the first frame: a comprehension is a frame of its own in Python 3.11."""
+    """Return the first frame's function; in Python 3.11, skip the frames of comprehensions."""
     for frame in frames:
         if frame.path != frames[0].path or frame.function == "<module>":
             return ""
@@ -193,12 +192,11 @@ def _function(frames: Sequence[Frame]) -> str:
 
 
 def is_import(frame: Frame) -> bool:
-    """Tell whether a frame belongs to Python's import of a module."""
     return frame.path.startswith("<frozen importlib")
 
 
 def is_waiting(place: Place) -> bool:
-    """Tell whether a thread only waits, for a child or for another thread."""
+    """Return whether the thread of a stack only waits for a child process or for another thread."""
     return bool(
         _WAITING.fullmatch(place.frames[0].short_name)
         or (place.frames[0].is_library and _WAITING_FILE.fullmatch(place.frames[0].path))
@@ -212,12 +210,12 @@ def held_by(process: Process) -> int:
 
 
 def names(files: Sequence[OpenFile]) -> str:
-    """Return the names of up to two files: "a.pt, b.pt and 3 more"."""
+    """Return the names of the first two files: "a.pt, b.pt and 3 more"."""
     return few([PurePath(file.path).name for file in files], 2)
 
 
 def program(command: str) -> str:
-    """Return a command line for a sentence: absolute paths without their folders, and cut."""
+    """Shorten a command line for a sentence: remove folders from absolute paths, and cut the end."""
     words = (PurePath(word).name if word.startswith("/") else word for word in command.split())
     return one_line(" ".join(words), _COMMAND_LENGTH)
 

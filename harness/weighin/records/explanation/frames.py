@@ -1,4 +1,4 @@
-"""Read the frames of a ``Stack``: "function (path/of/file.py:14)", and tell programs from libraries."""
+"""Parse the frames of a ``Stack``, "function (path/of/file.py:14)", and recognise those of libraries."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _GENERIC: Final = ("__init__.py", "__main__.py")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a stack; ``line`` counts from 1."""
+    """A frame of a stack; ``line`` is the line number, counted from 1."""
 
     function: str
     path: str
@@ -25,7 +25,7 @@ class Frame:
 
     @classmethod
     def read(cls, text: str) -> Self | None:
-        """Return the frame of a text of ``Stack.frames``; None if the text has another form."""
+        """Parse a text of ``Stack.frames``; return None if the text has another form."""
         match = _FRAME.fullmatch(text)
         return cls(match["function"], match["path"], int(match["line"])) if match else None
 
@@ -36,20 +36,19 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function, with its class: "Server.answer"; empty in the body of a module.
+        """The function with its class, "Server.answer"; empty in the body of a module.
 
-        The name of a comprehension or a lambda is that of the function around it, if it is known.
+        A comprehension or a lambda has the name of the function around it, if that name is known.
         """
         return _INNER.sub("", self.function).replace(".<locals>", "")
 
     @property
     def short_name(self) -> str:
-        """The function's name without its class."""
         return self.name.rpartition(".")[2]
 
     @property
     def place(self) -> str:
-        """The file and line, short: "script.py:14", for a library with the package's folders."""
+        """The file's name and the line, "script.py:14"; for a library, with the folders in the package."""
         inside = _INSTALLED.fullmatch(self.path)
         parts = (inside["inside"] if inside else self.path).split("/")
         kept = len(parts) if inside else 2 if parts[-1] in _GENERIC else 1
@@ -57,10 +56,10 @@ class Frame:
 
 
 def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
-    """Return the frames of a stack that have the usual form, the innermost first."""
+    """Parse the frames of a stack, the innermost first; leave out texts of another form."""
     return tuple(frame for text in texts if (frame := Frame.read(text)))
 
 
 def own(frames: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame of the program itself; None if all frames are of libraries."""
+    """Return the innermost frame outside of libraries; None if all frames belong to libraries."""
     return next((frame for frame in frames if not frame.is_library), None)
