@@ -1,4 +1,4 @@
-"""Compare the bytes of two tensors in files. This module uses only the standard library."""
+"""Compare the bytes of two tensors in files."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,7 +12,7 @@ _PIECE_BYTES: Final = 4 * 1024**2
 def are_equal(one: TensorSlice, other: TensorSlice) -> bool:
     """Tell whether two tensors of the same shape have the same dtype and the same bytes.
 
-    Equal tensors are read whole, others to the first difference.
+    The function reads both tensors up to the first difference.
 
     Raises:
         CheckpointError: a file cannot be read.

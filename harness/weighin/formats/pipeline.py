@@ -6,8 +6,6 @@
                         "unet": ["diffusers", "UNet2DConditionModel"], "scheduler": [...], ...}
     unet/  vae/  text_encoder/       each is the folder of a model
     scheduler/  tokenizer/           parts without weights
-
-This module uses only the standard library.
 """
 
 from contextlib import suppress
@@ -29,10 +27,10 @@ class Part:
     """One part of a pipeline, such as "unet".
 
     Attributes:
-        library, class_name: as ``model_index.json`` names them; empty if it does not.
+        library, class_name: the names in ``model_index.json``; empty for a part that it does not name.
         path: the part's folder, which may be missing.
-        file_bytes: the size of the part's largest set of weights in files of one suffix; None for a
-            part without weights.
+        file_bytes: the size of the part's weights, or of the larger set if the folder has the weights in
+            two formats, such as .bin and .safetensors; None for a part without weights.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Pipeline:
 
     @property
     def missing(self) -> tuple[Part, ...]:
-        """The parts that ``model_index.json`` names, but whose folder is not there."""
+        """The parts that ``model_index.json`` names and whose folder is missing."""
         return tuple(part for part in self.parts if not part.path.is_dir())
 
     @property
@@ -90,7 +88,10 @@ def is_pipeline(path: Path) -> bool:
 
 
 def read(path: Path) -> Pipeline:
-    """Return the pipeline in a folder; parts that a damaged index does not name are found by their weights."""
+    """Return the pipeline in a folder.
+
+    A folder with weights is a part even if ``model_index.json`` is damaged or does not name the part.
+    """
     index = object_in(path / INDEX, MIB)
     named = {name: value for name, value in index.items() if _is_part(name, value)}
     folders = sorted(
@@ -106,7 +107,7 @@ def read(path: Path) -> Pipeline:
 
 
 def _is_part(name: str, value: Any) -> bool:
-    """Tell whether an entry names a part: a library and a class. A part that is left out has null."""
+    """Tell whether an entry of ``model_index.json`` names a part, as [library, class]."""
     return (
         isinstance(value, list)
         and len(value) == _PAIR

@@ -1,7 +1,6 @@
-"""Tell what a file is that weighin does not read, by its first bytes or the names in a zip archive.
+"""Recognise the kind of a file that weighin does not read, such as a Keras model or an archive.
 
-Nothing here calls a file damaged: each kind comes with its name, and with the step that leads to a
-checkpoint. This module uses only the standard library.
+Each kind has a name and a repair: the step from this file to a checkpoint.
 """
 
 import re
@@ -14,7 +13,7 @@ from typing import Final
 from weighin.text import few, one_line
 
 Recognised = tuple[str, str] | None
-"""What a file is, and the next step."""
+"""The kind of a file, and the repair: the step from this file to a checkpoint."""
 
 _SHOWN: Final = 60  # characters of a text file
 MOST_HEADER_BYTES: Final = 100_000_000  # of safetensors: the format's own limit
@@ -77,7 +76,7 @@ _SAVED_MODEL: Final = b"\x08\x01\x12"
 
 
 def by_content(path: Path, head: bytes) -> Recognised:
-    """Return what a file is, by its first 512 bytes; None for a checkpoint or an unknown file."""
+    """Return a file's kind by its first 512 bytes; None for a checkpoint or an unknown file."""
     if is_safetensors(head) or is_legacy(head):  # a length can equal any magic number
         return None
     if path.suffix == ".distcp":
@@ -115,7 +114,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 def _wrapped(path: Path, head: bytes) -> Recognised:
-    """Recognise a file that holds another one: compressed, encrypted or in an archive."""
+    """Recognise a compressed or encrypted file, or an archive."""
     file = quote(str(path))
     for magic, name, suffix in _PACKED:
         if head.startswith(magic):
@@ -177,7 +176,7 @@ def _text(head: bytes) -> Recognised:
 
 
 def by_records(path: Path, names: Sequence[str]) -> Recognised:
-    """Return what a zip archive is, by the names in it; None if ``torch.save`` may have written it."""
+    """Return a zip archive's kind by the names in it; None if ``torch.save`` may have written it."""
     inner = {name.partition("/")[2] for name in names}
     is_script = not _OF_SCRIPTS.isdisjoint(inner)
     if "data.pkl" in inner and not is_script:
@@ -222,11 +221,11 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
 
 
 def resaving(path: Path, *, weights_only: bool = True) -> str:
-    """Return the step that reads a file with torch.load, and saves it again."""
+    """Return the repair that loads a file with torch.load, and saves it again."""
     return f"save it again: {_line(f'torch.load(p, weights_only={weights_only})', path)}"
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:
-    """Return a command that saves the value of an expression, of the path ``p``, beside the file."""
+    """Return a command that saves the value of an expression beside the file; ``p`` is the file's path."""
     code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
     return f'python -c "{code}" {quote(str(path))}'

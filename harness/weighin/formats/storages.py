@@ -1,9 +1,8 @@
-"""Compute how much memory the tensors of a checkpoint need, and how much their storages.
+"""Compute the bytes of a checkpoint's tensors, and the bytes of the storages that they view.
 
-``torch.save`` writes the whole storage of each tensor: a slice of a large tensor has a storage that is
-larger than its elements, and an expanded tensor has one that is smaller. A loader that calls
-``torch.load`` holds the storages, and a model holds the elements. This module uses only the standard
-library.
+``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than the
+slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the storages into memory; a
+model has memory for the elements.
 """
 
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ class Footprint:
     """The sizes of a checkpoint in bytes.
 
     Attributes:
-        tensor_bytes: the elements of all tensors, which a model holds; tied tensors count once.
-        storage_bytes: the storages, which ``torch.load`` reads.
-        used_bytes: the parts of the storages to which a tensor refers.
-        repeated: the names of the tensors with more elements than their storage.
+        tensor_bytes: the elements of all tensors; tied tensors count once.
+        storage_bytes: the storages of all tensors.
+        used_bytes: the bytes of the storages that belong to a tensor.
+        repeated: the names of the expanded tensors: their storages have fewer bytes than they.
     """
 
     tensor_bytes: int
@@ -32,12 +31,12 @@ class Footprint:
 
     @property
     def unused_bytes(self) -> int:
-        """The parts of the storages that belong to no tensor."""
+        """The bytes of the storages that belong to no tensor, as of a slice's storage beside the slice."""
         return self.storage_bytes - self.used_bytes
 
 
 def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
-    """Return a dict that maps each tied tensor to the first tensor of the same elements."""
+    """Return a dict from the name of each tied tensor to the first name of the same elements."""
     firsts: dict[object, str] = {}
     found = {}
     for one in slices:
@@ -48,7 +47,6 @@ def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
 
 
 def footprint(slices: Sequence[TensorSlice]) -> Footprint:
-    """Return the sizes of these tensors and their storages."""
     tied = ties(slices)
     sizes: dict[tuple[Path, int], int] = {}
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}
@@ -69,7 +67,6 @@ def _blocks(whole: TensorSlice) -> Sequence[TensorSlice]:
 
 
 def _reach(one: TensorSlice) -> int:
-    """Return the number of bytes from a tensor's first to its last element, gaps included."""
     return one.span * ITEM_BYTES[one.dtype_name]
 
 
