@@ -121,15 +121,14 @@ class TensorSlice:
             import torch  # not at the top: `weighin inspect` needs no torch
 
             raise CheckpointError(
-                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
-                f" {torch.__version__} does not have",
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}; torch"
+                f" {torch.__version__} does not have this dtype",
                 "use a later version of torch",
             )
         return dtype
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements are stored in row-major order without gaps."""
         return _is_row_major(self.shape, self.stride)
 
 

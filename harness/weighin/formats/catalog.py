@@ -61,7 +61,7 @@ from weighin.formats.unknown_file import shown
 from weighin.formats.unknown_folder import no_model
 from weighin.formats.zip_directory import check_file
 
-# In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
+# ``detect`` tries the formats in this order. per_param is last, because it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
@@ -81,7 +81,7 @@ _READ_ONLY: Final[tuple[ReadLayout, ...]] = (
     sentence_parts,
 )
 
-_OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
+_OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # formats that a package writes and reads
 
 NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 READ_ONLY: Final = tuple(layout.NAME for layout in _READ_ONLY)
@@ -142,7 +142,7 @@ def _located(path: Path) -> tuple[ReadLayout, Path]:
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
-    # A file says by its first bytes that it is GGUF, whatever its suffix; a folder may have other weights.
+    # A file of GGUF has its magic number, whatever its suffix. In a folder, other weights come first.
     first, last = (_READ_ONLY, ()) if path.is_file() else ((), _READ_ONLY)
     for layout in (*first, *_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *last):
         if layout.matches(path):
@@ -151,7 +151,7 @@ def _located(path: Path) -> tuple[ReadLayout, Path]:
         return _located(step)
     if path.is_dir():
         raise no_model(path)
-    # The error names the usual mistakes: a web page, a git-lfs pointer.
+    # check_file names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     names = ", ".join([*NAMES, *READ_ONLY])
     raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {names}")
@@ -173,7 +173,7 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
     """
     layout, path = _located(path)
     key = selection.key
-    if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
+    if key and layout is dcp:  # dcp.read(path, key) also ignores values outside of the key
         slices = _below(path, dcp.read(path, key), key)
     elif key and layout is pt:
         slices = pt.read(path, key)

@@ -36,7 +36,6 @@ _BYTES: Final = "pickled object"  # a value other than a tensor; its pickle is n
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with dcp's metadata."""
     return (path / FILE_NAME).is_file()
 
 
@@ -148,11 +147,10 @@ class _FileView(io.RawIOBase):
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write the data file, then the metadata."""
     from weighin.formats import zip_writer
 
     target.mkdir()
-    scratch = target / "archive"  # the name of an archive that torch saves without a path
+    scratch = target / "archive"  # torch's own name for an archive that it writes to a stream
     places: dict[str, tuple[int, int]] = {}
     jobs = []
     with (target / DATA_NAME).open("x+b") as file:

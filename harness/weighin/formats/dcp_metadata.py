@@ -137,7 +137,7 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     dtype = named.name.removeprefix("torch.") if isinstance(named, Named) else None
     if isinstance(dtype, str) and dtype not in ITEM_BYTES:
         raise CheckpointError(
-            f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
+            f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
             "load it with torch, and save tensors of another dtype",
         )
     if not isinstance(dtype, str) or not places:
@@ -167,7 +167,6 @@ def _block(
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
-    """Return the blocks of a tensor in several blocks, each with its place in a file."""
     by_start = {tuple(start): place for start, place in places if is_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:

@@ -47,7 +47,6 @@ _MOST_LISTED: Final = 1000
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with DeepSpeed's files of model or optimizer states."""
     return any(
         pattern.fullmatch(name)
         for name in _names(path)
@@ -125,7 +124,7 @@ def _of_stages_1_and_2(
 ) -> dict[str, TensorSlice]:
     assert states.shapes is not None
     path, stored = states.file.parent, {}
-    aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this
+    aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this number
     if any(len(one.groups) != len(states.shapes) for one in partitions):
         raise incomplete(
             path,
@@ -149,7 +148,7 @@ def _of_stages_1_and_2(
 
 
 def _paddings(partition: _Partition, group: int, count: int) -> list[int]:
-    if partition.paddings is None:  # DeepSpeed before 0.19
+    if partition.paddings is None:  # DeepSpeed before 0.19 wrote no paddings
         return [0] * count
     paddings = partition.paddings[group] if group < len(partition.paddings) else None
     if (
@@ -210,7 +209,7 @@ def _partition(file: Path) -> _Partition:
     if isinstance(groups, TensorRef):
         groups = [groups]
     if isinstance(count, list) and count and all(type(one) is int for one in count):
-        count = max(count)  # of each group of parameters
+        count = max(count)  # a list has a number for each group of parameters
     if not (isinstance(groups, list) and all(isinstance(one, TensorRef) for one in groups)):
         raise incomplete(file, "holds no float32 weights of ZeRO")
     if not (type(count) is int and count > 0):

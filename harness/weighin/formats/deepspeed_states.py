@@ -99,7 +99,7 @@ def read(file: Path) -> ModelStates:
     if any(isinstance(value.get(key), list) for key in _AUTO_EXPERTS):
         raise experts_divided(file.parent, f"{file.name} has AutoEP layers")
     groups = value.get("param_shapes")
-    if isinstance(groups, dict):  # DeepSpeed before 0.4: one group
+    if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
         groups = [groups]
     shapes = (
         None if groups is None else tuple(_shapes(file, group) for group in _list(file, groups))
@@ -164,7 +164,6 @@ def missing(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def experts_divided(folder: Path, why: str) -> CheckpointError:
-    """Return the exception for a checkpoint of expert parallelism."""
     return CheckpointError(
         f"{folder}: the experts are divided among ranks (expert parallelism): {why}",
         "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",

@@ -31,7 +31,6 @@ _NUMBER: Final = re.compile(r"(\d+)")
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with a folder "zero" of weights."""
     return next(path.glob(f"{_FOLDER}/*/{_WEIGHTS}"), None) is not None
 
 
@@ -50,7 +49,7 @@ def read(path: Path) -> Slices:
         name: shape for one in states for group in one.shapes or () for name, shape in group.items()
     }
     weights = _weights(path)
-    whole = len(states) == 1  # else each has a part of the module
+    whole = len(states) == 1  # each of several files has a part of the module
     if absent := next((name for name in shapes if name not in weights), None):
         module: Mapping[str, TensorSlice] = states[0].module
         if not (whole and absent in module and module[absent].nbytes):

@@ -48,13 +48,13 @@ TYPES: Final = {
 """The number of each type of ggml, mapped to its name, the elements of a block, and a block's bytes."""
 
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
-"""The types that the package gguf does not dequantise: two of intermediate results, and a new one."""
+"""The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
 
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
-_DECODED: Final = "float32"  # the dtype of dequantised elements, which is that of a block's scales
+_DECODED: Final = "float32"  # the dtype of dequantised elements
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = {
@@ -127,15 +127,13 @@ def architecture(path: Path) -> str:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors, under the names and in the order of the file."""
     places: dict[str, TensorSlice] = {}
     for file in (parts := _parts(file_of(path))):
         header = read_header(file)
         count = header.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(parts):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, and the file's name does not tell which"
-                " part",
+                f"{file}: one of {count} parts of a model, but the file's name has no number of a part",
                 f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
             )
         for place in header.tensors:
@@ -209,7 +207,9 @@ class _Tables:
             self._skip(length)
             return None
         if kind != _ARRAY or depth > _DEEPEST:
-            raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
+            raise self._damaged(
+                f"{shown(key)} has the type {kind}; weighin does not know this type"
+            )
         kind, count = self._number("<I"), self._number("<Q")
         if kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
@@ -235,8 +235,7 @@ class _Tables:
     ) -> TensorSlice:
         if kind not in TYPES:
             raise CheckpointError(
-                f"{self._file}: {shown(name)} has the type {kind} of ggml, which is not known to"
-                " weighin",
+                f"{self._file}: {shown(name)} has the type {kind} of ggml; weighin does not know this type",
                 _CONVERT,
             )
         encoding, block, block_bytes = TYPES[kind]
@@ -303,14 +302,13 @@ def check_decoded(places: Iterable[TensorSlice]) -> None:
     for where in places:
         if where.encoding in UNDECODED:
             raise CheckpointError(
-                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the"
-                " package gguf does not dequantise",
+                f"{where.file}: {shown(where.name)} has the type {where.encoding}; the package gguf does"
+                " not dequantise this type",
                 "quantise the model to another type with llama.cpp",
             )
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the GGUF files in a folder, in the order of their names."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
 
 

@@ -13,9 +13,8 @@ from weighin.formats.unknown_file import AGAIN, shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _ROW_ELEMENTS: Final = 64 * 1024  # the package gguf computes 16 rows at once, in some 20 MiB
-_FEW_ELEMENTS: Final = (
-    32 * 1024
-)  # of the rows that are yielded: freed larger arrays stay in the heap
+# Of the rows that are yielded: the heap keeps the memory of larger arrays after they are freed.
+_FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -38,7 +37,6 @@ def _read(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
 
 
 def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[bytes]:
-    """Yield the tensor's bytes in the file in pieces; the last piece may be shorter."""
     with where.file.open("rb") as file:
         file.seek(where.offset)
         for start in range(0, all_bytes, piece_bytes):

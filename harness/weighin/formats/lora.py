@@ -100,7 +100,7 @@ def merged_into(spec: ModelSpec, adapter: Path) -> ModelSpec:
             f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
             "leave --adapter out",
         )
-    read(adapter)  # refuses what is no plain LoRA before anything is measured
+    read(adapter)  # raises the error for another adapter before anything is measured
     kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
     return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
 

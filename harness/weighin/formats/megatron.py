@@ -38,7 +38,6 @@ _MERGE: Final = (
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` has the folder of a rank with a model."""
     return bool(_rank_files(path))
 
 
@@ -99,7 +98,6 @@ def _argument(arguments: Any, name: str) -> int:
 
 
 def _rank_files(path: Path) -> dict[str, Path]:
-    """Return the file of each rank, by the name of the rank's folder."""
     found = {}
     for folder in sorted(path.glob("mp_rank_*")):
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)

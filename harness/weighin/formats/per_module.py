@@ -32,7 +32,6 @@ _NUMBERED: Final = re.compile(r"(.*?\.\d+)\..")
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder whose index names this format."""
     return folder_index.says(path, NAME)
 
 

@@ -27,7 +27,6 @@ SUFFIX = ""
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with an index; ``read`` refuses other formats' indexes."""
     return (path / INDEX_NAME).is_file()
 
 
@@ -42,7 +41,7 @@ def read(path: Path) -> Slices:
         CheckpointError: the index is damaged, or a file is missing or does not contain one tensor.
     """
     index = read_index(path)
-    keys: dict[Path, str] = {}  # the first of each file
+    keys: dict[Path, str] = {}  # the first key of each file
     for key, file in index.items():
         keys.setdefault(file, key)
     places = map_files(lambda file: pt.read_one(file, keys[file]), [*keys])

@@ -48,7 +48,7 @@ class Machine:
         self._text_read = b""
         self.at = 0
         self._stack: list[Any] = []
-        self._marks: list[int] = []  # their places on the stack
+        self._marks: list[int] = []  # the indexes of the marks on the stack
         self._memo: dict[int, Any] = {}
         self._left_objects = _MOST_OBJECTS
         self.storages: dict[str, StorageRef] = {}
@@ -63,7 +63,7 @@ class Machine:
             ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
             ord("\x87"): lambda: self._tuple_of(3),
             ord("]"): lambda: self._new([]), ord("}"): lambda: self._new({}),
-            ord("\x8f"): lambda: self._new([]),  # a set, whose elements are not needed as a set
+            ord("\x8f"): lambda: self._new([]),  # an empty set, which is read as a list
             ord("\x91"): lambda: self._new(self._marked()),
             ord("a"): lambda: self._extend([self._pop()]), ord("e"): lambda: self._extend(self._marked()),
             ord("\x90"): lambda: self._extend(self._marked()),
@@ -236,7 +236,7 @@ class Machine:
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if isinstance(arguments, tuple):  # OrderedDict(list) copies the list
+        if isinstance(arguments, tuple):  # the record of OrderedDict(list) is a copy of the list
             for each in arguments:
                 if isinstance(each, list):
                     self._count(len(each))
@@ -281,7 +281,7 @@ def _unknown(instruction: int) -> Malformed:
 
     for known in pickletools.opcodes:
         if known.code == chr(instruction):
-            return Unknown(f"instruction {known.name}, which is not known to weighin")
+            return Unknown(f"weighin does not know the instruction {known.name}")
     return Malformed(f"{instruction:#04x} is no instruction of a pickle")
 
 

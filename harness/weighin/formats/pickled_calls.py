@@ -135,7 +135,7 @@ def call(function: Any, arguments: Any) -> Any:
     """
     if not isinstance(arguments, tuple):
         raise Malformed("an object that is not a function is called")
-    if isinstance(function, Opaque):  # a function that another function returned
+    if isinstance(function, Opaque):  # the pickle calls the result of another call
         return Opaque(function.kind, [function, arguments])
     if not isinstance(function, Named):
         raise Malformed("an object that is not a function is called")
@@ -162,7 +162,7 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
             raise Malformed("a torch.Size is impossible")
         return Size(sizes)
     if name in _GETATTR and isinstance(owner := arguments[0], Named):
-        # So Python 3.11.0 to 3.11.3 write a member of an enumeration.
+        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as getattr(CLASS, NAME).
         raise NotTensors(name if is_safe(owner.name) else owner.name)
     if name in _LAZY:
         raise _Other("lazy parameter without values", "run the model once, and save it again")

@@ -50,12 +50,10 @@ class Pipeline:
 
     @property
     def models(self) -> tuple[Part, ...]:
-        """The parts that have weights."""
         return tuple(part for part in self.parts if part.file_bytes is not None)
 
     @property
     def largest(self) -> Part:
-        """The model with the largest files."""
         return max(self.models, key=lambda part: part.file_bytes or 0)
 
     @property
@@ -69,7 +67,6 @@ class Pipeline:
         return tuple(part for part in self.parts if part.path.is_dir() and part.file_bytes is None)
 
     def refused(self) -> WholePipeline:
-        """Return the error for a verb that takes one model."""
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
@@ -83,7 +80,6 @@ class Pipeline:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Tell whether a path is a folder with ``model_index.json``."""
     return (path / INDEX).is_file()
 
 
@@ -118,7 +114,7 @@ def _is_part(name: str, value: Any) -> bool:
 
 def _weights_bytes(folder: Path) -> int | None:
     sizes: dict[str, int] = {}
-    with suppress(OSError):  # not a folder, or one that this user must not read
+    with suppress(OSError):  # not a folder, or a folder that this user cannot read
         for file in folder.iterdir():
             if file.suffix in WEIGHTS and file.is_file():
                 sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size

@@ -40,7 +40,7 @@ def files(folder: Path) -> list[Path]:
 
 def digest(folder: Path) -> str:
     """Return a digest of the names and contents of the folder's Python files."""
-    import hashlib  # loads OpenSSL, 4 MiB, which a worker needs only for such a folder
+    import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
 
     whole = hashlib.sha256()
     for path in files(folder):

@@ -115,7 +115,7 @@ def checked_dtype(name: object, file: Path) -> str:
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
-        f"{file} names the dtype {unknown_file.short(name)}, which is no dtype of a model: from_pretrained fails, too",
+        f"{file} names the dtype {unknown_file.short(name)}: no model can have this dtype, and from_pretrained fails, too",
         f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
     )
 
@@ -149,7 +149,6 @@ def own_dtype(model: ModelSpec) -> str:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Tell whether a path is a folder with ``config.json``."""
     return (path / CONFIG).is_file()
 
 
@@ -221,9 +220,7 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the checkpoint of a Hugging Face folder that the folder's library reads.
-
-    The result is one file; or the folder itself, for shards with the usual index; or another index.
+    """Return the checkpoint in a Hugging Face folder, as ``find_weights``.
 
     Raises:
         CheckpointError: the folder has no weights of this variant.
@@ -244,9 +241,10 @@ def index_in(path: Path) -> Path:
 
 
 def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return the checkpoint of a Hugging Face folder, as ``weights_in``; None if it has no weights.
+    """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
 
-    If ``config.json`` names a file in ``transformers_weights``, no other file is looked for.
+    The result is the file of weights, the folder itself for shards with the usual index, or another
+    index. It is the file in ``transformers_weights`` if ``config.json`` has this key.
 
     Raises:
         CheckpointError: ``config.json`` names weights that are not in the folder.

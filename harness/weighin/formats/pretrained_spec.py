@@ -8,7 +8,6 @@ from weighin.cell import ModelSpec
 from weighin.formats import adapters, catalog, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.equal_tensors import are_equal
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     MODEL_DTYPES,
@@ -18,6 +17,7 @@ from weighin.formats.pretrained_folder import (
     index_in,
 )
 from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import RESAVE
 
 _TIES: Final = "tie_word_embeddings"

@@ -27,7 +27,6 @@ _BYTE_ORDER: Final = "/byteorder"
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a zip file."""
     return is_zip(first_bytes(path))
 
 

@@ -45,7 +45,6 @@ _PICKLE_PROTOCOL: Final = 2
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file begins with the format's pickled magic number."""
     return is_legacy(first_bytes(path))
 
 
@@ -139,7 +138,6 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
 
 def _head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
-    """Return all pickles, and the tensors in the order of their storages."""
     import torch
 
     from weighin.formats.zip_writer import placeholders

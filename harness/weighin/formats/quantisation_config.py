@@ -197,7 +197,7 @@ def _obstacle(method: str | None, place: str) -> tuple[str, str]:
     library = "load the model with the library that quantised it"
     alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:
-        return f"{place} beside it says how", (
+        return f"{place} beside it describes the quantisation", (
             "give the Hugging Face folder that it belongs to, whose config.json has quantization_config"
             f"; or {library}"
         )

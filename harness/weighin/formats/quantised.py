@@ -205,7 +205,6 @@ def _dequantised_bytes(
 
 
 def _once(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-    """Return the tensors, except those at the place of an earlier one."""
     return list({(one.file, one.offset, one.shape, one.name * (not one.nbytes)): one
                  for one in reversed(slices)}.values())  # fmt: skip
 

@@ -15,8 +15,8 @@ from weighin.text import few, one_line
 Recognised = tuple[str, str] | None
 """The kind of a file, and the repair: the step from this file to a checkpoint."""
 
-_SHOWN: Final = 60  # characters of a text file
-MOST_HEADER_BYTES: Final = 100_000_000  # of safetensors: the format's own limit
+_SHOWN: Final = 60  # the characters of a text file that an error shows
+MOST_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
 
 _INTO_TORCH: Final = (
     "load it into a PyTorch model with the library that it comes from, and save that model:"
@@ -63,10 +63,10 @@ _SCRIPTED_WEIGHTS: Final = "torch.jit.load(p, 'cpu').state_dict()"
 _EXPORTED_WEIGHTS: Final = "dict(torch.export.load(p).state_dict)"
 _NUMPY_WEIGHTS: Final = "{k: torch.from_numpy(v) for k, v in numpy.load(p).items()}"
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
-_TORCH_01: Final = ("sys_info", "pickle", "tensors", "storages")  # the members of its tar archive
+_TORCH_01: Final = ("sys_info", "pickle", "tensors", "storages")  # names in its tar archive
 _OF_TENSORFLOW: Final = re.compile(r".*\.(index|meta|data-\d{5}-of-\d{5})")
 _OLD_PICKLE: Final = re.compile(rb"\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0")
-"""A dict, a list or an object in the protocols 0 and 1."""
+"""Matches the beginning of a dict, a list or an object in the pickle protocols 0 and 1."""
 
 _MSGPACK_MAP: Final = re.compile(
     rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]", re.DOTALL
@@ -77,7 +77,9 @@ _SAVED_MODEL: Final = b"\x08\x01\x12"
 
 def by_content(path: Path, head: bytes) -> Recognised:
     """Return a file's kind by its first 512 bytes; None for a checkpoint or an unknown file."""
-    if is_safetensors(head) or is_legacy(head):  # a length can equal any magic number
+    if is_safetensors(head) or is_legacy(
+        head
+    ):  # the first bytes of safetensors can equal any magic number
         return None
     if path.suffix == ".distcp":
         return "a data file of torch.distributed.checkpoint", f"give its folder: {path.parent}"
@@ -104,7 +106,6 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def is_zip(head: bytes) -> bool:
-    """Tell whether a file begins like a zip archive."""
     return head.startswith(b"PK") and not is_safetensors(head)
 
 
@@ -114,7 +115,6 @@ def is_legacy(head: bytes) -> bool:
 
 
 def _wrapped(path: Path, head: bytes) -> Recognised:
-    """Recognise a compressed or encrypted file, or an archive."""
     file = quote(str(path))
     for magic, name, suffix in _PACKED:
         if head.startswith(magic):
@@ -164,7 +164,7 @@ def _serialised(head: bytes) -> Recognised:
 
 def _text(head: bytes) -> Recognised:
     try:
-        text = getincrementaldecoder("utf-8")().decode(head)  # the last letter may be cut
+        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:
         return None
     if any(letter < " " and letter not in "\t\n\r\f" for letter in text):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NAME: Final = "safetensors"
 SUFFIX: Final = ".safetensors"
 
-_ALIGNMENT: Final = 64  # of the data's start: a cache line, as in torch.save
+_ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
 _FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
 _ORDER: Final = "weighin.order"
 _OF_VECTORS: Final = {name for name, torch_name in DTYPES.items() if torch_name in PACKED}
@@ -32,7 +32,6 @@ _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file has the suffix .safetensors or begins like a safetensors file."""
     head = first_bytes(path)
     if not head:
         return False

@@ -200,8 +200,9 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> TensorSlice:
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}, which "
-            + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know"),
+            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; "
+            + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know")
+            + " this dtype",
             "convert it to a dtype of torch with the program that wrote the file",
         )
     shape, offsets = fields.get("shape"), fields.get("data_offsets")

@@ -24,7 +24,6 @@ class Selection:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options that make the same selection."""
         key = (f"--key={self.key}",) if self.key else ()
         return (*key, f"--strip-prefix={self.strip_prefix}") if self.strip_prefix else key
 

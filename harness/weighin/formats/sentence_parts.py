@@ -47,7 +47,6 @@ class Part:
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a sentence-transformers folder whose parts have folders of their own."""
     return path.is_dir() and not (path / CONFIG).exists() and bool(own_folders(path))
 
 

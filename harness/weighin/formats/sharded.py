@@ -30,9 +30,9 @@ from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import broken_link, is_file, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
@@ -75,7 +75,7 @@ class Sharded:
         shards = list(dict.fromkeys(weight_map.values()))
         read = map_files(self._shard.read, [index.parent / shard for shard in shards])
         for shard, stored in zip(shards, read, strict=True):
-            # A tied name of safetensors is at the same place as a name that is in the map.
+            # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
             listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
             for place in stored:
                 home = weight_map.get(place.name)

@@ -125,7 +125,6 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
-    """Return the exception for a checkpoint that does not have ``key``."""
     names = first_names(plain(str(one)) for one in dict.fromkeys(keys) if isinstance(one, str))
     places = largest(_sizes(keys)) if isinstance(keys, Mapping) else {}
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
@@ -206,7 +205,6 @@ def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
 
 
 def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
-    """Return the exception for a tensor of a kind that weighin does not read."""
     return CheckpointError(
         f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
     )

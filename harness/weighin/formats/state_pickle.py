@@ -22,7 +22,7 @@ from weighin.formats.unknown_file import AGAIN, RESAVE
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
 _MEMOIZE, _SHORT_TEXT, _LONG_GET, _DICT, _NOTHING = b"\x94\x8cj})"  # most of them of protocol 4
-_LONGEST_SMALL: Final = 5  # an instruction of run_usual with its operand, in bytes
+_LONGEST_SMALL: Final = 5  # bytes of an instruction of run_usual with its operand
 
 _REBUILD: Final = Named("torch._utils._rebuild_tensor_v2")
 _HOOKS: Final = Named("collections.OrderedDict")
@@ -94,7 +94,9 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte"
             f" {start + machine.at:,}: {reason}",
-            AGAIN if isinstance(error, Ended) and not base else resave,  # base: a part of the file
+            AGAIN
+            if isinstance(error, Ended) and not base
+            else resave,  # with a base, the pickle is a part of a file
         ) from error
 
 

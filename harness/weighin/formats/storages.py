@@ -1,16 +1,20 @@
-"""Compute the bytes of a checkpoint's tensors, and the bytes of the storages that they view.
+"""Compare the tensors of a checkpoint, and compute the bytes of tensors and of their storages.
 
 ``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than the
 slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the storages into memory; a
 model has memory for the elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.unknown_file import unreadable
+
+_PIECE_BYTES: Final = 4 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,31 @@ def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
         if first != one.name:
             found[one.name] = first
     return found
+
+
+def are_equal(one: TensorSlice, other: TensorSlice) -> bool:
+    """Tell whether two tensors of the same shape have the same dtype and the same bytes.
+
+    The function reads both tensors up to the first difference.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if (one.file, one.offset) == (other.file, other.offset):
+        return one.stride == other.stride
+    if one.dtype_name != other.dtype_name or one.nbytes != other.nbytes:
+        return False
+    return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
+
+
+def _pieces(where: TensorSlice) -> Iterator[bytes]:
+    try:
+        with where.file.open("rb") as file:
+            file.seek(where.offset)
+            for start in range(0, where.nbytes, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, where.nbytes - start))
+    except OSError as error:
+        raise unreadable(where.file, error) from error
 
 
 def footprint(slices: Sequence[TensorSlice]) -> Footprint:

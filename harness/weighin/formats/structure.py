@@ -17,7 +17,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, is_sizes
 
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
-_MOST_BYTES: Final = 64 * 1024 * 1024  # the longest JSON text, since records may be forged
+_MOST_BYTES: Final = 64 * 1024 * 1024  # of JSON text, because records may be forged
 
 
 @dataclass(frozen=True, slots=True)

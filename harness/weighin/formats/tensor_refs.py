@@ -22,7 +22,7 @@ STORAGES: Final = {
 STORED_BYTES: Final = {**ITEM_BYTES, **QUANTISED_BYTES}
 OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 REBUILD: Final = "torch._utils._rebuild_"
-_OF_MODULES: Final = {"_parameters", "_buffers"}  # in the state of every pickled nn.Module
+_OF_MODULES: Final = {"_parameters", "_buffers"}  # keys in the state of every pickled nn.Module
 _TITLES: Final = {
     "_codecs.encode": "bytes",
     "numpy.core.multiarray.scalar": "NumPy scalar",
@@ -69,7 +69,7 @@ class Opaque:
     contents: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return self.kind  # crafted contents may have no end
+        return self.kind  # the text of crafted contents may be endless
 
     @property
     def is_module(self) -> bool:

@@ -30,7 +30,6 @@ _ENTRY_BYTES: Final = 33  # of a tensor in the index, without the name, the dtyp
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file begins like a file of tensorizer."""
     return first_bytes(path).startswith(_MAGIC)
 
 
@@ -73,7 +72,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
         for number, plan in enumerate(stored):
             values = torch.empty(plan.shape, dtype=plan.dtype)
             _fill(values, plan.name, pieces, progress)
-            index = number % 2**16  # two bytes in the file, which the strategy does not use
+            index = number % 2**16  # two bytes in the file; the strategy does not read them
             writer.write_tensor(index, plan.name, TensorType.STATE_DICT, values)
     finally:
         writer.close()

@@ -28,7 +28,7 @@ HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
 
 _MOST_SHOWN: Final = 100
-_MOST_BITS: Final = 256  # of an integer that is shown
+_MOST_BITS: Final = 256  # of the largest integer that an error shows
 _PATH_STARTS: Final = ("./", "../", "/", "~")
 _PATH_ENDS: Final = (
     "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
@@ -58,7 +58,7 @@ def broken_link(path: Path) -> CheckpointError | None:
         if path.exists():
             return None
         target = path.readlink()
-    except (OSError, ValueError):  # no link, or not a valid file name
+    except (OSError, ValueError):  # the path is no link, or no valid file name
         return None
     what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
     if target.parent.name == "blobs" and (name := hub_id(path.parent)):

@@ -24,7 +24,7 @@ from weighin.formats.unknown_file import AGAIN, RESAVE, SHARDS, check_present, s
 MOST_DIRECTORY_BYTES: Final = 32 * 1024**2
 MOST_RECORDS: Final = 250_000
 
-# Magic, disks, entries, directory's size and start, comment.
+# _END: magic number, disks, entries, size and offset of the directory, length of the comment.
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64: Final = struct.Struct("<4sLQL")
@@ -32,7 +32,7 @@ _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _LONGEST_COMMENT: Final = 65_535
 _ENCRYPTED: Final = 1
-_MOST_AHEAD_BYTES: Final = 1024**2  # of a record that is no tensor: the pickle
+_MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel reads ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,6 @@ class Archive:
         return self._read(record.start, record.size)
 
     def _directory(self) -> tuple[int, int]:
-        """Return the offset and the length of the central directory."""
         tail_at = max(0, self._size - _END.size - _LONGEST_COMMENT)
         tail = self._read(tail_at, self._size - tail_at)
         end_at = tail.rfind(b"PK\5\6")
@@ -183,7 +182,6 @@ class Archive:
         return read_headers(self._path, [one.local_at for one in entries], _LOCAL.size)
 
     def _record(self, name: str, local_at: int, size: int, directory_at: int) -> ZipRecord:
-        """Return the place of a record's bytes, which follow its local header."""
         if local_at + _LOCAL.size <= directory_at:
             text = self._headers.get(local_at, b"")
             if len(text) < _LOCAL.size:

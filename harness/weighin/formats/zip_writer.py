@@ -26,8 +26,8 @@ from weighin.formats.base import Pieces, Plans, Progress
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
-_DESCRIPTOR: Final = b"PK\x07\x08"  # of the data descriptor after a record
-_ENTRY: Final = b"PK\x01\x02"  # of a record's entry in the central directory
+_DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
+_ENTRY: Final = b"PK\x01\x02"  # the magic number of an entry in the central directory
 
 
 _holes = False  # whether writers leave out the tensors' values: see leaving_holes
@@ -143,7 +143,6 @@ class WrittenRecord:
 
 
 def data_records(path: Path, descriptor: int) -> list[WrittenRecord]:
-    """Return the tensor records in the order of their numbers."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         entry_at = archive.start_dir
@@ -224,7 +223,6 @@ def written(
 
 
 def write_all(descriptor: int, data: memoryview, at: int) -> None:
-    """Write all of ``data`` to a file at the offset ``at``."""
     while data:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
