@@ -179,7 +179,7 @@ _PLAIN: Final = "weighin reads plain tensors\n"
 _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     "six-bit numbers of safetensors (F6_E2M3)": (
         _six_bits,
-        r"'F6_E2M3', which torch does not have\nconvert it to a dtype of torch",
+        r"'F6_E2M3'; torch does not have this dtype\nconvert it to a dtype of torch",
     ),
     "a quantised tensor (qint8) beside plain ones": (
         _saved(_quantised),
@@ -226,7 +226,7 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
 }
 
 _NOT_MEASURED: Final = refused(
-    r"torch.float4_e2m1fn_x2, which torch neither copies nor converts\nits loads cannot be measured",
+    r"torch.float4_e2m1fn_x2; torch neither copies nor converts such a tensor\nits loads cannot be measured",
     all_but("inspect", "convert", "load"),
 )
 

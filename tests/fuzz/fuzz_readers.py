@@ -19,7 +19,6 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         bounded_json,
         dcp,
         dcp_metadata,
-        dcp_pickle,
         folder_index,
         per_module,
         per_param,
@@ -41,7 +40,6 @@ from weighin.errors import CheckpointError
 MODULES = (
     zip_directory,
     dcp_metadata,
-    dcp_pickle,
     folder_index,
     bounded_json,
     safetensors_header,

@@ -257,7 +257,7 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
     split_in_three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "PIECE_ELEMENTS", 16)
-    monkeypatch.setattr(reader, "_ROWS_BYTES", 15)
+    monkeypatch.setattr(reader, "_ROWS_ELEMENTS", 15)
     one, _ = dcp.read(split_in_three)
     pieces = [piece.clone() for piece in read_pieces(one)]
     assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6]

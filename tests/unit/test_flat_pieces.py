@@ -44,7 +44,7 @@ def test_elements_are_joined_from_several_files(tmp_path: Path) -> None:
         flat_file(tmp_path / str(number), part)
         for number, part in enumerate(values.split([7, 0, 31, 22]))
     ]
-    flat = Flat(tmp_path, files, "")
+    flat = Flat(tmp_path, files)
     where = joined("one", (4, 3, 4), flat.ranges(5, 48))
     assert torch.equal(torch.cat([piece.clone() for piece in read_pieces(where)]), values[5:53])
     assert joined("none", (0, 3), flat.ranges(9, 0)).nbytes == 0

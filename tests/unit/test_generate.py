@@ -86,7 +86,6 @@ def test_the_model_loads_it_and_the_manifest_is_right(tmp_path: Path) -> None:
     assert [entry.name for entry in manifest.tensors][:-2] == list(model.state_dict())
     assert manifest.entry("head.weight").shared_with == "embedding.weight"
     assert manifest.entry("rotary.cos").kind == "non_persistent_buffer"
-    assert manifest.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path: Path) -> None:

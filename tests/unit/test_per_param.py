@@ -82,7 +82,7 @@ def tensors(**files: object) -> dict[str, object]:
             "'b' is tied to 'a' but is in another file",
         ),
         (tensors() | {"version": 2}, "index of version 2, but this weighin reads 1"),
-        ({"format": "shards"}, "not an index of one file per parameter"),
+        ({"format": "shards"}, "not an index of the format per_param"),
         ({"format": "per_param", "version": 1}, "damaged: no 'tensors' or no 'shared'"),
         ([], "damaged: not a JSON object"),
     ],

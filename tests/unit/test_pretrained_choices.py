@@ -102,7 +102,7 @@ def test_a_dtype_that_from_pretrained_refuses_is_refused_with_its_reason(
     with pytest.raises(ConfigError) as caught:
         load_pretrained(folder)
     assert str(caught.value) == (
-        f"config.json names the dtype {dtype!r}, which is no dtype of a model: from_pretrained fails, too\n"
+        f"config.json names the dtype {dtype!r}: no model can have this dtype, and from_pretrained fails, too\n"
         "write one of float32, bfloat16, float16, float64 into config.json"
     )
 

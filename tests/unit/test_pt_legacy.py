@@ -189,7 +189,7 @@ def pickled(*instructions: bytes) -> bytes:
     ("data", "message"),
     [
         (pickled(b"\x8e" + struct.pack("<Q", 2**62)), "longer than 33,554,432 bytes"),
-        (pickled(b"o"), "instruction OBJ, which is not known to weighin"),
+        (pickled(b"o"), "weighin does not know the instruction OBJ"),
         (pickled(b"\xff"), "0xff is no instruction of a pickle"),
         (pickled(b"X" + struct.pack("<I", 2**31)), "longer than 33,554,432 bytes"),
         (pickled(b"h\x05"), "an instruction has no operand"),

@@ -181,10 +181,10 @@ LONG = "x" * 10_000
         ),
         ({"a": entry(0, 8, [3], "F4")}, "tensor 'a': F4 of shape [3] takes 1 bytes, but its offsets span 8"),
         ({"a": entry(0, 8, [4, 4, 0], "F4")}, "tensor 'a': F4 of shape [4, 4, 0] takes 0 bytes, but its offsets span 8"),
-        ({"a": entry(0, 8, dtype="F6_E2M3")}, "tensor 'a' has the dtype 'F6_E2M3', which torch does not have"),
-        ({"a": entry(0, 8, dtype="F32X")}, "tensor 'a' has the dtype 'F32X', which weighin does not know"),
-        ({"a": entry(0, 8, dtype=[])}, "tensor 'a' has the dtype [], which weighin does not know"),
-        ({"a": {}}, "tensor 'a' has the dtype None, which weighin does not know"),
+        ({"a": entry(0, 8, dtype="F6_E2M3")}, "tensor 'a' has the dtype 'F6_E2M3'; torch does not have this dtype"),
+        ({"a": entry(0, 8, dtype="F32X")}, "tensor 'a' has the dtype 'F32X'; weighin does not know this dtype"),
+        ({"a": entry(0, 8, dtype=[])}, "tensor 'a' has the dtype []; weighin does not know this dtype"),
+        ({"a": {}}, "tensor 'a' has the dtype None; weighin does not know this dtype"),
         (
             {LONG: entry(0, 8, [3])},
             f"tensor '{LONG[:100]}'... (10,000 characters): F32 of shape [3] takes 12 bytes, but its "
@@ -195,7 +195,7 @@ LONG = "x" * 10_000
             {"__metadata__": {"weighin.order": '["b"]'}, "a": entry(0, 8)},
             "__metadata__: weighin.order is not a list of the file's tensor names",
         ),
-        (b'{"a":{},"a":{}}', "tensor 'a' has the dtype None, which weighin does not know"),
+        (b'{"a":{},"a":{}}', "tensor 'a' has the dtype None; weighin does not know this dtype"),
         (
             b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":{}}',
             "'a' occurs twice in the header",

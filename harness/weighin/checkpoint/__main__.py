@@ -1,10 +1,11 @@
 """Generate, index or convert a checkpoint: ``python -m weighin.checkpoint``.
 
 weighin runs this module as a subprocess (``subprocess_client``). The first line of standard input is the
-request, whose field ``verb`` is make, index or convert. The first event is ``size``, with
-``needed_bytes``; the process then waits for a line on standard input before it writes any file. Events
-``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``, with ``seconds``, or
-``error``, with ``type``, ``message`` and ``repair``. The kernel kills the process when its parent ends.
+request in JSON; its field ``verb`` is make, index or convert. The process answers with events, one JSON
+object on each line of standard output. The first event is ``size``, with ``needed_bytes``; the process
+then waits for a line on standard input before it writes any file. Events ``progress`` have ``done_bytes``
+and ``total_bytes``. The last event is ``done``, with ``seconds``, or ``error``, with ``type``, ``message``
+and ``repair``. The kernel kills the process when its parent ends.
 """
 
 import json
@@ -25,7 +26,6 @@ _PROGRESS_EVERY_S: Final = 0.1
 
 
 def main() -> int:
-    """Answer the request on standard input, and return the exit code of this process."""
     end_with_parent()
     parent = Parent()
     if (request := parent.receive()) is None:  # the parent has ended
@@ -80,10 +80,9 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
 
 
 class _Meter:
-    """Asks the parent for permission to write, and reports the progress a few times a second.
+    """Asks the parent for permission to write, and reports the progress at most ten times a second.
 
-    Each byte counts ``rounds`` times in the progress: 1 if it is written, 2 if it is also read
-    back.
+    ``rounds`` is 2 if every byte is written and then read back, so that it counts twice; else 1.
     """
 
     def __init__(self, parent: Parent, rounds: int = 1) -> None:

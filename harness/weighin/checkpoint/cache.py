@@ -1,4 +1,4 @@
-"""Provide checkpoints to load. Each is generated or converted once, cached, and checked before use.
+"""Provide checkpoints to load. weighin generates or converts a checkpoint once, and then keeps it in a cache.
 
 This module runs in the parent process, which does not import torch; a subprocess writes the
 checkpoints. The module ``entries`` describes the cache's folder.
@@ -28,9 +28,9 @@ from weighin.units import format_bytes
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
-"""A function that is called with a line about the current step and its progress, 0 to 1 or None."""
+"""A function that shows a line about the current step, and the step's progress: 0 to 1, or None."""
 
-_VALUES: Final = 1  # a version, to be increased when the same seed gives other values
+_VALUES: Final = 1  # increase this version when the same seed gives other values
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class Prepared:
 
     Attributes:
         path: the checkpoint's file, or its folder if the format has many files.
-        files_bytes: the size of all files of the checkpoint.
         made: whether this call of ``ensure`` created the checkpoint.
         in_place: whether the checkpoint is the user's own file, not a file in the cache.
         warnings: messages for the user, such as that a damaged checkpoint was replaced.
@@ -48,21 +47,19 @@ class Prepared:
     path: Path
     manifest_path: Path
     format: str
-    files_bytes: int
     made: bool
     in_place: bool = False
     warnings: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
-        """Read and return the checkpoint's manifest."""
         return read_manifest(self.manifest_path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of one call of ``ensure``, and the folder of its entry in the cache.
+    """The arguments of one call of ``ensure``, and the folder ``entry`` of the checkpoint in the cache.
 
-    ``in_place`` tells whether cells load the user's own file, so that only its manifest is cached.
+    If ``in_place``, cells load the user's own file, and the cache has only its manifest.
     """
 
     model: ModelSpec
@@ -88,11 +85,11 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. The user's file is compared with the model once, and
-    again when its size or modification time changes. The file is converted into the cache if it has
-    another format than ``fmt``, if ``selection`` selects only a part of it or renames its tensors, or
-    if it holds more than tensors; the converted file then holds only the model's state dict. ``python_path`` lists the
-    folders from which a user's builder is imported.
+    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model once, and
+    again when the file's size or modification time changes. weighin converts the model's state dict into
+    the cache if the file has another format than ``fmt`` or holds more than tensors, or if ``selection``
+    leaves out or renames tensors. ``python_path`` lists the folders from which a user's builder is
+    imported.
 
     Raises:
         UnknownName: no format has this name.
@@ -110,7 +107,7 @@ def ensure(
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         in_place = fmt == formats.detect(checkpoint).NAME and not selection
-        checkpoint = checkpoint.absolute()  # a link stays: config.json is beside it
+        checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
         if in_place and library_of(model.builder) is None:
             in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
@@ -147,31 +144,19 @@ def _ensure_locked(task: _Task) -> Prepared:
             if not any(task.entry.iterdir()):
                 task.entry.rmdir()
             raise
-    return _prepared(task, made=damage is not None, warnings=warnings)
-
-
-def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared:
     manifest_path = task.entry / "manifest.json"
     if task.in_place:
         assert task.checkpoint is not None
-        path = task.checkpoint
-        os.utime(manifest_path)  # records the time of this use
+        path, used = task.checkpoint, manifest_path
     else:
-        path = formats.checkpoint_in(task.entry, task.fmt)
-        os.utime(task.entry / f"{task.fmt}.json")
-    return Prepared(
-        path=path,
-        manifest_path=manifest_path,
-        format=task.fmt,
-        files_bytes=sum(file.stat().st_size for file in formats.files(path)),
-        made=made,
-        in_place=task.in_place,
-        warnings=warnings,
-    )
+        path, used = formats.checkpoint_in(task.entry, task.fmt), task.entry / f"{task.fmt}.json"
+    os.utime(used)  # records the time of this use
+    made = damage is not None
+    return Prepared(path, manifest_path, task.fmt, made, task.in_place, warnings)
 
 
 def _make(task: _Task) -> None:
-    """Run the subprocess in a temporary folder of the entry, then rename its files into place."""
+    """Let the subprocess write into a temporary folder of the entry, then rename its files into place."""
     verb = "reading" if task.in_place else "converting" if task.checkpoint else "making"
     text = f"{verb} the checkpoint of {task.model.name}"
     task.report(text, None)
@@ -201,7 +186,7 @@ def _request(task: _Task, out: Path) -> dict[str, Any]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Move the new files into place so that at any time each format with a marker is complete."""
+    """Move the new files into place; at any time, each format with a marker is complete."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:

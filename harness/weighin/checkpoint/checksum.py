@@ -1,10 +1,10 @@
 """Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-The ready time ends when every byte of the model was read once; computing the checksums reads the
-bytes. A CRC reads only 2 GB/s and would take longer than many loads; a plain sum misses swapped
-bytes. This checksum reads 13 GB/s. The algorithm adds 8-byte words in 65,521 lanes (a prime, so
-that a shifted row falls into other lanes), multiplies each lane by an odd constant, and chains the
-chunks. Any single changed word changes the result.
+weighin measures the time until every byte of a loaded model was read once, and computing the checksums
+reads every byte. A CRC reads only 2 GB/s and would take longer than many loads; a plain sum does not
+detect swapped bytes. This checksum reads 13 GB/s. The algorithm adds 8-byte words in 65,521 lanes,
+multiplies each lane by an odd constant, and chains the chunks. The number of lanes is a prime, so that a
+shifted row falls into other lanes. Any single changed word changes the result.
 """
 
 import threading
@@ -15,8 +15,7 @@ import torch
 
 _LANES: Final = 65_521
 CHUNK_BYTES: Final = _LANES * 8 * 8
-"""The size of the pieces that are summed one after the other, 4 MiB: a piece and its lane sums fit the
-processor's cache."""
+"""The size of a chunk, 4 MiB: a chunk and the sums of its lanes fit into the processor's cache."""
 
 _MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX; odd, so that multiplying loses no bits
 _MASK: Final = 2**64 - 1
@@ -28,9 +27,9 @@ _computing = threading.Lock()
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Tensors with equal bytes have equal checksums, whatever their strides and device. A contiguous
-    tensor needs up to 16 MiB of memory. A strided tensor is copied in parts: 4 MiB, or one row of
-    the first dimension, at a time.
+    Tensors with equal bytes have equal checksums, whatever their strides and device. The function needs
+    up to 16 MiB of memory for a contiguous tensor. Of another tensor, it copies 4 MiB or one row of the
+    first dimension at a time.
     """
     running = RunningChecksum(tensor.numel() * tensor.element_size())
     for part in _contiguous_parts(tensor):
@@ -50,7 +49,6 @@ class RunningChecksum:
             self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
 
     def hexdigest(self) -> str:
-        """Return the same text as ``checksum`` returns for the whole tensor."""
         return f"{self._value:016x}"
 
 
@@ -100,8 +98,8 @@ def _chunk_value(words: torch.Tensor) -> int:
 
 
 def _lane_weights(device: torch.device) -> torch.Tensor:
-    """Return one odd 64-bit constant per lane: the splitmix64 sequence with its lowest bit set."""
-    with _computing:  # a lock: otherwise each thread computes its own copy of the weights
+    """Return one odd 64-bit constant for each lane: the splitmix64 sequence with the lowest bit set."""
+    with _computing:  # without this lock, each thread would compute its own copy of the weights
         if device not in _weights:
             word = torch.arange(1, _LANES + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

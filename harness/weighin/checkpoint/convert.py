@@ -1,12 +1,11 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next
-to the target and renamed when they are complete. If the process is killed, the source is unchanged
-and no target exists; the next conversion removes the hidden folder.
+A conversion reads and writes tensors in pieces of 16 MiB. It writes the new files to a hidden folder next
+to the target, and renames the complete files. If the process is killed, the source is unchanged and no
+target exists; the next conversion removes the hidden folder.
 
-If the source has checksums, the values read are compared with these checksums, and the target gets
-checksums of its own. Each conversion therefore detects bytes that changed since the previous
-conversion.
+If the source has checksums, the conversion compares the values with them, and writes checksums of the
+target. Each conversion therefore detects bytes that changed since the previous conversion.
 """
 
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
 
 import torch
 
@@ -30,14 +28,13 @@ from weighin.checkpoint.staging import growing_beside
 from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
-from weighin.formats.base import Layout, Pieces, Plans, Progress, TensorSlice
+from weighin.formats.base import Plans, Progress, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.sharded import Sharded
 from weighin.formats.zip_writer import run_parallel
-
-_SHARDED: Final = ("sharded", "sharded_pt")  # the formats to which max_shard_bytes applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,8 @@ class Conversion:
         verify: whether to read the target back from the disk and compare it with the source.
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
         selection: the tensors to write, and their new names.
-        model_keys: whether to write the keys of the model in a Hugging Face folder, see
-            ``model_keys.py``.
-        choice: the class of this model, and whether the folder's own code may run to build it.
+        model_keys: whether to write the tensors under the keys of the folder's model (``model_keys``).
+        choice: the class of this model, the adapter to merge, and whether the folder's code may run.
     """
 
     fmt: str
@@ -71,20 +67,19 @@ def convert(
     target: Path,
     order: Conversion,
     *,
-    permit: Callable[[int], None] | None = None,
+    permit: Callable[[int], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """Write the checkpoint ``source`` to ``target``, which must not exist.
 
-    The result maps the name of each stage to its seconds. The target gets checksums if the source
-    has checksums or if the target is verified. ``permit`` is called with the number of bytes to
-    write before the first byte is written.
+    The result maps the name of each stage to its seconds. The target gets checksums if the source has
+    checksums or ``order`` demands a verification. The function calls ``permit`` with the number of bytes
+    to write, before it writes the first byte.
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.
-        CheckpointError: the source cannot be read or does not match its checksums, its tensors are
-            codes that another dtype would change, or the target differs from the source when it is
-            read back.
+        CheckpointError: the source cannot be read or does not match its checksums, ``order`` names a new
+            dtype for quantised codes, or the target differs from the source when it is read back.
     """
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -110,15 +105,18 @@ def convert(
         )
     tensors = plans(slices, order.dtype)
     layout = formats.named(order.fmt)
-    if permit is not None:
-        stored_bytes = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
-        permit(stored_bytes + RECORD_BYTES * len(tensors))
+    stored_bytes = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+    permit(stored_bytes + RECORD_BYTES * len(tensors))
     stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
     copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
     read = time.monotonic()
     with growing_beside(target) as temporary:
         new = temporary / target.name
-        _write(layout, new, tensors, copier.pieces, progress, order)
+        if isinstance(layout, Sharded):
+            most = order.max_shard_bytes
+            layout.write(new, tensors, copier.pieces, progress, max_shard_bytes=most)
+        else:
+            layout.write(new, tensors, copier.pieces, progress)
         written = time.monotonic()
         if order.verify:
             copier.verify(new, progress)
@@ -127,28 +125,13 @@ def convert(
             sidecar.write(sums, copier.sums())
         check_target(source, target)
         atomic.rename(new, target)
-        if sums.exists():  # of one file; a folder contains its checksums, so they moved with it
+        if sums.exists():  # the checksums of a folder are inside, and moved with the folder
             atomic.rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
         "write": written - read,
         "verify": time.monotonic() - written,
     }
-
-
-def _write(
-    layout: Layout,
-    new: Path,
-    tensors: Plans,
-    pieces: Pieces,
-    progress: Progress | None,
-    order: Conversion,
-) -> None:
-    if layout.NAME in _SHARDED:
-        write = cast(Any, layout).write
-        write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
-    else:
-        layout.write(new, tensors, pieces, progress)
 
 
 def check_target(source: Path, target: Path) -> None:
@@ -165,7 +148,7 @@ def check_target(source: Path, target: Path) -> None:
 
 
 class _Copier:
-    """Reads a source's tensors for a writer, and keeps their checksums for the comparison."""
+    """Reads a source's tensors for a writer, and computes their checksums on the way."""
 
     def __init__(
         self,
@@ -200,7 +183,6 @@ class _Copier:
         self._sums[name] = written.hexdigest()
 
     def sums(self) -> dict[str, tuple[str, str]]:
-        """Return the dtype and the checksum of each written tensor."""
         return {
             name: (dtype_name(plan.dtype), self._sums[plan.shared_with or name])
             for name, plan in self._plans.items()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weighin import formats
 from weighin.checkpoint import sidecar, staging
@@ -27,17 +27,17 @@ from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 AUTO: Final = "auto"
 
-_FOLDER: Final = "sharded"  # the format of a target that is no file, by its name
+_FOLDER: Final = "sharded"  # the format for a target without a file's suffix
 _SUFFIXES: Final = {
     ".safetensors": ("safetensors",),
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
 }
-"""The formats that readers expect in a file with this suffix; ``auto`` writes the first of them."""
+"""The formats that programs expect in a file with each suffix; ``auto`` writes the first format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of the command line, with sizes as text; "5GB" is 5 * 1000**3, as in Hugging Face."""
+    """The arguments of ``weighin convert``. Sizes are text; "5GB" is 5 * 1000**3, as in Hugging Face."""
 
     source: Path
     target: Path
@@ -54,9 +54,11 @@ class Wish:
 class FinishedConversion:
     """A finished conversion.
 
-    ``checksums`` is the checksum file that the source matched, if any. ``quantised`` says how the
-    tensors are quantised, because they are then no weights. ``left_out`` are the names of the state
-    dict's values that are no tensors, which no format but ``torch.save`` stores.
+    Attributes:
+        checksums: the checksum file that the source matched, if any.
+        quantised: the quantisation of the tensors, if they are codes; None for weights.
+        left_out: the names of the state dict's values other than tensors, which only ``torch.save``
+            stores.
     """
 
     source: Path
@@ -84,7 +86,6 @@ class FinishedConversion:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the conversion's description for ``--json``."""
         paths = {"source": str(self.source), "target": str(self.target)}
         checksums = str(self.checksums) if self.checksums else None
         return asdict(self) | paths | {"checksums": checksums}
@@ -95,13 +96,13 @@ def convert(
 ) -> FinishedConversion:
     """Convert the checkpoint in a subprocess, and show the progress on ``console``.
 
-    ``complete`` is called when the target is complete. A stop that comes between the two is not raised.
+    The function calls ``complete`` when the target is complete. A Ctrl-C between the two is ignored.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.
     """
     source = formats.detect(wish.source).NAME
-    # The source's checksums are for all its tensors under their original names.
+    # The source's checksums are those of all its tensors under their original names.
     checksums = None if wish.selection or wish.keys == "model" else sidecar.find(wish.source)
     request = _request(wish, checksums)
 
@@ -116,9 +117,9 @@ def convert(
 
     slices = Slices() if wish.keys == "model" else formats.read(wish.source, wish.selection)[1]
     started = monotonic()
-    with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
+    with _shown(console, f"{wish.source.name} to {wish.target.name}") as report:
         try:
-            seconds = run_maker(request, permit=permit, report=bar.report)["write"]
+            seconds = run_maker(request, permit=permit, report=report)["write"]
             complete()
         except BaseException as error:
             _clean(wish.target, error)
@@ -149,9 +150,9 @@ def _clean(target: Path, error: BaseException) -> None:
 
 
 def format_for(target: Path, fmt: str) -> str:
-    """Return the format to write into ``target``; for ``AUTO``, the format that its name says.
+    """Return the format to write into ``target``; for ``AUTO``, the format for the target's suffix.
 
-    A name without the suffix of a checkpoint file is that of a folder.
+    A target without the suffix of a checkpoint file is a folder of shards.
 
     Raises:
         UnknownName: no format has the name ``fmt``.
@@ -186,26 +187,18 @@ def _request(wish: Wish, checksums: Path | None) -> dict[str, Any]:
         "checksums": str(checksums) if checksums else None,
         "selection": asdict(wish.selection),
         "model_keys": wish.keys == "model",
-        "choice": asdict(wish.choice) | {"variant": "", "revision": ""},  # the source is of these
+        "choice": asdict(wish.choice)
+        | {"variant": "", "revision": ""},  # the source is the file of this variant and revision
     }
 
 
-class _Bar:
-    """The progress line on the terminal: the share done, the speed, and the time left."""
-
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar, self._task = bar, task
-        self._started = monotonic()
-
-    def report(self, done_bytes: int, total_bytes: int) -> None:
-        speed = done_bytes / GIB / max(monotonic() - self._started, 1e-9)
-        self._bar.update(
-            self._task, completed=done_bytes, total=total_bytes, speed=f"{speed:.2f} GiB/s"
-        )
-
-
 @contextmanager
-def _shown(console: Console, text: str) -> Iterator[_Bar]:
+def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress line: the share done, the speed, and the time left; yield a function to update it.
+
+    The function takes the bytes done and the total.
+    """
+    started = monotonic()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -215,4 +208,10 @@ def _shown(console: Console, text: str) -> Iterator[_Bar]:
         transient=True,
         disable=not console.is_terminal,
     ) as bar:
-        yield _Bar(bar, bar.add_task(escape(text), total=None, speed=""))
+        task = bar.add_task(escape(text), total=None, speed="")
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            speed = f"{done_bytes / GIB / max(monotonic() - started, 1e-9):.2f} GiB/s"
+            bar.update(task, completed=done_bytes, total=total_bytes, speed=speed)
+
+        yield report

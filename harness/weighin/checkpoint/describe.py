@@ -24,9 +24,9 @@ from weighin.formats.pretrained_folder import own_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model skeleton. Parameters are on the meta device; some buffers have values.
+    """A tensor of a model without weights: parameters are on the meta device; some buffers have values.
 
-    ``is_kept`` tells whether the tensor has its own floating-point dtype in a model of any dtype.
+    ``is_kept`` tells whether the tensor keeps its own floating-point dtype in a model of any dtype.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Described:
     is_kept: bool = False
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the tensor's manifest entry; ``dtype`` is the dtype in the file, if different."""
+        """Return the tensor's manifest entry; ``dtype`` is the dtype in the file, if it is another one."""
         kind = dtype or self.tensor.dtype
         return TensorEntry(
             name=self.name,
@@ -52,9 +52,9 @@ class Described:
 def describe(
     spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
 ) -> list[Described]:
-    """Return all tensors of a model that is built in ``dtype``, by default that of its published files.
+    """Return all tensors of a model that is built in ``dtype``: its state dict, then other buffers.
 
-    The tensors are its state dict in order, then its non-persistent buffers.
+    Without ``dtype``, the model has the dtype of its published files.
 
     Raises:
         ConfigError: the builder is invalid, or the state dict contains more than parameters and
@@ -113,15 +113,14 @@ def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
 
 
 def in_checkpoint(described: list[Described]) -> list[Described]:
-    """Return the tensors that a checkpoint contains."""
     return [tensor for tensor in described if tensor.kind != "non_persistent_buffer"]
 
 
 def buffer_checksums(spec: ModelSpec) -> dict[str, dict[str, str]]:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
-    The function constructs the whole model once for each dtype that a cell may use, because only
-    the constructor computes these values. The function needs the memory of one model.
+    Only the model's constructor computes the values of these buffers. The function therefore constructs
+    the whole model once for each dtype of ``CELL_DTYPES``, and needs the memory of one model.
     """
     build = resolve_builder(spec.builder)
     checksums: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Manage the cache's folder, which has one entry for each combination of model and value source.
+"""Manage the cache's folder. It has one entry for each model with the values of one seed or one file.
 
 ::
 
@@ -11,9 +11,8 @@
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
-A format without a marker, or with other file sizes or modification times than its marker lists, is
-not used. Files are read-only, so that a strategy of an ordinary user cannot change them.
-This module does not import torch, because the parent process uses it.
+weighin replaces a format that has no marker, or whose files have other sizes or modification times than
+the marker lists. Files are read-only, so that a strategy of an ordinary user cannot change them.
 """
 
 import json
@@ -34,15 +33,15 @@ from weighin.errors import ConfigError, UnknownName
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 TEMPORARY: Final = ".making-"
-"""The prefix of the folders that subprocesses write to."""
+"""The prefix of the folders to which subprocesses write."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedCheckpoint:
     """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
 
-    ``size_bytes`` is the size of its files. The cache may have only the manifest of a user's own
-    checkpoint; ``size_bytes`` is then 0 and ``format`` is "index".
+    ``size_bytes`` is the size of the checkpoint's files. If the cache has only the manifest of a user's
+    own file, ``size_bytes`` is 0 and ``format`` is "index".
     """
 
     name: str
@@ -65,7 +64,10 @@ def use(chosen: Path) -> None:
 
 
 def entry_name(model: str, *origin: Any) -> str:
-    """Return the name of an entry's folder: the model's name and a digest of ``origin``."""
+    """Return the name of an entry's folder: the model's name and a digest of ``origin``.
+
+    ``origin`` determines the values: the builder and its arguments, and the seed or the user's files.
+    """
     text = json.dumps(origin, sort_keys=True, default=str)
     safe = _UNSAFE.sub("_", model).lstrip(".") or "model"
     return f"{safe[:100]}-{sha256(text.encode()).hexdigest()[:8]}"
@@ -121,9 +123,9 @@ def discard(entry: Path, fmt: str) -> None:
 
 @contextmanager
 def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of one entry within the context; the kernel releases it if the process is killed.
+    """Lock one entry within the context; the kernel releases the lock if the process is killed.
 
-    ``waiting`` is called once if another process holds the lock.
+    The function calls ``waiting`` once if another process has the lock.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -149,7 +151,7 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_leftovers(entry: Path) -> None:
-    """Remove the folders of killed subprocesses from an entry. The caller must hold its lock."""
+    """Remove the folders of killed subprocesses from an entry, whose lock the caller must have."""
     for leftover in entry.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -161,10 +163,10 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove the entries of a model, the entry of exactly this name, or all entries.
+    """Remove the entries of the model ``name``, the entry ``name``, or all entries if it is None.
 
-    The function waits for subprocesses that are writing to these entries. ``clear`` removes only
-    entries of the cache's folder, and returns the removed checkpoints.
+    The function waits for subprocesses that are writing to these entries, removes nothing else in the
+    cache's folder, and returns the removed checkpoints.
 
     Raises:
         UnknownName: no entry has this name.
@@ -176,7 +178,9 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     for entry in chosen:
         with locked(entry, lambda: None):
             removed += _formats(entry)
-            for marker in entry.glob("*.json"):  # first: without a marker a format is incomplete
+            for marker in entry.glob(
+                "*.json"
+            ):  # first, because a format without a marker is incomplete
                 marker.unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
     return removed

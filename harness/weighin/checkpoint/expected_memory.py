@@ -1,7 +1,7 @@
-"""Compute the memory that each of weighin's strategies is expected to need, from tensor sizes alone.
+"""Compute the expected memory of each of weighin's strategies, from the sizes of tensors alone.
 
-Each strategy's docstring states the same expectation. The memory of ``import torch`` is not
-included.
+Each strategy's docstring states the same expectation. The expected memory does not include the memory of
+``import torch``.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from weighin.suite.registry import StrategyInfo
 
 Piece = Literal["tensor", "layer", "shard"]
 
-SHARD_BYTES: Final = 5 * 1024**3  # the default of weighin convert
+SHARD_BYTES: Final = 5 * 1024**3  # the default size of a shard of weighin convert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """The memory of a load on the CPU, in terms of the checkpoint's tensors and storages.
+    """The memory of a load on the CPU, in copies of the checkpoint's tensors and storages.
 
     Attributes:
-        tensors: the number of copies of all tensors in anonymous memory, of which one is the model.
-        storages: the number of copies of all storages in anonymous memory: a state dict that
-            ``torch.load`` returned, whose storages the model may keep.
-        piece: the kind of piece whose largest example is in anonymous memory in addition.
-        mapped: whether the file's pages are mapped in addition.
+        tensors: the number of copies of all tensors in anonymous memory; the model is one copy.
+        storages: the number of copies of all storages in anonymous memory. A state dict that
+            ``torch.load`` returned is one copy.
+        piece: the largest tensor, layer or shard is also in anonymous memory; None for no such piece.
+        mapped: whether the file is also mapped into memory.
     """
 
     tensors: int
@@ -76,7 +76,7 @@ class Expected:
     Attributes:
         layouts: the formats that the strategy reads.
         anonymous_bytes: the expected peak without ``import torch``; None for a user's strategy.
-        mapped_bytes: the size of mapped file pages in addition, which the kernel can reclaim.
+        mapped_bytes: the size of the mapped file pages, which the kernel can reclaim.
     """
 
     strategy: str
@@ -93,10 +93,9 @@ def expected(
 ) -> list[Expected]:
     """Return the expected memory of each strategy that loads in one process.
 
-    ``sizes`` maps the names of tensors to their sizes in bytes, without tied duplicates; ``layout`` is
-    the checkpoint's format. ``storages`` has the sizes of the storages in the checkpoint's files.
-    ``storages`` is None if strategies load converted files, whose storages have no more and no less
-    than the tensors.
+    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in bytes,
+    and has tied tensors once. ``storages`` has the sizes of the storages in the checkpoint's files; None
+    if the strategies load converted files, in which the storages and the tensors have equal sizes.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}
@@ -113,19 +112,12 @@ def expected(
         if info.shares_load:
             continue
         need = _NEEDS_WITH_FORMAT.get((info.name, layout), _NEEDS.get(info.name))
-        own = storages if storages and layout in info.formats else None
-        needs.append(
-            Expected(
-                strategy=info.name,
-                layouts=info.formats,
-                anonymous_bytes=None
-                if need is None
-                else need.tensors * total
-                + need.storages * (own.storage_bytes if own else total)
-                + largest[need.piece],
-                mapped_bytes=None
-                if need is None
-                else need.mapped * (own.used_bytes if own else total),
-            )
-        )
+        stored = used = total
+        if storages and layout in info.formats:
+            stored, used = storages.storage_bytes, storages.used_bytes
+        anonymous = mapped = None
+        if need is not None:
+            anonymous = need.tensors * total + need.storages * stored + largest[need.piece]
+            mapped = need.mapped * used
+        needs.append(Expected(info.name, info.formats, anonymous, mapped))
     return needs

@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
-An element's value depends only on the seed, the tensor's name and the element's position, not on the
-format or the order of writing. This module runs in a subprocess, which needs memory for the
-persistent buffers and for a few pieces of 16 MiB.
+The seed, a tensor's name and an element's position determine the value of the element; the format and the
+order of writing do not. This module runs in a subprocess, which needs memory for the persistent buffers
+and for a few pieces of 16 MiB.
 """
 
 import time
@@ -25,7 +25,7 @@ from weighin.formats.base import Pieces, Progress, TensorPlan
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
-RECORD_BYTES: Final = 4096  # an upper bound of a tensor's overhead in a file
+RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,19 @@ class Made:
     seconds: dict[str, float]
 
 
-def needed_bytes(described: Iterable[Described]) -> int:
-    """Return an upper bound of the disk space for a checkpoint of these tensors, in any format."""
-    return sum(
-        RECORD_BYTES + (0 if stored.shared_with else stored.tensor.nbytes)
-        for stored in in_checkpoint(list(described))
-    )
-
-
 def make(
     spec: ModelSpec,
     *,
     seed: int,
     fmt: str,
     folder: Path,
-    permit: Callable[[int], None] | None = None,
+    permit: Callable[[int], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> Made:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    A model of transformers is written in the dtype of its configuration, any other in float32.
-    ``permit`` is called with the number of bytes needed before anything is written.
+    The tensors have the dtype of the model's published files, or float32. The function calls ``permit``
+    with an upper bound of the bytes to write, before it writes anything.
 
     Raises:
         ConfigError: the builder is invalid.
@@ -67,11 +59,10 @@ def make(
     started = time.monotonic()
     described = describe(spec, real_buffers="all")
     built = time.monotonic()
-    if permit is not None:
-        permit(needed_bytes(described))
+    stored = in_checkpoint(described)
+    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.tensor.nbytes) for one in stored))
     permitted = time.monotonic()
     sums: dict[str, dict[str, str]] = {}
-    stored = in_checkpoint(described)
     by_name = {tensor.name: tensor for tensor in described}
     write(fmt, folder, plans(stored), partial(_summed_pieces, sums, by_name, seed), progress)
     if len(stored) < len(described):
@@ -84,7 +75,6 @@ def make(
 
 
 def plans(stored: Iterable[Described]) -> list[TensorPlan]:
-    """Return the plans by which a format writes these tensors."""
     return [
         TensorPlan(each.name, tuple(each.tensor.shape), each.tensor.dtype, each.shared_with)
         for each in stored
@@ -108,8 +98,8 @@ def write(
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
 
-    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. Bytes are
-    uniform; parameters of any other integer dtype are 0.
+    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The values of a
+    uint8 parameter are uniform. A parameter of any other integer dtype is 0.
 
     Every piece has its own random generator. All pieces share one memory: use each piece before the
     next piece is generated.
@@ -131,7 +121,6 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
 
 
 def _generator(seed: int, number: int, name: str) -> torch.Generator:
-    """Return the random generator of one piece of a parameter."""
     digest = sha256(f"{seed}/{number}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -139,7 +128,7 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
 def _summed_pieces(
     sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
 ) -> Iterator[torch.Tensor]:
-    """Return a tensor's values for the file, whose checksums are then put into ``sums``."""
+    """Yield a tensor's values for the file, and then put their checksums into ``sums``."""
     described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     is_drawn = described.kind == "parameter"

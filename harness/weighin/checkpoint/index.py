@@ -33,14 +33,14 @@ def index(
     fmt: str,
     folder: Path,
     selection: Selection = WHOLE,
-    permit: Callable[[int], None] | None = None,
+    permit: Callable[[int], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
-    has another format than ``fmt``, if ``selection`` is only a part of it, or if it holds more than
-    tensors.
+    The function reads tensors piece by piece. It converts a checkpoint that has another format than
+    ``fmt`` or holds more than tensors, and a checkpoint of which ``selection`` leaves out or renames
+    tensors. ``permit`` is called with the number of bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -69,8 +69,7 @@ def index(
             f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
             f"load it in its own format: --format {own}",
         )
-    if permit is not None:
-        permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
+    permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
     kept = {one.name for one in described if one.is_kept}
     sums = _IndexedChecksums(places, kept)
     read = time.monotonic()
@@ -95,14 +94,14 @@ def index(
 
 
 class _IndexedChecksums:
-    """The checksums of a checkpoint's tensors, computed while converting or reading the tensors."""
+    """Computes the checksums of a checkpoint's tensors while a writer or ``complete`` reads them."""
 
     def __init__(self, places: Mapping[str, TensorSlice], kept: Set[str]) -> None:
         self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each
         self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Return a tensor's values, whose checksums are then kept."""
+        """Yield a tensor's values, and then keep their checksums."""
         place = self._places[name]
         numel = torch.Size(place.shape).numel()
         running = Checksums(numel, place.dtype, is_kept=name in self._kept)

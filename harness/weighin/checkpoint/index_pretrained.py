@@ -39,7 +39,7 @@ def index_pretrained(
     checkpoint: Path,
     fmt: str,
     folder: Path,
-    permit: Callable[[int], None] | None,
+    permit: Callable[[int], None],
     progress: Progress | None,
 ) -> Made:
     """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
@@ -48,15 +48,13 @@ def index_pretrained(
     function.
 
     Raises:
-        CheckpointError: the folder lacks weights, which ``from_pretrained`` would initialise
-            randomly.
+        CheckpointError: the folder lacks some weights, so that ``from_pretrained`` draws them at random.
     """
     started = time.monotonic()
     own, slices = formats.read(checkpoint)
-    if permit is not None:
-        permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
+    permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
     library = module_of(spec.builder)
-    # transformers computes with the values of GGUF, in float32 or the wanted dtype.
+    # transformers dequantises GGUF in float32 or in the wanted dtype.
     is_gguf = own == gguf.NAME
     loaded, missing = library.reference(
         spec.kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
@@ -109,7 +107,7 @@ def index_pretrained(
 def _values_of_file(
     reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the checksums in the file of the tensors that ``from_pretrained`` changes after reading."""
+    """Return the checksums of values in the file that ``from_pretrained`` changes after it read them."""
     written = written_after_load(reference)
     wanted = reference.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
@@ -131,7 +129,7 @@ def _values_of_file(
 
 
 def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the class keeps in float32; drop their checksums in other dtypes."""
+    """Return the weights that the model's class keeps in float32; drop their other checksums."""
     kept = set()
     for wanted in CELL_DTYPES:
         for name, checksums in sums.items():
@@ -145,7 +143,7 @@ def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) 
 def _summed(
     sums: dict[str, dict[str, str]], described: Mapping[str, Described], name: str
 ) -> Iterator[torch.Tensor]:
-    """Return a tensor's values, whose checksums are then put into ``sums``."""
+    """Yield a tensor's values, and then put their checksums into ``sums``."""
     tensor = described[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype)
     return checksummed(pieces_of(tensor), running, sums, name)

@@ -1,4 +1,4 @@
-"""Write the manifest of a quantised Hugging Face folder: the tensors that a load gives."""
+"""Write the manifest of a quantised Hugging Face folder: the tensors of the loaded model."""
 
 import time
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    The function loads the model once in each dtype: with ``from_pretrained``, so that it needs as much
-    memory as that function, or with ``load_streaming`` where only weighin makes weights of the codes.
+    The function loads the model once in each dtype, and needs memory for the whole model. It uses
+    ``from_pretrained``, or ``load_streaming`` if only weighin dequantises the codes.
 
     Raises:
-        CheckpointError: ``from_pretrained`` cannot load the folder, or not from the format ``fmt``.
+        CheckpointError: ``from_pretrained`` cannot load the folder, or ``fmt`` is not its format.
     """
     started, kwargs = time.monotonic(), spec.kwargs
     own = formats.detect(checkpoint).NAME
@@ -70,11 +70,11 @@ def index_quantised(
 def _entries(
     kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any], adapter: str
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
+    """Return the tensors of the model that from_pretrained loads, with their checksums in each dtype.
 
-    The model is loaded once in each dtype: what it dequantises to float32 and rounds to bfloat16 need
-    not be what it dequantises to bfloat16. Modules of a package keep the codes, in any dtype, unless
-    ``arguments`` ask for the weights.
+    The function loads the model once in each dtype, because codes that are dequantised to float32 and
+    then rounded to bfloat16 may have other values than codes that are dequantised to bfloat16.
+    ``arguments`` make from_pretrained dequantise the codes; without them, some models keep the codes.
     """
     sums: dict[str, dict[str, str]] = {}
     described: list[Described] = []
@@ -110,10 +110,10 @@ def _entries(
 
 
 def _own_entries(kwargs: Mapping[str, Any], checkpoint: Path) -> tuple[TensorEntry, ...]:
-    """Return the tensors that ``load_streaming`` gives, with their values in each dtype.
+    """Return the tensors of the model that ``load_streaming`` loads, with their checksums in each dtype.
 
-    Each matrix of codes is computed a second time, from whole tensors, so that a load in pieces is
-    compared with it.
+    ``load_streaming`` dequantises in pieces. This function dequantises each matrix a second time, from
+    whole tensors, and takes the checksum of that result.
     """
     slices = formats.read(checkpoint)[1]
     sums: dict[str, dict[str, str]] = {}

@@ -1,11 +1,11 @@
 """List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -26,6 +26,7 @@ from weighin.text import one_line
 from weighin.units import format_bytes
 
 SORTS: Final = ("file", "name", "size")
+Item = TypeVar("Item")
 
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
@@ -36,11 +37,11 @@ class Tensor:
     """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
 
     Attributes:
-        shared_with: the first key in the same storage; None if this key is the first.
-        tied_to: the first key of the same elements; None if this key is the first.
-        contiguous: whether its elements are stored in row-major order without gaps.
-        encoding: the quantisation of its elements, "Q4_K"; None if they are stored as ``dtype``.
-        stored_bytes: the size of its elements as they are stored, which ``bytes`` is without encoding.
+        shared_with: the first tensor in the same storage; None if this tensor is the first.
+        tied_to: the first tensor of the same elements; None if this tensor is the first.
+        contiguous: whether the elements are stored in row-major order without gaps.
+        encoding: the quantised type of the elements in the file, "Q4_K"; None without quantisation.
+        stored_bytes: the size of the elements in the file; equal to ``bytes`` without quantisation.
     """
 
     name: str
@@ -60,9 +61,11 @@ class Tensor:
 class Inspected:
     """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
 
-    ``values`` maps the names of the state dict's other values to the names of their types.
-    ``quantised`` says how its tensors are quantised, if they are, and ``adapter`` that there is an
-    adapter beside the model, or nothing. ``architecture`` is the model's, if the format stores it.
+    Attributes:
+        values: the type of each value of the state dict that is no tensor, by the value's name.
+        quantised: the quantisation of the tensors; None if they are not quantised.
+        adapter: a note that there is an adapter beside the model; empty if there is none.
+        architecture: the name of the model's architecture; empty if the format has no such name.
     """
 
     path: Path
@@ -103,11 +106,9 @@ class Inspected:
 
     @property
     def largest(self) -> Tensor:
-        """The largest tensor; the first one if several are equally large."""
         return max(self.tensors, key=lambda tensor: tensor.bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the checkpoint's description for ``--json``."""
         totals = {
             "tensors": len(self.tensors),
             "shared": self.shared,
@@ -134,9 +135,7 @@ class Inspected:
 
 
 def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
-    """Return the description of a checkpoint of any format, without reading tensor data.
-
-    ``selection`` is the part of the checkpoint to describe.
+    """Describe a checkpoint of any format, without reading tensor data.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
@@ -167,10 +166,11 @@ def tables(
     Raises:
         UnknownName: ``sort`` is not one of SORTS.
     """
-    if sort not in SORTS:
-        raise UnknownName("order of tensors", sort, SORTS)
+    tensors = in_order(
+        inspected.tensors, sort, lambda tensor: tensor.name, lambda tensor: tensor.bytes
+    )
     return [
-        _tensor_table(_sorted(inspected.tensors, sort), show_all),
+        _tensor_table(tensors, show_all),
         *_lines(inspected),
         *_notes(inspected),
         _expected_table(inspected),
@@ -205,10 +205,19 @@ def _relative(file: Path, root: Path) -> str:
     return str(file.relative_to(root)) if file.is_relative_to(root) else str(file)
 
 
-def _sorted(tensors: tuple[Tensor, ...], sort: str) -> list[Tensor]:
+def in_order(
+    items: Sequence[Item], sort: str, name: Callable[[Item], str], size: Callable[[Item], int]
+) -> list[Item]:
+    """Return the items by name, by size (the largest first), or in the order of the file.
+
+    Raises:
+        UnknownName: ``sort`` is not one of SORTS.
+    """
+    if sort not in SORTS:
+        raise UnknownName("order of tensors", sort, SORTS)
     if sort == "size":
-        return sorted(tensors, key=lambda tensor: -tensor.bytes)
-    return sorted(tensors, key=lambda tensor: tensor.name) if sort == "name" else list(tensors)
+        return sorted(items, key=size, reverse=True)
+    return sorted(items, key=name) if sort == "name" else list(items)
 
 
 def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
@@ -260,7 +269,7 @@ def _lines(inspected: Inspected) -> list[str]:
 
 
 def _notes(inspected: Inspected) -> list[str]:
-    """Return one line for each way in which the file is no plain state dict, that is, names and tensors."""
+    """Return a line for each difference between the file and a plain state dict of tensors."""
     sized, notes = inspected.footprint, []
     if sized.unused_bytes:
         notes.append(

@@ -1,6 +1,5 @@
 """Describe a pipeline of diffusers for ``weighin inspect``: its parts, and the size of each."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -10,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.checkpoint.inspect import SORTS, Inspected, inspect
-from weighin.errors import HarnessError, UnknownName
+from weighin.checkpoint.inspect import Inspected, in_order, inspect
+from weighin.errors import HarnessError
 from weighin.formats import pipeline
 from weighin.formats.pipeline import Part, Pipeline
 from weighin.text import one_line
@@ -22,7 +21,7 @@ _TOTALS: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")
 
 @dataclass(frozen=True, slots=True)
 class InspectedPart:
-    """A part with weights. ``checkpoint`` is None if it cannot be read; ``error`` then says why."""
+    """A part with weights. If the weights cannot be read, ``checkpoint`` is None and ``error`` is set."""
 
     part: Part
     checkpoint: Inspected | None
@@ -40,7 +39,7 @@ class InspectedPart:
         return self.checkpoint.bytes if self.checkpoint else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the part's description for ``--json``, without its single tensors."""
+        """Return the fields for ``--json``, without the tensors."""
         described = self.checkpoint.as_json() if self.checkpoint else {}
         return {
             "name": self.part.name,
@@ -60,7 +59,7 @@ class InspectedPipeline:
     parts: tuple[InspectedPart, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the pipeline's description for ``--json``; ``totals`` sums the parts that can be read."""
+        """Return the fields for ``--json``; ``totals`` has the sums of the parts that can be read."""
         parts = [each.as_json() for each in self.parts]
         totals = [each["totals"] for each in parts if each["totals"]]
         return {
@@ -74,7 +73,7 @@ class InspectedPipeline:
 
 
 def inspect_pipeline(path: Path) -> InspectedPipeline:
-    """Return the description of the pipeline in a folder, without reading tensor data.
+    """Describe the pipeline in a folder, without reading tensor data.
 
     Raises:
         CheckpointError: the folder has no weights.
@@ -96,10 +95,8 @@ def tables(inspected: InspectedPipeline, *, sort: str = "file") -> list[Table | 
     Raises:
         UnknownName: ``sort`` is not one of SORTS.
     """
-    if sort not in SORTS:
-        raise UnknownName("order of parts", sort, SORTS)
     found = inspected.pipeline
-    parts = _sorted(inspected.parts, sort)
+    parts = in_order(inspected.parts, sort, lambda each: each.part.name, lambda each: each.bytes)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("part", "class", "format", "dtype"):
         table.add_column(heading, overflow="fold")
@@ -134,9 +131,3 @@ def tables(inspected: InspectedPipeline, *, sort: str = "file") -> list[Table | 
         " and recommend take the whole pipeline."
     )
     return [table, *lines]
-
-
-def _sorted(parts: Sequence[InspectedPart], sort: str) -> list[InspectedPart]:
-    if sort == "size":
-        return sorted(parts, key=lambda each: -each.bytes)
-    return sorted(parts, key=lambda each: each.part.name) if sort == "name" else list(parts)

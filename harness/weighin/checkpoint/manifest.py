@@ -1,6 +1,6 @@
-"""Read and write manifests: the name, shape, dtype and checksums of each tensor that a load must give.
+"""Read and write manifests: the name, shape, dtype and checksums of each tensor of a loaded model.
 
-This module uses only the standard library, because the parent process reads manifests too.
+This module does not import torch, because the parent process reads manifests too.
 """
 
 import json
@@ -26,12 +26,12 @@ class TensorEntry:
     Attributes:
         dtype: the dtype in the checkpoint, without "torch.".
         bytes: the size of all elements in that dtype.
-        shared_with: the earlier tensor that this tensor is tied to; None if there is none.
+        shared_with: the earlier tensor of the same storage; None if there is none.
         checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
-            float32, bfloat16, float16 and its own dtype; a tensor that keeps its dtype, and any other
-            tensor, only in its own dtype.
-        file_checksums: such checksums of the values in the file, where ``from_pretrained`` changes them
-            after reading; None for other tensors. A load may leave either values.
+            float32, bfloat16, float16 and its own dtype. A tensor that keeps its dtype in every model,
+            and a tensor of any other dtype, has a checksum only in its own dtype.
+        file_checksums: the checksums of the values in the file, for a tensor that ``from_pretrained``
+            changes after reading; else None. A loaded tensor may match these or ``checksums``.
     """
 
     name: str
@@ -67,9 +67,10 @@ class TensorEntry:
 class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
-    ``source`` is the origin of the values: "seed 0", or a user's file. ``keys`` describes how the
-    keys of a user's file differ from the model's keys, such as "48 keys converted"; it is empty if
-    they do not differ.
+    Attributes:
+        source: the origin of the values: "seed 0", or a user's file.
+        keys: a note on the differences between the file's keys and the model's keys, such as "48 keys
+            converted"; empty if the keys are equal.
     """
 
     model: str
@@ -79,13 +80,8 @@ class Manifest:
     keys: str = ""
 
     @property
-    def parameters(self) -> int:
-        """The number of elements of all parameters, with tied parameters counted once."""
-        return sum(entry.numel for entry in self._once() if entry.kind == "parameter")
-
-    @property
     def checkpoint_bytes(self) -> int:
-        """The size of all tensors in the checkpoint in bytes, with tied tensors counted once."""
+        """The size of all tensors in the checkpoint in bytes; tied tensors count once."""
         return sum(e.bytes for e in self._once() if e.kind != "non_persistent_buffer")
 
     @property
@@ -113,7 +109,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest that ``Manifest.write`` wrote.
+    """Return the manifest in a file that ``Manifest.write`` wrote.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has another schema version.

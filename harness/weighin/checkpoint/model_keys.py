@@ -1,12 +1,16 @@
 """Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weighin import formats
+from weighin.checkpoint.reader import read_into
+from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice
@@ -21,8 +25,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.unknown_folder import no_model
 
 if TYPE_CHECKING:
-    import torch
-
+    from weighin.formats.lora import Addition
     from weighin.models.pretrained_keys import Conversion, MappedKeys
 
 
@@ -30,19 +33,21 @@ def read_with_model_keys(
     source: Path,
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
-    dtype: "torch.dtype | None" = None,
+    dtype: torch.dtype | None = None,
 ) -> Slices:
-    """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
+    """Return the tensors of a folder or a GGUF file, with the names and in the order of the state dict.
 
-    Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
-    gets the tensor of the name that it is tied to. Codes become weights in ``dtype``, or in the dtype
-    of the folder's model if it is None. ``selection`` is the part of the folder's checkpoint that holds
-    the weights. The adapter that ``choice`` names is merged in ``dtype``, or in each tensor's own dtype.
+    A tensor that the model stacks or joins from several tensors of the files has several blocks. All
+    names of a tied tensor get the tensor that the files have under one of the names. Quantised codes
+    become weights in ``dtype``, or without ``dtype`` in the dtype of the folder's model. ``selection``
+    chooses the weights in the folder's checkpoint. The adapter that ``choice`` names is merged in
+    ``dtype``, or without ``dtype`` in the dtype of each tensor.
 
     Raises:
-        ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
-            folder's code is not trusted.
-        CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
+        ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the model
+            needs the folder's code and this code may not run.
+        CheckpointError: the files lack a tensor of the model, or have codes that weighin does not
+            dequantise.
     """
     if is_pipeline(source):
         raise no_model(source)
@@ -53,9 +58,6 @@ def read_with_model_keys(
             f"--keys model needs the model's class, and {folder} has no config.json",
             "name a folder that save_pretrained wrote, or leave --keys out",
         )
-    import torch
-
-    from weighin.construction.skeleton import build_skeleton, resolve_builder
     from weighin.models.pretrained_keys import map_keys
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
@@ -69,8 +71,7 @@ def read_with_model_keys(
     return _in_order(source, model, slices, map_keys(model, slices), choice.adapter, dtype)
 
 
-def _of_gguf(file: Path, adapter: str, dtype: "torch.dtype | None") -> Slices:
-    from weighin.construction.skeleton import build_skeleton
+def _of_gguf(file: Path, adapter: str, dtype: torch.dtype | None) -> Slices:
     from weighin.models.gguf_keys import map_gguf_keys
     from weighin.models.gguf_spec import spec_of
     from weighin.models.pretrained import from_config
@@ -82,13 +83,13 @@ def _of_gguf(file: Path, adapter: str, dtype: "torch.dtype | None") -> Slices:
 
 def _in_order(
     source: Path,
-    model: "torch.nn.Module",
+    model: torch.nn.Module,
     slices: Sequence[TensorSlice],
     mapped: "MappedKeys",
     adapter: str,
-    dtype: "torch.dtype | None",
+    dtype: torch.dtype | None,
 ) -> Slices:
-    """Return the tensors in the order of the model's state dict, with its tied names."""
+    """Return the tensors under all names of the model's state dict, in its order."""
     from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
     from weighin.models.dequantising import quantiser_of
 
@@ -111,14 +112,12 @@ def _in_order(
         )
     found = {name: one for name, one in sources.items() if one is not None}
     if adapter:
-        from weighin.checkpoint.merged import merged  # imports transformers, as few conversions do
-
-        found = merged(model, found, Path(adapter), dtype)
+        found = _merged(model, found, Path(adapter), dtype)
     return Slices(replace(one, name=name) for name, one in found.items())
 
 
-def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> TensorSlice:
-    """Return a tensor whose values a folder's quantiser computes from codes."""
+def _computed(model: Any, conversion: "Conversion", target: torch.Tensor) -> TensorSlice:
+    """Return a tensor whose values the model's quantiser computes from codes."""
     return replace(
         conversion.sources[0][1],
         name=conversion.name,
@@ -131,7 +130,54 @@ def _computed(model: Any, conversion: "Conversion", target: "torch.Tensor") -> T
     )
 
 
-def _convert(model: Any, conversion: "Conversion", memory: "torch.Tensor") -> None:
+def _convert(model: Any, conversion: "Conversion", memory: torch.Tensor) -> None:
     from weighin.loader import converting
 
     converting.convert(model, [conversion], {conversion.name: memory})
+
+
+def _merged(
+    model: Any, sources: Mapping[str, TensorSlice], adapter: Path, dtype: torch.dtype | None
+) -> dict[str, TensorSlice]:
+    """Return the tensors of a model, with an adapter of LoRA merged into some of them.
+
+    A tensor that the adapter changes is computed when it is read. ``sources`` maps the names of the
+    model's tensors to their places. The tensors are merged in ``dtype``, or without it in their own.
+
+    Raises:
+        CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.
+    """
+    from weighin.loader import merge  # imports transformers, which few conversions need
+
+    changed = dict(sources)
+    wanted = model.state_dict(keep_vars=True)
+    for one, module in merge.modules_of(model, adapter):
+        names = [name for name, tensor in wanted.items() if tensor is module.weight]
+        base = one.base or sources[names[0]]
+        kind = dtype or sources[names[0]].dtype
+        fill = partial(_fill_merged, base, one, is_turned=merge.is_turned(one, module))
+        for name in names:
+            changed[name] = replace(
+                base,
+                name=name,
+                stride=module.weight.stride(),
+                dtype_name=dtype_name(kind),
+                parts=(),
+                encoding="",
+                fill=fill,
+            )
+    return changed
+
+
+def _fill_merged(
+    base: TensorSlice, one: "Addition", memory: torch.Tensor, *, is_turned: bool
+) -> None:
+    """Write the values of ``base`` and the adapter's product into ``memory``."""
+    from weighin.loader import merge
+
+    if base.fill:
+        base.fill(memory)
+    else:
+        read_into(base, memory)
+    with torch.no_grad():
+        merge.add(one, memory, torch.empty(merge.elements(one)), is_turned=is_turned)

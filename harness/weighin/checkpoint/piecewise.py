@@ -19,7 +19,7 @@ dtype."""
 class Checksums:
     """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
 
-    A tensor that is kept in its own dtype in a model of any dtype has only the checksum in this dtype.
+    With ``is_kept``, the tensor has its own dtype in every model, and only the checksum in this dtype.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
@@ -31,19 +31,17 @@ class Checksums:
         }
 
     def update(self, piece: torch.Tensor) -> None:
-        """Add the next piece of the tensor, in the tensor's own dtype."""
         for name, running in self._running.items():
             running.update(piece.to(self._dtypes[name]))
 
     def result(self) -> dict[str, str]:
-        """Return the checksum for each dtype's name."""
         return {name: running.hexdigest() for name, running in self._running.items()}
 
 
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
-    """Return the checksums of a tensor.
+    """Return the checksums of a tensor by dtype.
 
-    The function needs 64 MiB of memory, or copies of a tensor that is not contiguous.
+    The function needs 64 MiB of memory; for a tensor that is not contiguous, it needs a copy.
     """
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():

@@ -17,8 +17,8 @@ from weighin.formats.storages import ties
 from weighin.formats.unknown_file import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
-_ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
-_COMPUTING: Final = threading.Lock()  # a converted tensor is in memory as a whole, so one at a time
+_ROWS_ELEMENTS: Final = PIECE_ELEMENTS  # of a strided tensor or a tensor in parts, copied at a time
+_COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -53,7 +53,7 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
     """Read a tensor into ``target``, which is contiguous, and return ``target``.
 
     Raises:
-        CheckpointError: as ``read_pieces``.
+        CheckpointError: the file is too short, or its disk fails.
     """
     at = 0
     for piece in read_pieces(where):
@@ -63,7 +63,7 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
-    """Read a tensor, and return its checksum; ``progress`` is called with the size of each piece."""
+    """Read a tensor, and return its checksum; call ``progress`` with the size of each piece in bytes."""
     running = RunningChecksum(where.nbytes)
     for piece in read_pieces(where):
         running.update(piece)
@@ -96,7 +96,7 @@ def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
 def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     """Yield a strided (for example transposed) tensor's elements, copied from a mapped file."""
     tensor = _mapped(where)
-    rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
+    rows = max(1, _ROWS_ELEMENTS // max(1, tensor[0].numel()))
     yield from _cut(
         tensor[first : first + rows].reshape(-1).contiguous()
         for first in range(0, len(tensor), rows)
@@ -104,9 +104,9 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
+    """Yield the elements of a tensor in several parts; some rows at a time are copied from mapped files."""
     row_elements = prod(where.shape[1:])
-    rows = max(1, _ROWS_BYTES // max(1, row_elements))
+    rows = max(1, _ROWS_ELEMENTS // max(1, row_elements))
     for first in range(0, where.shape[0], rows):
         last = min(first + rows, where.shape[0])
         block = torch.empty((last - first, *where.shape[1:]), dtype=where.dtype)
@@ -137,7 +137,7 @@ def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _mapped(where: TensorSlice) -> torch.Tensor:
-    """Map a tensor's part of the file, and return the tensor in this mapping."""
+    """Map a tensor's part of the file into memory, and return the tensor in this mapping."""
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = where.offset - start + where.span * where.dtype.itemsize
     with where.file.open("rb") as file:
@@ -155,10 +155,10 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 
 
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return the plans by which a format writes these tensors; tensors at the same place are tied.
+    """Return the ``TensorPlan`` of each tensor; tensors of the same elements in the file are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage are written
-    as separate tensors.
+    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage become separate
+    tensors.
     """
     tied, tensors = ties(slices), []
     for source in slices:

@@ -1,11 +1,11 @@
-"""Keep the checksums of a checkpoint's tensors in a small file with the checkpoint.
+"""Keep the checksums of a checkpoint's tensors in a small file beside or in the checkpoint.
 
 The checksum file of a one-file checkpoint is next to it (``model.pt.weighin-checksums.json``); the
 checksum file of a folder is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-The checksums of a checkpoint in the cache are in the entry's manifest instead. This module does not
+A checkpoint in the cache has no such file, because its manifest has the checksums. This module does not
 import torch, because the parent process uses it.
 """
 
@@ -33,10 +33,10 @@ _SUM: Final = re.compile(r"([a-z0-9_]+) ([0-9a-f]{16})")
 
 
 class KnownChecksums:
-    """The stored checksums of a checkpoint's tensors, each in the tensor's own dtype."""
+    """The checksums in a checksum file, each of one tensor in the tensor's own dtype."""
 
     def __init__(self, checkpoint: Path, path: Path, slices: Iterable[TensorSlice]) -> None:
-        """Read the checksums from ``path``, which ``find`` returned.
+        """Read the checksums from ``path``, the file that ``find`` returned for ``checkpoint``.
 
         Raises:
             CheckpointError: the file is unreadable, or lists other tensors than ``slices``.
@@ -70,8 +70,8 @@ def beside(checkpoint: Path) -> Path:
 
 
 def find(checkpoint: Path) -> Path | None:
-    """Return the file with a checkpoint's checksums; None if it has no such file."""
-    from weighin.checkpoint import entries  # only the parent has its dependencies
+    """Return the file with a checkpoint's checksums; None if the checkpoint has no checksums."""
+    from weighin.checkpoint import entries  # imports filelock, which only the parent needs
 
     place = checkpoint / NAME if checkpoint.is_dir() else beside(checkpoint)
     if os.path.exists(place):  # noqa: PTH110 (Path.exists raises for a name that is too long)
@@ -92,7 +92,6 @@ def write(path: Path, sums: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
-    """Return each tensor's checksums by dtype."""
     if path.name == _MANIFEST_NAME:
         entries = read_manifest(path).tensors
         return {e.name: e.checksums for e in entries if e.kind != "non_persistent_buffer"}

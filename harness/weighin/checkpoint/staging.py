@@ -1,9 +1,8 @@
-"""Provide folders that no killed process leaves for good: locked by the process that writes to them.
+"""Provide temporary folders that weighin can remove even if the process that made them was killed.
 
-``growing_beside`` gives a hidden folder next to a target, in which the target is written before it is
-renamed; there is one such folder for each target. ``own_folder`` gives a new one. The kernel releases the lock
-when that process ends, so that a folder without a lock is a leftover. This module does not import
-torch, because the parent process uses it too.
+The process locks its folder. The kernel releases the lock when the process ends, so that a folder without
+a lock is a leftover. ``growing_beside`` makes a hidden folder next to a target, one for each target: a
+conversion writes the target there, and then renames it. ``own_folder`` makes a new folder each time.
 """
 
 import os
@@ -19,14 +18,12 @@ from uuid import uuid4
 from weighin.errors import ConfigError
 from weighin.locks import try_lock
 
-_LONGEST_NAME: Final = 100  # of the target in the folder's name; file systems allow 255 bytes
+_LONGEST_NAME: Final = 100  # characters of the target's name; file systems allow 255 bytes
 
 
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
     """Yield an empty folder next to the target, on the same disk; remove the folder at the end.
-
-    If several conversions to one target run at once, all except one raise ConfigError.
 
     Raises:
         ConfigError: another process is writing the same target.
@@ -40,7 +37,7 @@ def growing_beside(target: Path) -> Iterator[Path]:
 def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
     """Yield a new folder in ``root``, and remove it at the end.
 
-    Folders with the same prefix whose processes were killed are removed first.
+    The function first removes the folders of killed processes with the same prefix.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)
@@ -53,7 +50,9 @@ def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
     """Remove the folders of ``own_folder`` whose processes were killed, and return their paths."""
     removed = []
     for leftover in sorted(root.glob(f"{prefix}*")):
-        with suppress(ConfigError, OSError):  # its process runs, or it belongs to another user
+        with suppress(
+            ConfigError, OSError
+        ):  # the folder's process runs, or another user owns the folder
             _remove(leftover, _lock(leftover, leftover))
             removed.append(leftover)
     return removed
@@ -66,7 +65,7 @@ def remove_dead(target: Path) -> None:
         ConfigError: a conversion to ``target`` is running.
     """
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
-        with suppress(FileNotFoundError):  # its owner removed the folder just now
+        with suppress(FileNotFoundError):  # the folder's process removed it just now
             _remove(leftover, _lock(leftover, target))
 
 
@@ -87,19 +86,19 @@ def _held(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path, target: Path) -> int:
-    """Create a folder, or reuse one without an owner, and lock it; return its open descriptor."""
+    """Create a folder, or reuse an unlocked one, and lock it; return the folder's open descriptor."""
     while True:
-        with suppress(FileExistsError):  # exist_ok=True raises it too in a race
+        with suppress(FileExistsError):  # in a race, exist_ok=True does not prevent this error
             folder.mkdir(mode=0o700)
         try:
             descriptor = _lock(folder, target)
-        except FileNotFoundError:  # its owner removed the folder meanwhile
+        except FileNotFoundError:  # the folder's process removed it meanwhile
             continue
         if _is_at(folder, descriptor):
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             return descriptor
-        os.close(descriptor)  # the locked folder was removed before: try again with a new folder
+        os.close(descriptor)  # another process removed this folder before the lock: try again
 
 
 def _lock(folder: Path, target: Path) -> int:
@@ -114,16 +113,15 @@ def _lock(folder: Path, target: Path) -> int:
 
 
 def _remove(folder: Path, descriptor: int) -> None:
-    """Remove a folder that is locked by its open descriptor, and release the lock."""
     try:
-        if _is_at(folder, descriptor):  # else it was renamed, or another process owns a new folder
+        if _is_at(folder, descriptor):  # not if it was renamed, or replaced by another process
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether the open folder is still at this path, since its owner may have removed it."""
+    """Tell whether the open folder is still at this path: its owner may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

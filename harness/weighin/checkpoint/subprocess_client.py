@@ -21,11 +21,11 @@ def run_maker(
     report: Callable[[int, int], None],
     python_path: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Let ``python -m weighin.checkpoint`` answer a request; return the seconds of each stage.
+    """Run ``python -m weighin.checkpoint`` with a request; return the seconds of each stage.
 
-    ``permit`` is called with the number of bytes to write before the first byte is written, and
-    raises an exception to refuse. ``report`` is called with the bytes done and the total. The
-    subprocess ends before this function returns.
+    The function calls ``permit`` with the number of bytes to write, before the subprocess writes the
+    first byte; ``permit`` raises an exception to refuse. The function calls ``report`` with the bytes
+    done and the total. The subprocess ends before this function returns.
 
     Raises:
         HarnessError: the subprocess raised this error, or it was killed.

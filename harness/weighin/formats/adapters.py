@@ -1,8 +1,8 @@
-"""Tell whether an adapter lies beside a model: from_pretrained adds it if peft is installed.
+"""Tell whether a folder has an adapter beside a model.
 
-Without peft, from_pretrained returns the model alone, without a word. weighin adds no adapter: it
-says so where from_pretrained adds none either, and refuses the folder where the results would differ.
-This module uses only the standard library.
+``from_pretrained`` adds such an adapter to the model if peft is installed, and ignores it silently if
+not. weighin never adds this adapter. If peft is installed, weighin refuses the folder, because the weights
+would differ from those of ``from_pretrained``; if not, a note names the adapter.
 """
 
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ ARGUMENT: Final = "adapter"
 
 
 def adapter_of(spec: ModelSpec) -> Path | None:
-    """Return the folder of the adapter that is merged into a model; None for a model without one."""
+    """Return the folder of the adapter to merge into a model; None for a model without an adapter."""
     named = spec.kwargs.get(ARGUMENT) if spec.builder == TRANSFORMERS.builder else None
     return Path(named) if named else None
 

@@ -1,8 +1,8 @@
 """Choose the class of a Hugging Face folder's model, as the auto classes of transformers choose it.
 
-The tables of transformers, such as {"bert": "BertForMaskedLM"} for ``AutoModelForMaskedLM``, are read
-from the source of the installed package: an import of transformers takes seconds. This module uses
-only the standard library.
+transformers has a table for each auto class, such as {"bert": "BertForMaskedLM"} for
+``AutoModelForMaskedLM``. This module reads the tables from the source code of the installed package,
+because an import of transformers takes seconds.
 """
 
 import ast
@@ -28,14 +28,14 @@ _NAME_IT: Final = "name the class: --class CLASS (in Python: model_class='CLASS'
 
 
 def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tuple[str, bool]:
-    """Return the name of the class of a folder's model, and whether it is in the folder's code.
+    """Return the name of the model's class, and whether the folder's own code defines this class.
 
-    As in transformers, the folder's code counts only if it is trusted. Without trust, a class of
-    transformers is used if there is one for this model type.
+    Without ``trust_remote_code``, the folder's code may not run. As in transformers, the class is then
+    one of transformers if it has a class for the model type.
 
     Raises:
-        ConfigError: no class is named, or transformers has none for this model type, or the class is in
-            code that may not run.
+        ConfigError: neither ``config.json`` nor the user names a class, transformers has none for this
+            model type, or the folder's code defines the class and may not run.
     """
     asked = choice.model_class.removeprefix(_PACKAGE)
     saved = config.get("architectures")
@@ -54,7 +54,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
         if AUTO_MAP not in config or any(wanted in one for one in known.values()):
             return wanted, False
         if choice.trust_remote_code:
-            return wanted, True  # its code is missing, which the caller says
+            return wanted, True  # the caller raises the error, because the code is missing
     if AUTO_MAP in config and not choice.trust_remote_code:
         raise ConfigError(
             f"the model of {folder} needs the Python code in this folder ({AUTO_MAP} in config.json)",
@@ -64,7 +64,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
 
 
 def _in_code(config: Mapping[str, Any], wanted: str) -> str:
-    """Return the class of the folder's code for the name of a class or of an auto class; else ""."""
+    """Return the class of the folder's code with this name, or for this auto class; "" if there is none."""
     named = config.get(AUTO_MAP)
     for auto, reference in named.items() if isinstance(named, dict) else ():
         if isinstance(reference, str) and auto.startswith(BASE):
@@ -99,9 +99,9 @@ def _no_class(
 
 
 def classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
-    """Return the classes that each auto class of transformers has for a model type.
+    """Return the classes of transformers for a model type, by the names of the auto classes.
 
-    An auto class with several classes takes the one that ``config.json`` names, or else the first. The
+    Of several classes, an auto class takes the class that ``config.json`` names, or else the first. The
     result is empty for an unknown model type, and if transformers is not installed.
     """
     if not isinstance(model_type, str):

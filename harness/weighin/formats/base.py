@@ -1,9 +1,9 @@
 """Define the interface of a checkpoint format, and the types that describe a checkpoint's tensors.
 
 A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
-``write``. ``read`` reads no tensor data: it returns the place of each tensor in the files, so that a
-loader can read any format straight into a model. Only ``write`` imports torch, because the parent
-process calls the other functions and must not import torch.
+``write``. ``read`` returns the place of each tensor in the files and reads no tensor data, so that a
+loader can read any format straight into a model. Only ``write`` imports torch: the parent process calls
+the other functions, and must not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,10 +42,10 @@ Kind = TypeVar("Kind")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen_in_types(kind: type[Kind]) -> type[Kind]:
-    """Make a slotted dataclass that only mypy keeps from changes.
+    """Make a slotted dataclass whose fields mypy treats as read-only.
 
-    At run time, a frozen dataclass takes five times as long to make. A checkpoint may have 100,000
-    tensors.
+    Python does not enforce this at run time: making an instance of a frozen dataclass would take five
+    times as long, and a checkpoint may have 100,000 tensors.
     """
     return dataclass(slots=True, unsafe_hash=True)(kind)
 
@@ -62,14 +62,15 @@ class TensorSlice:
             views. Tensors of one file that share a storage (tied weights, views) have the same
             value.
         storage_bytes: the length of that storage, in bytes.
-        encoding: how the elements are stored if not as ``dtype_name``: "Q4_K", of ``storage_bytes``
-            bytes, see ``weighin.formats.gguf``; empty for elements that are stored as they are.
-        parts: the blocks of a tensor that is stored in several blocks, which together cover it;
-            ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
+        encoding: the quantised type in which a GGUF file stores the elements, "Q4_K"; empty for elements
+            stored in ``dtype_name``.
+        parts: the blocks of a tensor that is stored in several blocks. The blocks cover the tensor;
+            ``file`` and the offsets are those of the first block. The tuple is empty for a tensor
             in one block.
-        fill: computes the values, from the elements at this place and others, and writes them into a
-            tensor of this shape, converted to the tensor's dtype. Several threads may call the functions
-            of several tensors. None for a tensor whose elements are in the file.
+        fill: a function that computes the tensor's values, for example from quantised codes and scales.
+            The function writes the values into a tensor of this shape and converts them to that
+            tensor's dtype. Threads may call the functions of different tensors at once. None for a
+            tensor whose elements are in the file.
     """
 
     name: str
@@ -99,18 +100,18 @@ class TensorSlice:
 
     @property
     def place(self) -> object:
-        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        """A key that tied tensors have in common: the place of the same elements in the same files."""
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The key by which tensors are sorted to be read: the file, and the offset in it."""
+        """The key to sort tensors by before they are read: the file's path, and the offset in the file."""
         return str(self.file), self.offset
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; this property imports torch.
+        """The tensor's ``torch.dtype``.
 
         Raises:
             CheckpointError: this version of torch does not have the dtype.
@@ -120,15 +121,14 @@ class TensorSlice:
             import torch  # not at the top: `weighin inspect` needs no torch
 
             raise CheckpointError(
-                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
-                f" {torch.__version__} does not have",
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}; torch"
+                f" {torch.__version__} does not have this dtype",
                 "use a later version of torch",
             )
         return dtype
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements are stored in row-major order without gaps."""
         return _is_row_major(self.shape, self.stride)
 
 
@@ -166,12 +166,12 @@ class Slices(list[TensorSlice]):
     Attributes:
         metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
             older checkpoints; None if the format does not store such metadata.
-        values: the state dict's values that are no tensors, such as ``_extra_state``, by their names,
-            as records of ``tensor_refs``.
-        refused: the first name of a class or function in the file that torch.load(weights_only=True)
-            refuses; empty if it refuses none.
-        notes: how the checkpoint's files contradict each other in a way that does not change the result
-            of a load.
+        values: the state dict's other values, such as ``_extra_state``, as records of ``tensor_refs`` by
+            their names.
+        refused: the first class or function in the file that torch.load(weights_only=True) refuses;
+            empty if torch.load refuses none.
+        notes: sentences on contradictions between the checkpoint's files, such as an index that names
+            another shard. The contradictions do not change the result of a load.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
@@ -187,7 +187,7 @@ class Slices(list[TensorSlice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write. ``shared_with`` is the earlier tensor that it is tied to, or None."""
+    """One tensor to write; ``shared_with`` names the earlier tensor of the same storage, or is None."""
 
     name: str
     shape: tuple[int, ...]
@@ -196,7 +196,6 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

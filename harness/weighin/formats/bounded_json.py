@@ -10,12 +10,12 @@ from weighin.foreign import read_bytes
 from weighin.formats.unknown_file import not_json, shown, unreadable
 
 MOST_BYTES: Final = 16 * 1024**2
-"""The largest index that is read: some 170,000 keys. One byte of text takes at most 12 bytes as
-Python objects."""
+"""The size of the largest file that is read: an index of some 170,000 keys. One byte of JSON text takes
+up to 12 bytes of memory as Python objects."""
 
 _MOST_BRACKETS: Final = 200_000
-"""One list for each of some 170,000 keys, as in a folder with a file for each module. An empty list
-takes 80 bytes of memory."""
+"""The most lists and objects in one file, because an empty list takes 80 bytes of memory. An index of
+170,000 keys may have a list for each key."""
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
-Read, but not written, of training runs and of llama.cpp:
+weighin reads these formats of training runs and of llama.cpp, but does not write them:
 
 =======================  ==========================================================
 ``deepspeed``            the folder of a step of DeepSpeed: ZeRO 1, 2 or 3
@@ -23,13 +23,14 @@ Read, but not written, of training runs and of llama.cpp:
 
 The folder of a whole training run stands for its newest step.
 
-weighin also makes files of one format that only a package writes and reads, for this package's own
-strategy: ``tensorizer``. The format is not in ``NAMES``: weighin does not read, convert or inspect it.
+weighin also writes files in the format of the package ``tensorizer``, for the strategy of that name.
+``NAMES`` leaves this format out, because weighin does not read, convert or inspect such files.
 
 Importing this module does not import torch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -50,16 +51,17 @@ from weighin.formats import (
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.heads import remembering
+from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
-from weighin.formats.selecting import below, stripped
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
-from weighin.formats.state_dicts import all_empty, is_beside_weights
+from weighin.formats.state_dicts import all_empty, is_beside_weights, no_key
 from weighin.formats.training_step import newest
+from weighin.formats.unknown_file import shown
 from weighin.formats.unknown_folder import no_model
 from weighin.formats.zip_directory import check_file
 
-# In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
+# ``detect`` tries the formats in this order. per_param is last, because it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
@@ -79,7 +81,7 @@ _READ_ONLY: Final[tuple[ReadLayout, ...]] = (
     sentence_parts,
 )
 
-_OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
+_OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # formats that a package writes and reads
 
 NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 READ_ONLY: Final = tuple(layout.NAME for layout in _READ_ONLY)
@@ -109,11 +111,11 @@ def known(name: str) -> str:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the format in which strategies that read it load the user's checkpoint.
+    """Return the format in which strategies load the user's checkpoint itself.
 
-    The result is None if there is no such file. It is also None if a file with a part of it must be
-    written, the selected part or its tensors alone, and weighin does not write this format. The
-    function raises CheckpointError as ``read`` does.
+    The result is None if there is no such file. The result is also None if the strategies need a
+    converted file, because ``selection`` chooses a part or the file holds more than tensors, and weighin
+    does not write the checkpoint's format. The function raises CheckpointError as ``read`` does.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -130,40 +132,29 @@ def detect(path: Path) -> ReadLayout:
         CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
             reason.
     """
+    return _located(path)[0]
+
+
+def _located(path: Path) -> tuple[ReadLayout, Path]:
+    """Return the format of a checkpoint, and its own path.
+
+    This path is below ``path`` if ``path`` is the folder of a Hugging Face model or of a training run.
+    """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
-        return _InFolder(detect(file), file)
-    # A file says by its first bytes that it is GGUF, whatever its suffix; a folder may have other weights.
+        return _located(file)
+    # A file of GGUF has its magic number, whatever its suffix. In a folder, other weights come first.
     first, last = (_READ_ONLY, ()) if path.is_file() else ((), _READ_ONLY)
     for layout in (*first, *_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *last):
         if layout.matches(path):
-            return layout
+            return layout, path
     if (step := newest(path)) != path:
-        return _InFolder(detect(step), step)
+        return _located(step)
     if path.is_dir():
         raise no_model(path)
-    # The error names the usual mistakes: a web page, a git-lfs pointer.
+    # check_file names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     names = ", ".join([*NAMES, *READ_ONLY])
     raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {names}")
-
-
-class _InFolder:
-    """A checkpoint, given by a folder that contains it: of Hugging Face, or of a training run."""
-
-    def __init__(self, layout: ReadLayout, file: Path) -> None:
-        self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
-        self.inside = layout, file
-
-    def matches(self, path: Path) -> bool:
-        return path in self.inside[1].parents
-
-    def files(self, _path: Path) -> list[Path]:
-        layout, file = self.inside
-        return layout.files(file)
-
-    def read(self, _path: Path) -> Slices:
-        layout, file = self.inside
-        return layout.read(file)
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
@@ -180,31 +171,75 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
         CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged; the
             message names the file and the place.
     """
-    layout = detect(path)
-    if isinstance(layout, _InFolder):
-        layout, path = layout.inside
+    layout, path = _located(path)
     key = selection.key
-    if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
-        slices = below(path, dcp.read(path, key), key)
+    if key and layout is dcp:  # dcp.read(path, key) also ignores values outside of the key
+        slices = _below(path, dcp.read(path, key), key)
     elif key and layout is pt:
         slices = pt.read(path, key)
     elif key and layout is pt_legacy:
         slices = pt_legacy.read(path, key)
     else:
         slices = layout.read(path)
-        slices = below(path, slices, key) if key else slices
+        slices = _below(path, slices, key) if key else slices
     if selection.strip_prefix:
-        slices = stripped(path, slices, selection.strip_prefix)
+        slices = _stripped(path, slices, selection.strip_prefix)
     if _is_empty(slices) and is_beside_weights(path):
         raise all_empty(path)
     return layout.NAME, slices
 
 
+def _below(path: Path, slices: Slices, key: str) -> Slices:
+    """Return the tensors whose names begin with ``key`` and a dot, with this prefix removed."""
+    start = f"{key}."
+    inside = Slices(one for one in slices if one.name.startswith(start))
+    if not inside:
+        raise no_key(path, key, [one.name.partition(".")[0] for one in slices])
+    inside.values = {name: one for name, one in slices.values.items() if name.startswith(start)}
+    inside.refused = slices.refused
+    return _without(start, inside)
+
+
+def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
+    """Return the tensors with ``prefix`` removed from the names that begin with it.
+
+    Raises:
+        CheckpointError: no name begins with the prefix, or two names are equal without it.
+    """
+    prefix = prefix if prefix.endswith(".") else f"{prefix}."
+    if not any(one.name.startswith(prefix) for one in slices):
+        raise CheckpointError(
+            f"{path}: no tensor's name begins with {shown(prefix)}",
+            f"its names: {first_names(plain(one.name) for one in slices)}",
+        )
+    renamed = _without(prefix, slices)
+    if len({one.name for one in renamed}) != len(renamed):
+        raise CheckpointError(
+            f"{path}: two tensors have the same name without {shown(prefix)}",
+            "leave --strip-prefix out, or convert the checkpoint with your own code",
+        )
+    # As in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present.
+    if slices.metadata is not None:
+        renamed.metadata = {
+            f"{name}.".removeprefix(prefix).removesuffix("."): local
+            for name, local in slices.metadata.items()
+            if name
+        }
+    return renamed
+
+
+def _without(prefix: str, slices: Slices) -> Slices:
+    renamed = Slices(replace(one, name=one.name.removeprefix(prefix)) for one in slices)
+    renamed.values = {name.removeprefix(prefix): one for name, one in slices.values.items()}
+    renamed.refused = slices.refused
+    return renamed
+
+
 def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
     """Raise CheckpointError if all tensors of a checkpoint are empty.
 
-    A caller that has a model need not ask: empty tensors are right for a model of empty tensors, and
-    fit no other.
+    A caller that compares the tensors with a model does not need this check, because empty tensors fit
+    only a model of empty tensors.
     """
     if _is_empty(slices):
         raise all_empty(path)
@@ -225,4 +260,5 @@ def has_only_tensors(path: Path) -> bool:
 @remembering()
 def files(path: Path) -> list[Path]:
     """Return every file that a load may read, in a stable order; raise as ``read`` does."""
-    return detect(path).files(path)
+    layout, path = _located(path)
+    return layout.files(path)

@@ -1,9 +1,9 @@
-"""Find weights that are stored as codes: tensors that mean something only with another tensor's values.
+"""Find quantised weights by the names of tensors: codes, and the scales that belong to the codes.
 
-Libraries that quantise a model write the codes of a weight under one name, and its scales under a
-name that is made from it. The table of this module has the pairs of names, and the number of weights
-in a tensor of codes. It needs no configuration, so that it holds for a single file, too. This module
-uses only the standard library.
+A library that quantises a model writes the codes of a weight under one name, and the scales under a name
+with another suffix. The table of this module has the pairs of suffixes, and computes the number of
+weights in a tensor of codes. The names are enough, so that a single file without a configuration is
+recognised, too.
 """
 
 import re
@@ -21,10 +21,10 @@ _BYTES: Final = frozenset({"int8", "uint8"})
 _WORDS: Final = frozenset({"int32", "uint32", "int64"})
 
 Find = Callable[[str], TensorSlice | None]
-"""Returns the tensor that has another suffix than the codes, and the same beginning of its name."""
+"""A function from a suffix to the tensor that has the name of the codes with this suffix."""
 
 Bits = int | None
-"""The bits of one weight, as the configuration says; None if it does not say."""
+"""The bits of one weight in the configuration; None if the configuration has no such number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Codes:
     """A tensor of codes.
 
     Attributes:
-        method: the quantisation, as the names tell it.
-        scales: the name of the tensor without which the codes mean nothing.
-        elements: the number of weights; None if it is not known.
+        method: the quantisation to which the names belong, "mxfp4".
+        scales: the name of the tensor with the scales of the codes.
+        elements: the number of weights; None if the shapes do not determine the number.
     """
 
     where: TensorSlice
@@ -115,22 +115,22 @@ _PAIRS: Final = (
     _Pair("fp8 in blocks", "", "_scale_inv", _FLOAT8 | _BYTES, _each_or_packed),
     _Pair("codes of 8 or fewer bits", "", "_scale", _FLOAT8 | _BYTES, _each_or_packed),
 )  # fmt: skip
-"""The first pair that fits decides. The last pair is the one of several libraries."""
+"""The first pair that fits a tensor decides. Several libraries write the last pair."""
 
 _COMPANION: Final = re.compile(
     r"(\w*_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"
     r"|qzeros|g_idx|shape|SCB|weight_format|biases|qbiases|codebooks|meta|shift)"
 )
-"""The last part of a name, for a tensor beside codes that no longer exists once they are dequantised."""
+"""Matches the last part of the name of a tensor that belongs to codes, such as "zero_point"."""
 
 
 _SCALES: Final = tuple(pair.scales for pair in _PAIRS)
 
 
 def find_codes(slices: Sequence[TensorSlice], bits: Bits = None) -> tuple[Codes, ...]:
-    """Return the tensors that are codes, in the order of ``slices``.
+    """Return the tensors of codes, in the order of ``slices``.
 
-    A tensor of a usual floating-point dtype is no code, even if there is a name of scales beside it.
+    A pair of suffixes fits only a tensor of a dtype in which the pair's library stores codes.
     """
     by_name = {one.name: one for one in slices}
     return tuple(_codes(by_name, bits))

@@ -1,11 +1,11 @@
 """Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
-Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``, at an offset that the
-metadata contains. Tied keys refer to the same archive. torch's own writer needs whole tensors in
-memory; this module writes the same files piece by piece, and ``torch.distributed.checkpoint.load``
-reads them.
+Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``. The metadata contain the
+archive's offset. Tied keys refer to the same archive. torch's own writer needs whole tensors in memory;
+this module writes the same files piece by piece.
 """
 
+import io
 import os
 import pickle
 import stat
@@ -17,31 +17,30 @@ from typing import TYPE_CHECKING, Final
 
 from weighin import atomic
 from weighin.errors import CheckpointError
-from weighin.formats import pt, unknown_file
+from weighin.formats import dcp_metadata, pt, unknown_file
 from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
+from weighin.formats.dcp_metadata import AGAIN, FILE_NAME, DcpBlock, DcpTensor
 from weighin.formats.misfit import plain
 from weighin.formats.tensor_refs import Opaque
 from weighin.formats.unknown_file import shown, unreadable
 
 if TYPE_CHECKING:
-    from weighin.formats.dcp_metadata import DcpBlock, DcpTensor
+    from _typeshed import WriteableBuffer
 
 NAME = "dcp"
 SUFFIX = ""
 
 DATA_NAME: Final = "__0_0.distcp"
-_METADATA_NAME: Final = ".metadata"
 _ALIGNMENT: Final = 64
-_BYTES: Final = "pickled object"  # a value that is no tensor, which is not read
+_BYTES: Final = "pickled object"  # a value other than a tensor; its pickle is not read
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with dcp's metadata."""
-    return (path / _METADATA_NAME).is_file()
+    return (path / FILE_NAME).is_file()
 
 
 def files(path: Path) -> list[Path]:
-    return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
+    return [path / FILE_NAME, *sorted(path.glob("*.distcp"))]
 
 
 def read(path: Path, key: str = "") -> Slices:
@@ -51,11 +50,9 @@ def read(path: Path, key: str = "") -> Slices:
     tensor is under ``key`` if its name begins with ``key`` and a dot.
 
     Raises:
-        CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover
-            the tensor exactly.
+        CheckpointError: the metadata or an archive is damaged, or a tensor's blocks overlap or leave a
+            gap.
     """
-    from weighin.formats import dcp_metadata
-
     archives: dict[tuple[str, int], TensorSlice] = {}
     tensors, values = dcp_metadata.read(path, key)
     slices = Slices(_slice(path, stored, archives) for stored in tensors)
@@ -64,10 +61,8 @@ def read(path: Path, key: str = "") -> Slices:
 
 
 def _slice(
-    path: Path, stored: "DcpTensor", archives: dict[tuple[str, int], TensorSlice]
+    path: Path, stored: DcpTensor, archives: dict[tuple[str, int], TensorSlice]
 ) -> TensorSlice:
-    from weighin.formats.dcp_pickle import AGAIN
-
     parts = []
     for block in stored.blocks:
         place = block.file, block.offset
@@ -77,7 +72,7 @@ def _slice(
         if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
             raise CheckpointError(
                 f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
-                f"but {block.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
+                f"but {block.shape} of torch.{stored.dtype} in {FILE_NAME}",
                 AGAIN,
             )
         parts.append(Part(block.start, where))
@@ -87,14 +82,12 @@ def _slice(
     return replace(parts[0].where, shape=whole, stride=stride, parts=tuple(parts))
 
 
-def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
-    from weighin.formats.dcp_pickle import AGAIN
-    from weighin.formats.file_view import FileView
+def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
 
     path = folder / stored.file
     if Path(stored.file).name != stored.file or "\0" in stored.file:
         raise CheckpointError(
-            f"{folder / _METADATA_NAME}: the file of {shown(key)} lies outside the folder: "
+            f"{folder / FILE_NAME}: the file of {shown(key)} lies outside the folder: "
             f"{shown(stored.file)}",
             AGAIN,
         )
@@ -109,7 +102,7 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
                     f"{stored.offset + stored.length:,}, but the file at {size:,}",
                     unknown_file.AGAIN,
                 )
-            view = FileView(file.fileno(), stored.offset, stored.length)
+            view = _FileView(file.fileno(), stored.offset, stored.length)
             where = pt.read_one(path, key, view)
     except OSError as error:
         raise unreadable(folder / plain(stored.file), error) from error
@@ -120,12 +113,44 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
     )
 
 
+class _FileView(io.RawIOBase):
+    """The ``length`` bytes from ``base`` on of an open file, as a file of its own.
+
+    Reads do not move the position of the open file.
+    """
+
+    def __init__(self, descriptor: int, base: int, length: int) -> None:
+        self._descriptor, self._base, self._length = descriptor, base, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        read = os.preadv(self._descriptor, [view], self._base + self._at) if view else 0
+        self._at += read
+        return read
+
+
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write the data file, then the metadata."""
     from weighin.formats import zip_writer
 
     target.mkdir()
-    scratch = target / "archive"  # the name of an archive that torch saves without a path
+    scratch = target / "archive"  # torch's own name for an archive that it writes to a stream
     places: dict[str, tuple[int, int]] = {}
     jobs = []
     with (target / DATA_NAME).open("x+b") as file:
@@ -145,7 +170,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
         zip_writer.run_parallel(jobs)
         zip_writer.finish(file.fileno())
     scratch.unlink(missing_ok=True)
-    atomic.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
+    atomic.write_bytes(target / FILE_NAME, _metadata(tensors, places))
 
 
 def _metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:

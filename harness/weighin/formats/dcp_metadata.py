@@ -1,4 +1,8 @@
-"""Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``."""
+"""Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``.
+
+The file is a pickle, which this module interprets without executing any code. A name of a class or
+function that such metadata never contains is an error. torch.distributed is not imported.
+"""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -8,14 +12,38 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats import dcp_pickle
-from weighin.formats.dcp_pickle import AGAIN, BYTES, INDEX, MERGE, TENSOR, field, is_a, state
-from weighin.formats.dtypes import ITEM_BYTES, is_sizes
+from weighin.formats import state_pickle
+from weighin.formats.dtypes import ITEM_BYTES, is_dtype, is_sizes
 from weighin.formats.state_dicts import largest, with_key
-from weighin.formats.tensor_refs import Named
-from weighin.formats.unknown_file import shown
+from weighin.formats.tensor_refs import Named, Opaque
+from weighin.formats.unknown_file import shown, unreadable
 
 FILE_NAME: Final = ".metadata"
+AGAIN: Final = (
+    "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
+    " read it either, the folder is damaged"
+)
+MERGE: Final = (
+    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+)
+
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_METADATA: Final = frozenset({
+    f"{_MODULE}.Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+})  # fmt: skip
+_TENSOR: Final = f"{_MODULE}.TensorStorageMetadata"
+_BYTES: Final = f"{_MODULE}.BytesStorageMetadata"
+"""The class that describes a value other than a tensor: the folder has a pickle of this value."""
+_INDEX: Final = f"{_MODULE}.MetadataIndex"
+_KNOWN: Final = _METADATA | {
+    _TENSOR, _BYTES, _INDEX, f"{_MODULE}.ChunkStorageMetadata", f"{_MODULE}.TensorProperties",
+    f"{_MODULE}.StorageMeta", f"{_MODULE}._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout",
+    "torch.Size", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath", "collections.OrderedDict",
+    "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickles enum members with getattr
+}  # fmt: skip
+
 _DEEPEST: Final = 5  # parts of a path in nested dicts
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
@@ -33,7 +61,7 @@ class DcpBlock:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor, and the blocks (one or several) that together cover it exactly."""
+    """A tensor, and its one or several blocks, which cover the tensor without gaps or overlaps."""
 
     key: str
     shape: tuple[int, ...]
@@ -42,35 +70,35 @@ class DcpTensor:
 
 
 def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
-    """Return all tensors, and the names of the values that are no tensors, such as extra states.
+    """Return all tensors, and the names of all other values, such as extra states.
 
-    With a ``key``, only names that begin with it and a dot are returned. Both lists are in the
+    With a ``key``, both lists have only names that begin with the key and a dot. Both lists are in the
     metadata's order.
 
     Raises:
-        CheckpointError: the file is not dcp metadata or is damaged, or it is the metadata of a training
-            checkpoint of nested dicts with values that are no tensors, and there is no ``key``.
+        CheckpointError: the file is not dcp metadata or is damaged; or ``key`` is empty, and the
+            metadata are of a training checkpoint: nested dicts that hold more than tensors.
     """
     path = folder / FILE_NAME
-    metadata = dcp_pickle.load(path)
-    tensors, places = field(metadata, "state_dict_metadata"), field(metadata, "storage_data")
+    metadata = _load(path)
+    tensors, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
     if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
-        raise CheckpointError(f"{path}: damaged: it has no tensors or no offsets", AGAIN)
+        raise _damaged(path, "it has no tensors or no offsets")
     by_key: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in places.items():
-        name = field(index, "fqn") if is_a(INDEX, index) else None
+        name = _field(index, "fqn") if _is_a(_INDEX, index) else None
         if not isinstance(name, str):
-            raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
-        by_key.setdefault(name, []).append((field(index, "offset"), place))
+            raise _damaged(path, "an offset belongs to no key")
+        by_key.setdefault(name, []).append((_field(index, "offset"), place))
     chosen, values = [], []
     for name, tensor in tensors.items():
         if key and not (isinstance(name, str) and name.startswith(f"{key}.")):
             continue
-        if is_a(BYTES, tensor) and isinstance(name, str):
+        if _is_a(_BYTES, tensor) and isinstance(name, str):
             values.append(name)
         else:
             chosen.append(_stored(path, name, tensor, by_key.get(name, [])))
-    if values and not key and (places := _places(field(metadata, "planner_data"), chosen)):
+    if values and not key and (places := _places(_field(metadata, "planner_data"), chosen)):
         raise CheckpointError(
             f"{path}: not a flat state dict of tensors: {shown(values[0])} is not a tensor",
             with_key(places),
@@ -79,10 +107,10 @@ def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
 
 
 def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
-    """Return the keys of the state dicts in a checkpoint of nested dicts, and their sizes in bytes.
+    """Return the size in bytes of each state dict in a checkpoint of nested dicts, by its key.
 
-    ``paths`` maps each name to its path in the dicts; only a checkpoint of nested dicts has paths of
-    more than one part. State dicts of optimizers are left out.
+    ``paths`` maps each tensor's name to its path in the dicts. A path of one part belongs to no nested
+    dict. State dicts of optimizers are left out.
     """
     sizes: dict[str, int] = {}
     for one in tensors:
@@ -97,25 +125,25 @@ def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:
     if not isinstance(key, str):
-        raise CheckpointError(f"{path}: damaged: a key is not a string: {shown(key)}", AGAIN)
-    if not is_a(TENSOR, tensor):
+        raise _damaged(path, f"a key is not a string: {shown(key)}")
+    if not _is_a(_TENSOR, tensor):
         raise CheckpointError(
             f"{path}: not a flat state dict of tensors: {shown(key)} is not a tensor",
             "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
         )
-    chunks, shape = field(tensor, "chunks"), field(tensor, "size")
-    properties = state(field(tensor, "properties"))
+    chunks, shape = _field(tensor, "chunks"), _field(tensor, "size")
+    properties = _state(_field(tensor, "properties"))
     named = properties[0] if isinstance(properties, tuple) and properties else None
     dtype = named.name.removeprefix("torch.") if isinstance(named, Named) else None
     if isinstance(dtype, str) and dtype not in ITEM_BYTES:
         raise CheckpointError(
-            f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
+            f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
             "load it with torch, and save tensors of another dtype",
         )
     if not isinstance(dtype, str) or not places:
-        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
+        raise _damaged(path, f"{shown(key)} has no dtype or no offset")
     if not is_sizes(shape):
-        raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
+        raise _damaged(path, f"invalid shape or offset of {shown(key)}")
     shape = tuple(shape)
     if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
         begin = (0,) * len(shape)
@@ -128,35 +156,28 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
 def _block(
     path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
 ) -> DcpBlock:
-    file, offset, length = (field(place, name) for name in ("relative_path", "offset", "length"))
-    if field(place, "transform_descriptors"):
+    file, offset, length = (_field(place, name) for name in ("relative_path", "offset", "length"))
+    if _field(place, "transform_descriptors"):
         raise CheckpointError(
             f"{path}: {shown(key)} was transformed (compressed) when saved", MERGE
         )
     if not (is_sizes((offset, length)) and isinstance(file, str)):
-        raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
+        raise _damaged(path, f"invalid shape or offset of {shown(key)}")
     return DcpBlock(start, shape, file, offset, length)
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
-    """Return the blocks of a tensor that has several, each with its place in a file."""
     by_start = {tuple(start): place for start, place in places if is_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:
-        start, shape = field(chunk, "offsets"), field(chunk, "sizes")
+        start, shape = _field(chunk, "offsets"), _field(chunk, "sizes")
         if not (is_sizes(start) and is_sizes(shape)):
-            raise CheckpointError(
-                f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN
-            )
+            raise _damaged(path, f"invalid shape or offset of {shown(key)}")
         if tuple(start) not in by_start:
-            raise CheckpointError(
-                f"{path}: the part of {shown(key)} at {tuple(start)} is missing", AGAIN
-            )
+            raise _damaged(path, f"the part of {shown(key)} at {tuple(start)} is missing")
         blocks.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
     if len(blocks) != len(places):
-        raise CheckpointError(
-            f"{path}: {shown(key)} has {len(places)} offsets for {len(blocks)} parts", AGAIN
-        )
+        raise _damaged(path, f"{shown(key)} has {len(places)} offsets for {len(blocks)} parts")
     return blocks
 
 
@@ -166,10 +187,8 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
         ends = [at + size for at, size in zip(block.start, block.shape, strict=False)]
         inside = len(block.start) == len(block.shape) == len(shape) and all(map(le, ends, shape))
         if not inside:
-            raise CheckpointError(
-                f"{path}: the part of {shown(key)} at {block.start} is outside the shape {shape}",
-                AGAIN,
-            )
+            what = f"the part of {shown(key)} at {block.start} is outside the shape {shape}"
+            raise _damaged(path, what)
     if len(blocks) > _MOST_BLOCKS:
         raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", MERGE)
     solid = [block for block in blocks if prod(block.shape)]
@@ -178,9 +197,45 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
             a < b + n and b < a + m
             for a, m, b, n in zip(first.start, first.shape, second.start, second.shape, strict=True)
         ):
-            raise CheckpointError(
-                f"{path}: the parts of {shown(key)} at {first.start} and {second.start} overlap",
-                AGAIN,
-            )
+            what = f"the parts of {shown(key)} at {first.start} and {second.start} overlap"
+            raise _damaged(path, what)
     if sum(prod(block.shape) for block in solid) != prod(shape):  # no overlap, so there is a gap
-        raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
+        raise _damaged(path, f"the parts of {shown(key)} leave a gap in {shape}")
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}", AGAIN)
+
+
+def _load(path: Path) -> Opaque:
+    try:
+        with path.open("rb") as file:
+            pickled = state_pickle.load(path, file, resave=AGAIN)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    for name in pickled.names:
+        if name not in _KNOWN and not is_dtype(name.removeprefix("torch.")):
+            raise CheckpointError(
+                f"{path}: holds more than tensors, and was NOT executed: it refers to {name}",
+                f"if you trust the folder, {MERGE}",
+            )
+    metadata = pickled.value
+    if not isinstance(metadata, Opaque) or metadata.kind not in _METADATA:
+        raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", AGAIN)
+    return metadata
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    """Tell whether a pickled value is an instance of the class ``kind``."""
+    return isinstance(value, Opaque) and value.kind == kind
+
+
+def _state(value: Any) -> Any:
+    """Return the state that the pickle sets on an object; None for any other value."""
+    return value.contents[-1] if isinstance(value, Opaque) and len(value.contents) > 1 else None
+
+
+def _field(value: Any, name: str) -> Any:
+    """Return an attribute of an object; None if it has none of that name."""
+    attributes = _state(value)
+    return attributes.get(name) if isinstance(attributes, dict) else None

@@ -11,11 +11,11 @@
         zero_pp_rank_0_mp_rank_00_optim_states.pt
         ...
 
-Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2,
-the flat tensors of all ranks together are the group's parameters, one after the other. Under ZeRO 3,
-each rank has its share of every parameter, padded to an equal length. The tensors have the same values
-as in DeepSpeed's own ``zero_to_fp32.py``: trained weights are float32, and buffers and frozen weights
-have the dtype in which they are stored. The optimizer's moments are not read.
+Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2, the
+flat tensors of all ranks, put one after the other, are the parameters of the group, one after the other.
+Under ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
+reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers and
+frozen weights in the stored dtype. weighin does not read the moments of the optimizer.
 """
 
 import re
@@ -29,8 +29,8 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats import deepspeed_states, pt
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.deepspeed_states import COPY, ModelStates, experts_divided, missing, of_rank
-from weighin.formats.flat_pieces import Flat, joined
+from weighin.formats.deepspeed_states import ModelStates, experts_divided, missing, of_rank
+from weighin.formats.flat_pieces import COPY, Flat, incomplete, joined
 from weighin.formats.tensor_refs import TensorRef
 
 NAME = "deepspeed"
@@ -47,7 +47,6 @@ _MOST_LISTED: Final = 1000
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with DeepSpeed's files of model or optimizer states."""
     return any(
         pattern.fullmatch(name)
         for name in _names(path)
@@ -56,7 +55,6 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the files of model and optimizer states."""
     names = [name for name in _names(path) if _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)]
     return [path / name for name in sorted(names)]
 
@@ -65,8 +63,8 @@ def read(path: Path) -> Slices:
     """Return the places of the model's tensors: trained weights in float32, others as stored.
 
     Raises:
-        CheckpointError: a rank's file is missing, the tensors are divided in other ways than by ZeRO,
-            or a file is damaged or has too few elements.
+        CheckpointError: a rank's file is missing, a file is damaged or has too few elements, or the
+            training divided the tensors in other ways than ZeRO does.
     """
     _check_parallelism(path)
     by_rank = _by_rank(path, _MODEL)
@@ -77,7 +75,7 @@ def read(path: Path) -> Slices:
         return states.state_dict({})
     partitions = _partitions(path)
     if len({one.stage for one in partitions}) != 1:
-        raise CheckpointError(f"{path}: the ranks wrote different stages of ZeRO", COPY)
+        raise incomplete(path, "the ranks wrote different stages of ZeRO")
     states = replace(states, ranks=len(partitions))
     divided = _of_stage_3 if partitions[0].stage == 3 else _of_stages_1_and_2
     return states.state_dict(divided(states, partitions) | deepspeed_states.frozen(states))
@@ -87,7 +85,7 @@ def read(path: Path) -> Slices:
 class _Partition:
     """One rank's share of the float32 weights: a flat tensor for each group of parameters.
 
-    ``paddings`` are the elements after each parameter of each group, which belong to no parameter.
+    ``paddings`` has the number of padding elements after each parameter of each group.
     """
 
     file: Path
@@ -99,7 +97,7 @@ class _Partition:
 
 def _of_stage_3(states: ModelStates, partitions: Sequence[_Partition]) -> dict[str, TensorSlice]:
     assert states.shapes is not None
-    flats = [Flat(one.file, one.groups, COPY) for one in partitions]
+    flats = [Flat(one.file, one.groups) for one in partitions]
     stored, at = {}, 0
     for name, shape in ((name, shape) for group in states.shapes for name, shape in group.items()):
         size = prod(shape)
@@ -113,10 +111,10 @@ def _of_stage_3(states: ModelStates, partitions: Sequence[_Partition]) -> dict[s
         at += share
     for flat, one in zip(flats, partitions, strict=True):
         if flat.numel != at:
-            raise CheckpointError(
-                f"{one.file}: has {flat.numel:,} elements of weights, but the shapes in"
+            raise incomplete(
+                one.file,
+                f"has {flat.numel:,} elements of weights, but the shapes in"
                 f" {states.file.name} need {at:,} for each of {len(flats)} ranks",
-                COPY,
             )
     return stored
 
@@ -126,31 +124,31 @@ def _of_stages_1_and_2(
 ) -> dict[str, TensorSlice]:
     assert states.shapes is not None
     path, stored = states.file.parent, {}
-    aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this
+    aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this number
     if any(len(one.groups) != len(states.shapes) for one in partitions):
-        raise CheckpointError(
-            f"{path}: {states.file.name} has {len(states.shapes)} groups of parameters, but the partitions"
+        raise incomplete(
+            path,
+            f"{states.file.name} has {len(states.shapes)} groups of parameters, but the partitions"
             f" have {len(partitions[0].groups)}",
-            COPY,
         )
     for number, shapes in enumerate(states.shapes):
-        flat = Flat(path, [one.groups[number] for one in partitions], COPY)
+        flat = Flat(path, [one.groups[number] for one in partitions])
         paddings = _paddings(partitions[0], number, len(shapes))
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             stored[name] = joined(name, shape, flat.ranges(at, prod(shape)))
             at += prod(shape) + padding
         if -(-at // aligned) != -(-flat.numel // aligned):
-            raise CheckpointError(
-                f"{path}: the partitions of group {number} have {flat.numel:,} elements, but the shapes in"
+            raise incomplete(
+                path,
+                f"the partitions of group {number} have {flat.numel:,} elements, but the shapes in"
                 f" {states.file.name} need {at:,}",
-                COPY,
             )
     return stored
 
 
 def _paddings(partition: _Partition, group: int, count: int) -> list[int]:
-    if partition.paddings is None:  # DeepSpeed before 0.19
+    if partition.paddings is None:  # DeepSpeed before 0.19 wrote no paddings
         return [0] * count
     paddings = partition.paddings[group] if group < len(partition.paddings) else None
     if (
@@ -159,11 +157,10 @@ def _paddings(partition: _Partition, group: int, count: int) -> list[int]:
         and all(type(one) is int and one >= 0 for one in paddings)
     ):
         return paddings
-    raise CheckpointError(f"{partition.file}: the paddings of group {group} are impossible", COPY)
+    raise incomplete(partition.file, f"the paddings of group {group} are impossible")
 
 
 def _partitions(path: Path) -> list[_Partition]:
-    """Return the shares of all ranks, in the ranks' order."""
     by_rank = _by_rank(path, _OPTIMIZER)
     if not by_rank:
         raise CheckpointError(
@@ -203,7 +200,7 @@ def _partition(file: Path) -> _Partition:
     value, place = pt.read_value(file)
     state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{file}: holds no optimizer states of DeepSpeed", COPY)
+        raise incomplete(file, "holds no optimizer states of DeepSpeed")
     if state.get("ds_zero_partition_groups"):
         raise experts_divided(file.parent, f"{file.name} has groups of its own for experts")
     by_key = {"fp32_flat_groups": 3, "single_partition_of_fp32_groups": 2}
@@ -212,11 +209,11 @@ def _partition(file: Path) -> _Partition:
     if isinstance(groups, TensorRef):
         groups = [groups]
     if isinstance(count, list) and count and all(type(one) is int for one in count):
-        count = max(count)  # of each group of parameters
+        count = max(count)  # a list has a number for each group of parameters
     if not (isinstance(groups, list) and all(isinstance(one, TensorRef) for one in groups)):
-        raise CheckpointError(f"{file}: holds no float32 weights of ZeRO", COPY)
+        raise incomplete(file, "holds no float32 weights of ZeRO")
     if not (type(count) is int and count > 0):
-        raise CheckpointError(f"{file}: does not say how many ranks wrote the checkpoint", COPY)
+        raise incomplete(file, "does not say how many ranks wrote the checkpoint")
     paddings = state.get("param_alignment_paddings")
     return _Partition(
         file,
@@ -228,7 +225,10 @@ def _partition(file: Path) -> _Partition:
 
 
 def _check_parallelism(path: Path) -> None:
-    """Raise CheckpointError if tensors are divided in ways that the files do not describe."""
+    """Raise CheckpointError for pipeline, expert or tensor parallelism.
+
+    The files do not describe how such training divides the tensors.
+    """
     universal = (
         "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
         f" --input_folder {path} --output_folder {path}_universal"

@@ -1,7 +1,7 @@
-"""Read the ``*_model_states.pt`` of DeepSpeed: which tensors a model has, and where their values are.
+"""Read the ``*_model_states.pt`` of DeepSpeed: the names of a model's tensors, and some of the values.
 
-DeepSpeed keeps the trained weights in float32 in other files. A file of model states has the names
-and shapes of these weights, and the values of all other tensors: buffers, frozen parameters.
+A file of model states has the names and shapes of all tensors, and the values of buffers and frozen
+parameters. Other files have the values of the trained weights, in float32.
 """
 
 import re
@@ -15,13 +15,11 @@ from weighin.errors import CheckpointError
 from weighin.formats import pt
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import is_sizes
-from weighin.formats.flat_pieces import Flat, Shape, joined
+from weighin.formats.flat_pieces import Flat, Shape, incomplete, joined
 from weighin.formats.state_dicts import StateDictParts, state_dict
 from weighin.formats.tensor_refs import TensorRef, type_name
 from weighin.formats.unknown_file import short, shown
 from weighin.text import few
-
-COPY: Final = "copy the whole folder again, from every machine that took part in the training"
 
 _OF_RANK: Final = re.compile(r"((?:[a-z0-9]+_)?zero_pp_rank_)\d+_")
 _AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
@@ -32,15 +30,16 @@ class ModelStates:
     """The content of one file of model states.
 
     Attributes:
-        module: the tensors of the module's state dict, in its order. A parameter that ZeRO-3 divides
+        module: the tensors of the model's state dict, in its order. A parameter that ZeRO-3 divides
             among ranks is empty here.
-        values: the values of the module's state dict that are no tensors.
-        metadata: the version metadata of the module's parts.
-        shapes: the parameters of each group of the optimizer, in the order in which their elements
-            are stored; None if no ZeRO optimizer wrote the checkpoint.
-        frozen: the parameters that the optimizer does not train.
-        fragments: the values of these parameters, or under ZeRO-3 this rank's share of them.
-        ranks: the number of ranks among which ZeRO divided the parameters; 0 if it is not stored.
+        values: the other values of the model's state dict.
+        metadata: the version metadata of the model's modules.
+        shapes: the shapes of the trained parameters by their names, a dict for each group of the
+            optimizer, in the order of the stored elements. None if no ZeRO optimizer wrote the
+            checkpoint.
+        frozen: the shapes of the parameters that the optimizer does not train.
+        fragments: the values of the frozen parameters; under ZeRO-3, this rank's share of the values.
+        ranks: the number of ranks among which ZeRO divided the parameters; 0 if the file has no number.
         buffers: the names of buffers.
         shared: maps the name of a tied parameter to the name under which its values are stored.
     """
@@ -57,10 +56,10 @@ class ModelStates:
     shared: dict[str, str]
 
     def state_dict(self, stored: Mapping[str, TensorSlice], *, fallback: bool = True) -> Slices:
-        """Return all tensors of the model in the module's order; ``stored`` are those of other files.
+        """Return all tensors of the model in the order of its state dict.
 
-        A tensor that is not in ``stored`` has its values in the module. With ``fallback`` False, these
-        are the values of buffers only.
+        ``stored`` has the tensors of other files. This file has the values of all other tensors; with
+        ``fallback`` False, only those of buffers.
 
         Raises:
             CheckpointError: no file has the values of a parameter.
@@ -93,14 +92,14 @@ def read(file: Path) -> ModelStates:
     """
     value, place = pt.read_value(file)
     if not isinstance(value, dict) or "module" not in value:
-        raise CheckpointError(f"{file}: holds no model states of DeepSpeed", COPY)
+        raise incomplete(file, "holds no model states of DeepSpeed")
     module = StateDictParts({}, {}, None)
     if value["module"] is not None:
         module = state_dict(file, value, "module")
     if any(isinstance(value.get(key), list) for key in _AUTO_EXPERTS):
         raise experts_divided(file.parent, f"{file.name} has AutoEP layers")
     groups = value.get("param_shapes")
-    if isinstance(groups, dict):  # DeepSpeed before 0.4: one group
+    if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
         groups = [groups]
     shapes = (
         None if groups is None else tuple(_shapes(file, group) for group in _list(file, groups))
@@ -127,10 +126,10 @@ def read(file: Path) -> ModelStates:
 
 
 def frozen(states: ModelStates) -> dict[str, TensorSlice]:
-    """Return the frozen parameters. Under ZeRO-3, each rank's model states have a share of each.
+    """Return the frozen parameters. Under ZeRO-3, the file of each rank has a share of each parameter.
 
     Raises:
-        CheckpointError: the model states of a rank are missing, or lack a share.
+        CheckpointError: the file of a rank is missing, or lacks a share.
     """
     if not _OF_RANK.match(states.file.name):
         return {name: states.fragments[name] for name in states.frozen if name in states.fragments}
@@ -146,19 +145,18 @@ def frozen(states: ModelStates) -> dict[str, TensorSlice]:
     for name, shape in states.frozen.items():
         for one in every:
             if name not in one.fragments:
-                raise CheckpointError(f"{one.file}: has no share of {shown(name)}", COPY)
-        flat = Flat(states.file.parent, [one.fragments[name] for one in every], COPY)
+                raise incomplete(one.file, f"has no share of {shown(name)}")
+        flat = Flat(states.file.parent, [one.fragments[name] for one in every])
         stored[name] = joined(name, shape, flat.ranges(0, prod(shape)))
     return stored
 
 
 def of_rank(name: str, rank: int) -> str:
-    """Return the name of another rank's file, which has the same content as the file ``name``."""
+    """Return the name that the file ``name`` has for the rank ``rank``."""
     return _OF_RANK.sub(rf"\g<1>{rank}_", name)
 
 
 def missing(folder: Path, names: Sequence[str]) -> CheckpointError:
-    """Return the exception for a folder that lacks files."""
     return CheckpointError(
         f"{folder}: files of some ranks are missing: {few(names)}",
         "copy them here: each machine of a training may have kept the files of its own ranks",
@@ -166,7 +164,6 @@ def missing(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def experts_divided(folder: Path, why: str) -> CheckpointError:
-    """Return the exception for a checkpoint of expert parallelism."""
     return CheckpointError(
         f"{folder}: the experts are divided among ranks (expert parallelism): {why}",
         "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",
@@ -177,10 +174,8 @@ def _shapes(file: Path, value: Any) -> dict[str, Shape]:
     shapes = {}
     for name, shape in _pairs(file, value):
         if not is_sizes(shape):
-            raise CheckpointError(
-                f"{file}: the shape of {shown(name)} is {short(shape)}, and not a list of sizes of 0 or more",
-                COPY,
-            )
+            what = f"the shape of {shown(name)} is {short(shape)}"
+            raise incomplete(file, f"{what}, and not a list of sizes of 0 or more")
         shapes[name] = tuple(shape)
     return shapes
 
@@ -188,10 +183,10 @@ def _shapes(file: Path, value: Any) -> dict[str, Shape]:
 def _pairs(file: Path, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return value.items()
-    raise CheckpointError(f"{file}: has a {type_name(value)} in place of a dict of names", COPY)
+    raise incomplete(file, f"has a {type_name(value)} in place of a dict of names")
 
 
 def _list(file: Path, value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
-    raise CheckpointError(f"{file}: has a {type_name(value)} in place of a list", COPY)
+    raise incomplete(file, f"has a {type_name(value)} in place of a list")

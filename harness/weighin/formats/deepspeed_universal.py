@@ -6,7 +6,7 @@
         zero/layers.0.weight/fp32.pt         the whole weight; exp_avg.pt and others are not read
         mp_rank_00_model_states.pt           names, buffers and tied weights
 
-If the source was ZeRO 3, ``fp32.pt`` is flat, and its shape is in the model states.
+For a checkpoint that ZeRO 3 wrote, ``fp32.pt`` has a flat tensor, and the model states have the shape.
 """
 
 import re
@@ -15,11 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from weighin.errors import CheckpointError
 from weighin.formats import deepspeed_states, pt
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.deepspeed_states import COPY
-from weighin.formats.flat_pieces import Flat, Shape, joined
+from weighin.formats.flat_pieces import Flat, Shape, incomplete, joined
 from weighin.formats.tensor_refs import TensorRef, type_name
 from weighin.formats.unknown_file import shown
 
@@ -33,17 +31,15 @@ _NUMBER: Final = re.compile(r"(\d+)")
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with a folder "zero" of weights."""
     return next(path.glob(f"{_FOLDER}/*/{_WEIGHTS}"), None) is not None
 
 
 def files(path: Path) -> list[Path]:
-    """Return the files of weights and of model states."""
     return [*(_weights(path).values()), *_states(path)]
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors, in the module's order if the model states have it.
+    """Return the places of the model's tensors, in the order of the state dict if a file has this order.
 
     Raises:
         CheckpointError: a weight or the shape of a weight is missing, or a file is damaged.
@@ -53,11 +49,11 @@ def read(path: Path) -> Slices:
         name: shape for one in states for group in one.shapes or () for name, shape in group.items()
     }
     weights = _weights(path)
-    whole = len(states) == 1  # else each has a part of the module
+    whole = len(states) == 1  # each of several files has a part of the module
     if absent := next((name for name in shapes if name not in weights), None):
         module: Mapping[str, TensorSlice] = states[0].module
         if not (whole and absent in module and module[absent].nbytes):
-            raise CheckpointError(f"{path / _FOLDER}: {shown(absent)} is missing", COPY)
+            raise incomplete(path / _FOLDER, f"{shown(absent)} is missing")
     order = dict.fromkeys([*(name for name in shapes if name in weights), *weights])
     stored = {name: _read(path, name, weights[name], shapes.get(name)) for name in order}
     if states:
@@ -69,21 +65,18 @@ def _read(path: Path, name: str, file: Path, shape: Shape | None) -> TensorSlice
     value, place = pt.read_value(file)
     tensor = value.get("param") if isinstance(value, dict) else value
     if not isinstance(tensor, TensorRef):
-        raise CheckpointError(f"{file}: holds a {type_name(value)}, not a weight", COPY)
+        raise incomplete(file, f"holds a {type_name(value)}, not a weight")
     where = place(name, tensor)
     if isinstance(value, dict):
         return where
     if shape is None or prod(shape) != prod(where.shape):
-        raise CheckpointError(
-            f"{file}: a flat tensor of {prod(where.shape):,} elements, whose shape is in no"
-            f" *_model_states.pt of {path}",
-            COPY,
-        )
-    return joined(name, shape, Flat(file, [where], COPY).ranges(0, prod(shape)))
+        what = f"a flat tensor of {prod(where.shape):,} elements"
+        raise incomplete(file, f"{what}, whose shape is in no *_model_states.pt of {path}")
+    return joined(name, shape, Flat(file, [where]).ranges(0, prod(shape)))
 
 
 def _weights(path: Path) -> dict[str, Path]:
-    """Return the file of each weight, by its name; numbers in names are sorted as numbers."""
+    """Return the file of each weight by the weight's name; numbers in names are sorted as numbers."""
     names = [file.parent.name for file in path.glob(f"{_FOLDER}/*/{_WEIGHTS}")]
     return {name: path / _FOLDER / name / _WEIGHTS for name in sorted(names, key=_natural)}
 

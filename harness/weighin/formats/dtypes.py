@@ -1,7 +1,4 @@
-"""List the dtypes that a checkpoint can contain, and the largest sizes.
-
-This module uses only the standard library.
-"""
+"""List the dtypes that a checkpoint can contain, and the largest sizes."""
 
 import re
 from typing import TYPE_CHECKING, Final
@@ -28,7 +25,7 @@ NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
 """Dtypes whose tensors torch stores, but neither copies nor converts."""
 
 QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
-"""The size of one stored element of torch's quantised dtypes, which weighin names but does not read."""
+"""The size of one stored element in bytes, for torch's quantised dtypes; weighin does not read them."""
 
 _DTYPE: Final = re.compile(r"(q?u?int|bits|b?float|complex)\d\w{,30}|bool")
 
@@ -39,7 +36,7 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 def is_dtype(name: str) -> bool:
-    """Tell whether a name is that of a dtype of torch, of this version or of another one."""
+    """Tell whether ``name`` is a dtype of torch, in this version of torch or another one."""
     return _DTYPE.fullmatch(name) is not None
 
 

@@ -1,14 +1,15 @@
 """Describe a tensor whose elements lie, in row-major order, in several flat tensors of other files.
 
-Optimisers that divide a model among ranks store each rank's share as one flat tensor. A range of
-consecutive elements is no block of the whole tensor in general: it begins and ends within a row.
-``boxes`` divides such a range into few blocks, which ``base.Part`` describes.
+An optimizer of DeepSpeed that divides a model among ranks stores the share of each rank as one flat
+tensor. Such a share may begin and end within a row of a weight, so that it is not one block of the
+weight. ``boxes`` divides the share into few blocks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import Part, TensorSlice, row_major
@@ -17,42 +18,38 @@ from weighin.formats.unknown_file import shown
 
 Shape = tuple[int, ...]
 
+COPY: Final = "copy the whole folder again, from every machine that took part in the training"
+
 
 class Flat:
     """Several flat tensors, one after the other, as one flat tensor."""
 
-    def __init__(self, path: Path, tensors: Sequence[TensorSlice], repair: str) -> None:
-        """Check that each of the tensors is flat and has the same dtype.
-
-        Args:
-            path: the checkpoint, for messages.
-            repair: the next step in messages.
+    def __init__(self, path: Path, tensors: Sequence[TensorSlice]) -> None:
+        """Check that each of the tensors is flat and has the same dtype; errors name the path ``path``.
 
         Raises:
             CheckpointError: there are no tensors, or one has two dimensions, gaps, or another dtype.
         """
         for one in tensors:
             if len(one.shape) != 1 or not one.contiguous or one.dtype_name != tensors[0].dtype_name:
-                raise CheckpointError(
-                    f"{one.file}: {shown(one.name)} is no flat tensor of {tensors[0].dtype_name}",
-                    repair,
-                )
+                what = f"{shown(one.name)} is no flat tensor of {tensors[0].dtype_name}"
+                raise incomplete(one.file, what)
         if not tensors:
-            raise CheckpointError(f"{path}: a partition holds no tensors", repair)
-        self._path, self._tensors, self._repair = path, tensors, repair
+            raise incomplete(path, "a partition holds no tensors")
+        self._path, self._tensors = path, tensors
         self.numel = sum(one.shape[0] for one in tensors)
 
     def ranges(self, first: int, count: int) -> list[TensorSlice]:
-        """Return the places of ``count`` elements from ``first`` on, in order.
+        """Return the places of ``count`` elements, the first of which has the index ``first``.
 
         Raises:
-            CheckpointError: the flat tensors end before these elements.
+            CheckpointError: the flat tensors have fewer elements.
         """
         if first + count > self.numel:
-            raise CheckpointError(
-                f"{self._path}: elements {first:,} to {first + count:,} of a partition are needed, "
+            raise incomplete(
+                self._path,
+                f"elements {first:,} to {first + count:,} of a partition are needed, "
                 f"but it has {self.numel:,}",
-                self._repair,
             )
         ranges, at = [], 0
         for one in self._tensors:
@@ -63,8 +60,13 @@ class Flat:
         return ranges or [_range(self._tensors[0], 0, 0)]
 
 
+def incomplete(path: Path, what: str) -> CheckpointError:
+    """Return the error for a file or folder of DeepSpeed that lacks something."""
+    return CheckpointError(f"{path}: {what}", COPY)
+
+
 def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlice:
-    """Return the tensor of this shape whose elements are in ``ranges``, which together have its size."""
+    """Return the tensor of this shape whose elements are those of ``ranges``, one after the other."""
     parts: list[Part] = []
     at = 0
     for where in ranges:
@@ -81,10 +83,10 @@ def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlic
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the blocks, as (start, shape), of a tensor's elements from ``first`` up to ``last``.
+    """Yield blocks, as (start, shape), that cover a tensor's elements from ``first`` to before ``last``.
 
-    The blocks are in row-major order, and each is contiguous in it: an incomplete first row, the whole
-    rows, and an incomplete last row, where an incomplete row is divided likewise.
+    The blocks are in row-major order, and each is contiguous. The first blocks cover an incomplete first
+    row, one block the whole rows, and the last blocks an incomplete last row.
     """
     if first >= last:
         return
@@ -109,7 +111,7 @@ def _range(flat: TensorSlice, first: int, count: int) -> TensorSlice:
 
 
 def _block(where: TensorSlice, name: str, shape: Shape, offset: int) -> TensorSlice:
-    """Return a contiguous block; its storage is only the block, as other tensors share the flat one."""
+    """Return a contiguous block whose storage is the block alone, not the flat tensor around it."""
     size = prod(shape) * ITEM_BYTES[where.dtype_name]
     return TensorSlice(
         name, shape, row_major(shape), where.dtype_name, where.file, offset, offset, size

@@ -21,9 +21,9 @@ _HEAD_BYTES: Final = 4096
 
 
 def file_name(key: str) -> str:
-    """Return the name of a key's file: the key itself if it is a safe file name.
+    """Return the name of a key's file: the key and ".pt", if the key is a safe file name.
 
-    Unsafe bytes and a leading dot are percent-encoded; the end of a long name is replaced by a hash.
+    Unsafe bytes and a leading dot are percent-encoded; a hash replaces the end of a long name.
     Different keys get different names, and no name leads out of the folder.
     """
     name = _UNSAFE.sub(
@@ -54,17 +54,17 @@ def write(folder: Path, layout: str, fields: Mapping[str, Any]) -> None:
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
 
-def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> dict[str, Any]:
-    """Return the index of a folder of this format; ``what`` describes the format in messages.
+def read(folder: Path, layout: str, fields: Mapping[str, type]) -> dict[str, Any]:
+    """Return the index of a folder of this format; ``fields`` maps each field's name to its type.
 
     Raises:
         CheckpointError: the index is missing or damaged, has another format or version, has a key
-            twice, or lacks one of ``fields``, or has a field of another type.
+            twice, or lacks a field, or has a field of another type.
     """
     path, repair = folder / INDEX_NAME, _repair(layout)
     index = read_object(path, repair)
     if index.get("format") != layout:
-        raise CheckpointError(f"{path}: not an index of {what}", repair)
+        raise CheckpointError(f"{path}: not an index of the format {layout}", repair)
     if index.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: index of version {index.get('version')!r}, but this weighin reads {VERSION}",
@@ -76,21 +76,15 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
     return index
 
 
-def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
-    """Check a file name from an index, and return it.
-
-    Raises:
-        CheckpointError: the name leads out of the folder, or the file is missing.
-    """
+def check_name(folder: Path, layout: str, name: object, owner: str) -> None:
+    """Raise CheckpointError if a file name from an index leads out of the folder, or has no file."""
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
     if not is_file(folder / name):
         raise damaged(folder, layout, f"file {shown(name)} of {owner} is missing")
-    return name
 
 
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:
-    """Return the exception for an invalid index."""
     return CheckpointError(f"{folder / INDEX_NAME}: {what}", _repair(layout))
 
 

@@ -12,7 +12,7 @@
 
 A quantised tensor is a row of blocks; each block has scales, and codes for 32 to 256 elements.
 ``gguf_values`` computes the elements. A large model may be split into parts, NAME-00001-of-00003.gguf
-and so on, which are read as one checkpoint. This module uses only the standard library.
+and so on; weighin reads all parts as one checkpoint.
 """
 
 import os
@@ -45,16 +45,16 @@ TYPES: Final = {
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""The types of ggml: the name, the elements of a block, and the bytes of a block."""
+"""The number of each type of ggml, mapped to its name, the elements of a block, and a block's bytes."""
 
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
-"""The types that the package gguf does not dequantise: two of intermediate results, and a new one."""
+"""The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
 
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
-_DECODED: Final = "float32"  # the dtype that the blocks' scales give
+_DECODED: Final = "float32"  # the dtype of dequantised elements
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = {
@@ -62,18 +62,19 @@ _SCALARS: Final = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes, of one with an empty name
-_LONGEST: Final = 64 * 1024  # bytes, of a name or a text that is kept
+_LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes of an entry with an empty name
+_LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
 _DEEPEST: Final = 4
 _ALIGNMENT: Final = 32
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
 
 Metadata = Mapping[str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tables of one file. ``metadata`` has its numbers and texts, but no arrays."""
+    """The tables of one file. ``metadata`` has the file's numbers and short texts, but no arrays."""
 
     metadata: Metadata
     tensors: tuple[TensorSlice, ...]
@@ -121,20 +122,18 @@ def files(path: Path) -> list[Path]:
 
 
 def architecture(path: Path) -> str:
-    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none."""
+    """Return llama.cpp's name of the model's architecture, "qwen3"; empty if the file names none."""
     return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors under the file's own names, in its order."""
     places: dict[str, TensorSlice] = {}
     for file in (parts := _parts(file_of(path))):
         header = read_header(file)
         count = header.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(parts):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, and the file's name does not tell which"
-                " part",
+                f"{file}: one of {count} parts of a model, but the file's name has no number of a part",
                 f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
             )
         for place in header.tensors:
@@ -151,7 +150,7 @@ def read_header(file: Path) -> Header:
     """Return the tables of one file.
 
     Raises:
-        CheckpointError: the file is damaged, or has a version or a type that weighin does not know.
+        CheckpointError: the file is damaged, or weighin does not know its version or a type in it.
     """
     head = check_present(file)
     if not head.startswith(_MAGIC):
@@ -177,7 +176,10 @@ class _Tables:
         self._take(len(_MAGIC))
         version = self._number("<I")
         if version not in _VERSIONS:
-            raise self._unread(version)
+            what = f"GGUF version {version}; weighin reads the versions 2 and 3"
+            if version & 0xFFFF == 0:
+                what = "a GGUF file of a big-endian machine"
+            raise CheckpointError(f"{self._file}: {what}", _CONVERT)
         tensors, metadata = self._number("<Q"), self._number("<Q")
         self._check_count(tensors, _LEAST_TENSOR, "tensors")
         self._check_count(metadata, _LEAST_METADATUM, "metadata")
@@ -192,16 +194,22 @@ class _Tables:
 
     def _metadatum(self) -> tuple[str, int | float | str | None]:
         key = self._text("a key")
-        return key or "", self._value(self._number("<I"), key or "", 1)
+        return key, self._value(self._number("<I"), key, 1)
 
     def _value(self, kind: int, key: str, depth: int) -> int | float | str | None:
         """Return a number or a text; skip an array or a long text and return None."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
-            return self._text(shown(key), longest=None)
+            length = self._number("<Q")
+            if length <= _LONGEST:
+                return self._take(length).decode(errors="replace")
+            self._skip(length)
+            return None
         if kind != _ARRAY or depth > _DEEPEST:
-            raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
+            raise self._damaged(
+                f"{shown(key)} has the type {kind}; weighin does not know this type"
+            )
         kind, count = self._number("<I"), self._number("<Q")
         if kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
@@ -215,7 +223,7 @@ class _Tables:
         return None
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text("a tensor's name") or ""
+        name = self._text("a tensor's name")
         dimensions = self._number("<I")
         if dimensions > MOST_DIMENSIONS:
             raise self._damaged(f"{shown(name)} has {dimensions:,} dimensions")
@@ -227,9 +235,8 @@ class _Tables:
     ) -> TensorSlice:
         if kind not in TYPES:
             raise CheckpointError(
-                f"{self._file}: {shown(name)} has the type {kind} of ggml, which is not known to"
-                " weighin",
-                "convert the model to GGUF again with a current llama.cpp",
+                f"{self._file}: {shown(name)} has the type {kind} of ggml; weighin does not know this type",
+                _CONVERT,
             )
         encoding, block, block_bytes = TYPES[kind]
         if not is_sizes(shape) or (shape and shape[-1] % block):
@@ -255,14 +262,10 @@ class _Tables:
             encoding="" if encoding in _DTYPES else encoding,
         )
 
-    def _text(self, what: str, longest: int | None = _LONGEST) -> str | None:
-        """Return a text; skip a longer one than ``_LONGEST`` and return None, or raise for ``longest``."""
+    def _text(self, what: str) -> str:
         length = self._number("<Q")
         if length > _LONGEST:
-            if longest is not None:
-                raise self._damaged(f"{what} has {length:,} bytes")
-            self._skip(length)
-            return None
+            raise self._damaged(f"{what} has {length:,} bytes")
         return self._take(length).decode(errors="replace")
 
     def _number(self, form: str) -> int:
@@ -290,31 +293,22 @@ class _Tables:
             AGAIN,
         )
 
-    def _unread(self, version: int) -> CheckpointError:
-        again = "convert the model to GGUF again with a current llama.cpp"
-        if version & 0xFFFF == 0:
-            return CheckpointError(f"{self._file}: a GGUF file of a big-endian machine", again)
-        return CheckpointError(
-            f"{self._file}: GGUF version {version}; weighin reads the versions 2 and 3", again
-        )
-
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
 
 
 def check_decoded(places: Iterable[TensorSlice]) -> None:
-    """Raise CheckpointError if a tensor has a type that nobody dequantises in Python."""
+    """Raise CheckpointError if the package gguf cannot dequantise the type of a tensor."""
     for where in places:
         if where.encoding in UNDECODED:
             raise CheckpointError(
-                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the"
-                " package gguf does not dequantise",
+                f"{where.file}: {shown(where.name)} has the type {where.encoding}; the package gguf does"
+                " not dequantise this type",
                 "quantise the model to another type with llama.cpp",
             )
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the GGUF files in a folder, in the order of their names."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
 
 

@@ -12,13 +12,17 @@ from weighin.formats.gguf import TYPES, check_decoded
 from weighin.formats.unknown_file import AGAIN, shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
-_ROW_ELEMENTS: Final = 64 * 1024  # the package computes 16 rows at once, in some 20 MiB
-# Of the rows computed at once: larger arrays leave free memory in the heap.
+_ROW_ELEMENTS: Final = 64 * 1024  # the package gguf computes 16 rows at once, in some 20 MiB
+# Of the rows that are yielded: the heap keeps the memory of larger arrays after they are freed.
 _FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor in order as float32, a few at a time; raise as ``decoded`` does."""
+    """Yield the rows of a tensor in order as float32, of some 32,768 elements at a time.
+
+    Raises:
+        CheckpointError, ConfigError: as for ``decoded``.
+    """
     columns = where.shape[-1]
     count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
     pieces = decoded(where, count) if where.encoding else _read(where, count)
@@ -27,13 +31,12 @@ def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _read(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor that is not quantised, as ``decoded`` does."""
+    """Yield the elements of a tensor without quantisation, as flat tensors in float32."""
     for content in _stored(where, where.nbytes, piece_elements * where.dtype.itemsize):
         yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
 
 
 def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[bytes]:
-    """Yield the tensor's bytes in the file in pieces; the last one is shorter."""
     with where.file.open("rb") as file:
         file.seek(where.offset)
         for start in range(0, all_bytes, piece_bytes):
@@ -44,7 +47,9 @@ def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[by
 
 
 def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
-    """Yield the elements in order as float32, as flat tensors of whole blocks: at most ``piece_elements``.
+    """Yield the elements in order, as flat float32 tensors of whole blocks.
+
+    Each tensor has at most ``piece_elements`` elements.
 
     Raises:
         CheckpointError: the package has no code for this type, or the file was cut off.

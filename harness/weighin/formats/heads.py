@@ -1,6 +1,7 @@
-"""Read the first bytes of a file, by which several formats tell whether the file is theirs.
+"""Read the first bytes of a file, by which each format recognises its files.
 
-To open a file, and to read it, are requests for which storage behind a network makes the reader wait.
+Each format looks at the same bytes. Storage behind a network answers each open and each read only after
+some milliseconds, so that ``remembering`` keeps the bytes that were read.
 """
 
 from collections.abc import Iterator
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 _HEAD_BYTES: Final = 512
-_HEADER_BYTES: Final = 128 * 1024  # most headers of safetensors files, which are read with the head
+_HEADER_BYTES: Final = 128 * 1024  # as long as most headers of safetensors files
 _starts: Final[ContextVar[dict[Path, bytes] | None]] = ContextVar("starts", default=None)
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Read the head of each file once until the context ends."""
+    """Read the first bytes of each file only once until the context ends."""
     token = _starts.set({} if _starts.get() is None else _starts.get())
     try:
         yield
@@ -25,12 +26,12 @@ def remembering() -> Iterator[None]:
 
 
 def read_head(path: Path) -> bytes:
-    """Return the first bytes of a file; raise OSError if it cannot be read."""
+    """Return the first 512 bytes of a file; raise OSError if the file cannot be read."""
     return read_start(path)[:_HEAD_BYTES]
 
 
 def read_start(path: Path) -> bytes:
-    """Return the head of a file and, if its name ends in .safetensors, 128 KiB of it."""
+    """Return the first 512 bytes of a file; of a file NAME.safetensors, the first 128 KiB."""
     starts = _starts.get()
     if starts is not None and path in starts:
         return starts[path]

@@ -4,8 +4,6 @@
 
     ~/.cache/huggingface/hub/models--owner--name/refs/main              the commit of a branch or tag
                                                 /snapshots/COMMIT/...   links to ../../blobs
-
-This module uses only the standard library.
 """
 
 import os
@@ -28,8 +26,8 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
     Raises:
-        CheckpointError: ``name`` is an id, but the cache does not have this model or this revision; or
-            ``name`` can only be a path, which does not exist.
+        CheckpointError: the cache does not have the model ``name`` or this revision, or ``name`` is the
+            path of a missing file.
     """
     if unknown_file.looks_like_path(name) and not Path(name).expanduser().exists():
         raise unknown_file.missing(name)
@@ -46,10 +44,10 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
 
 
 def snapshot_of(entry: Path, revision: str = "") -> Path:
-    """Return the folder of one revision of a model, "models--owner--name" in the cache.
+    """Return the folder of one revision; ``entry`` is a model's folder, "models--owner--name".
 
     Raises:
-        CheckpointError: the cache does not have this revision, or its link to ``config.json`` is broken.
+        CheckpointError: the cache does not have this revision.
     """
     name, wanted = unknown_file.hub_id(entry / "snapshots" / MAIN), revision or MAIN
     references = {
@@ -82,12 +80,10 @@ def name_of(folder: Path) -> str:
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return a path that exists, or the snapshot of the model whose id or cache folder the path is.
-
-    Return any other path unchanged.
+    """Return the snapshot for a model's id or its folder in the cache; return any other path unchanged.
 
     Raises:
-        CheckpointError: ``path`` is a model's folder in the cache, which does not have the revision.
+        CheckpointError: ``path`` is a model's folder in the cache, and lacks the revision.
         ConfigError: a revision is given for a path outside the cache.
     """
     path = path.expanduser()

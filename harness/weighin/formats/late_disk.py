@@ -1,7 +1,8 @@
 """Read a checkpoint's many headers at once from a disk that answers each read late.
 
-Storage behind a network answers after some milliseconds. Hundreds of headers, read one after the other,
-then take seconds. The kernel's read-ahead helps little: FUSE sends at most 12 requests of it at once.
+Storage behind a network answers each read after some milliseconds. Hundreds of headers, read one after
+the other, then take seconds. The kernel's read-ahead helps little, because FUSE sends at most 12
+read-ahead requests at once.
 """
 
 import mmap
@@ -14,24 +15,25 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 LATE_S: Final = 0.002
-"""The time from which a read, and the interpretation of what was read, was slowed down by the disk."""
+"""The disk is late if reading and interpreting a part of a file takes this many seconds or more."""
 
 _THREADS: Final = 128
-_BLOCK_BYTES: Final = 64 * 1024  # all headers in such a block of the file are one read
+_BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
 def is_late(start_s: float) -> bool:
-    """Tell whether a read that began at ``start_s`` (``time.monotonic``) was slowed down by the disk."""
+    """Tell whether a read that began at ``start_s`` (``time.monotonic``) took ``LATE_S`` or more."""
     return time.monotonic() - start_s >= LATE_S
 
 
 def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
-    """Yield the function's value for each item, which reads a file; on threads if the first was late.
+    """Yield the function's value for each item; ``function`` reads one file for each item.
 
-    The first error, in the items' order, ends the iteration.
+    If the disk answers the first read late, threads read the other files at once. The first error, in
+    the items' order, ends the iteration.
     """
     if not items:
         return
@@ -45,9 +47,10 @@ def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Itera
 
 
 def read_headers(path: Path, places: Iterable[int], size: int) -> dict[int, bytes]:
-    """Return up to ``size`` bytes at each place of a file, without those that could not be read.
+    """Return ``size`` bytes at each offset in ``places``, or fewer at the file's end.
 
-    The reads bypass the page cache where the file system allows it. ``size`` is at most a page.
+    An offset whose bytes cannot be read is left out. The reads bypass the page cache if the file system
+    allows that. ``size`` is at most the size of a page.
     """
     blocks: dict[int, list[int]] = {}
     for at in places:

@@ -1,8 +1,7 @@
-"""Read an adapter of LoRA that peft saved: which matrices it adds to which modules, and how much.
+"""Read an adapter of LoRA that peft saved: the matrices and the factor for each changed module.
 
-This module uses only the standard library. The module refuses an adapter that changes a model in
-another way than to add scaled products of two matrices, because peft merges that one in another
-way.
+A plain adapter adds a scaled product of two matrices to some weights. This module refuses every other
+adapter, because peft merges it by another formula.
 """
 
 import re
@@ -30,15 +29,16 @@ _NEUTRAL: Final = frozenset({
     "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""The keys that say nothing of the merge, or that ``read`` takes into account."""
+"""The keys of ``adapter_config.json`` that do not change the merge, or that ``read`` respects."""
 _KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What an adapter adds to the weight of one module: the product of b and a, times ``scaling``.
+    """The change of one module's weight by an adapter: add the product of b and a, times ``scaling``.
 
-    ``base`` is the weight before, if the adapter has it: peft saves embeddings that it adds to.
+    ``base`` is the weight before the change if the adapter's file has it, as peft saves changed
+    embeddings; else None.
     """
 
     module: str
@@ -50,10 +50,10 @@ class Addition:
 
 
 def read(adapter: Path) -> dict[str, Addition]:
-    """Return what the adapter in a folder adds, by the names of the modules.
+    """Return the additions of the adapter in a folder, by the names of the modules.
 
     Raises:
-        CheckpointError: the folder is no adapter of LoRA, is damaged, or changes a model in another way.
+        CheckpointError: the folder is damaged, or has no adapter of plain LoRA.
     """
     config = _config(adapter / ADAPTER)
     file = next((adapter / name for name in WEIGHTS if (adapter / name).is_file()), None)
@@ -93,20 +93,20 @@ def merged_into(spec: ModelSpec, adapter: Path) -> ModelSpec:
 
     Raises:
         CheckpointError: as for ``read``.
-        ConfigError: the model is not of transformers, whose models alone peft merges.
+        ConfigError: the model is no model of transformers, and peft merges no other models.
     """
     if spec.builder != TRANSFORMERS.builder:
         raise ConfigError(
             f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
             "leave --adapter out",
         )
-    read(adapter)  # refuses what is no plain LoRA before anything is measured
+    read(adapter)  # raises the error for another adapter before anything is measured
     kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
     return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
 
 
 def files_of(spec: ModelSpec) -> list[Path]:
-    """Return the files of the adapter that is merged into a model; empty for a model without one."""
+    """Return the files of the adapter to merge into a model; none for a model without an adapter."""
     adapter = adapter_of(spec)
     if adapter is None:
         return []
@@ -137,7 +137,7 @@ def _other(file: Path, what: str) -> CheckpointError:
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the factor of peft, from the same numbers in the same order of operations."""
+    """Return the factor of an addition, by the same floating-point operations as peft."""
     rank = _pattern(config.get("rank_pattern") or {}, module, config["r"])
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     return float(alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
@@ -152,9 +152,9 @@ def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def missing(file: Path, modules: Sequence[str], model: str) -> CheckpointError:
-    """Return the error for an adapter of modules that a model does not have, or of other kinds."""
+    """Return the error for an adapter of modules that a model lacks, or has with other sizes."""
     return CheckpointError(
-        f"{file}: adds to {first_names(modules)}, which this {model} has not as a linear layer or an"
-        " embedding of these sizes",
+        f"{file}: adds to {first_names(modules)}, but this {model} has no linear layer or embedding of"
+        " this name and these sizes",
         "give the model that the adapter was trained for, or merge it with peft",
     )

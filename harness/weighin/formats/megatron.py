@@ -5,8 +5,8 @@
     iter_0000010/
         mp_rank_00/model_optim_rng.pt     the model of one rank is in the key "model"
 
-With several ranks, each file has a part of the tensors or of the layers. The files do not say along
-which dimension a tensor is divided, so that such a folder is refused.
+The file of one rank of several has a part of the tensors or of the layers. weighin refuses such a folder,
+because the files do not say along which dimension a tensor is divided.
 """
 
 import re
@@ -38,7 +38,6 @@ _MERGE: Final = (
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with the folder of a rank, in which a model lies."""
     return bool(_rank_files(path))
 
 
@@ -82,7 +81,7 @@ def read(path: Path) -> Slices:
 
 
 def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts, as older releases wrote them, under dotted names."""
+    """Yield the values of nested dicts under dotted names; older releases wrote nested dicts."""
     for name, value in model.items():
         if isinstance(value, dict) and depth:
             yield from _flat(value, f"{prefix}{name}.", depth - 1)
@@ -91,7 +90,7 @@ def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str,
 
 
 def _argument(arguments: Any, name: str) -> int:
-    """Return a number in the ``argparse.Namespace`` of the training; 1 if it is not there."""
+    """Return a number in the pickled ``argparse.Namespace`` of the training; 1 if it has no such number."""
     for state in arguments.contents if isinstance(arguments, Opaque) else ():
         if isinstance(state, dict) and type(state.get(name)) is int:
             return int(state[name])
@@ -99,7 +98,6 @@ def _argument(arguments: Any, name: str) -> int:
 
 
 def _rank_files(path: Path) -> dict[str, Path]:
-    """Return the file of each rank, by the name of the rank's folder."""
     found = {}
     for folder in sorted(path.glob("mp_rank_*")):
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)

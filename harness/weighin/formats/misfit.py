@@ -32,8 +32,8 @@ def misfit(
     """Return the exception for a checkpoint that does not fit a model.
 
     ``problems`` maps each fault, such as "missing", to the keys with this fault, shortened by
-    ``plain``. ``reason`` is the message if no key has a fault. ``repair`` is the text that
-    ``selecting`` returned, or empty.
+    ``plain``. ``reason`` replaces the list of keys if no key has a fault. An empty ``repair`` stands for
+    the advice to choose another model.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
@@ -45,9 +45,9 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    """Return advice with the options that select the wanted tensors; empty if no options do.
+    """Return the advice to select the model's tensors with options; empty if no options do so.
 
-    ``stored`` and ``wanted`` map names to shapes.
+    ``stored`` maps the names in the checkpoint to shapes, and ``wanted`` the names in the model.
     """
     first = next(iter(wanted), "")
     for name in stored:
@@ -69,7 +69,7 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
 
 
 def select_key(ways: str, key: str) -> str:
-    """Return the advice to select the weights at ``key``; ``ways`` are options of the command line."""
+    """Return the advice to select the weights at ``key``; ``ways`` lists the command's options."""
     return (
         f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
     )
@@ -80,8 +80,8 @@ def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: st
     for one in slices:
         if one.dtype_name in NOT_CONVERTED:
             raise CheckpointError(
-                f"{checkpoint}: {shown(one.name)} is a tensor of torch.{one.dtype_name}, which torch"
-                " neither copies nor converts",
+                f"{checkpoint}: {shown(one.name)} is a tensor of torch.{one.dtype_name}; torch"
+                " neither copies nor converts such a tensor",
                 repair,
             )
 

@@ -26,7 +26,7 @@ def write_raw(
     pieces: Pieces,
     progress: Progress | None,
 ) -> None:
-    """Write a new file from ``fixed``, which maps offsets to bytes, and the tensors in ``places``.
+    """Write a new file: the bytes in ``fixed`` at their offsets, and the tensors in ``places``.
 
     The file is synced and dropped from the page cache.
 

@@ -7,10 +7,10 @@
      "shared": {"head.weight": "tok_emb.weight"},
      "order": ["tok_emb.weight", "trf_blocks.0.norm1.scale", ...]}
 
-The module of a key is the part up to its first number (``trf_blocks.3``), or else its first
-component (``tok_emb``). Each file is a flat state dict. A tied key is in the same file as the first
-key of its group and shares that key's storage; ``shared`` lists the tied keys. ``order`` is the order
-of the whole state dict.
+A key belongs to the module that the key names up to its first number, such as ``trf_blocks.3``. The
+module of a key without a number is the key's first part, such as ``tok_emb``. Each file is a flat state
+dict. ``shared`` maps a tied key to the first key of the same tensor; both are in one file and share a
+storage. ``order`` lists the keys of the whole state dict.
 """
 
 import re
@@ -32,24 +32,23 @@ _NUMBERED: Final = re.compile(r"(.*?\.\d+)\..")
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder whose index names this format."""
     return folder_index.says(path, NAME)
 
 
 def files(path: Path) -> list[Path]:
-    """Return the index and every file that it names."""
-    return sorted([path / INDEX_NAME, *read_index(path)])
+    return sorted([path / INDEX_NAME, *(path / name for name in read_index(path)["files"])])
 
 
 def read(path: Path) -> Slices:
     """Return the place of each tensor, in the state dict's order.
 
     Raises:
-        CheckpointError: the index is damaged, or a file is missing or damaged, or has other keys
-            than the index says.
+        CheckpointError: the index is damaged, a file is missing or damaged, or a file has other keys
+            than the index lists for the file.
     """
     slices: dict[str, TensorSlice] = {}
-    files = read_index(path)
+    index = read_index(path)
+    files = {path / name: keys for name, keys in index["files"].items()}
     for (file, keys), places in zip(files.items(), map_files(pt.read, [*files]), strict=True):
         state = {where.name: where for where in places}
         if list(state) != keys:
@@ -59,7 +58,6 @@ def read(path: Path) -> Slices:
                 "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
             )
         slices |= state
-    index = _read(path)
     for key, first in index["shared"].items():
         one, other = slices[key], slices[first]
         if (one.file, one.offset, one.shape) != (other.file, other.offset, other.shape):
@@ -68,7 +66,6 @@ def read(path: Path) -> Slices:
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write one file for each module, then the index."""
     from weighin.formats.zip_writer import placeholders, write_pt
 
     groups: dict[str, list[TensorPlan]] = {}
@@ -88,7 +85,10 @@ def write_index(
     shared: Mapping[str, str],
     order: Sequence[str],
 ) -> None:
-    """Write the index: each module's keys, the tied keys (as in ``per_param``), and the order."""
+    """Write the index: each module's keys, the tied keys, and the order of all keys.
+
+    ``shared`` maps a tied key to the first key of the same tensor.
+    """
     files = {file_name(module): list(keys) for module, keys in modules.items()}
     fields = {"files": files, "shared": dict(shared), "order": list(order)}
     folder_index.write(folder, NAME, fields)
@@ -100,13 +100,14 @@ def module_of(key: str) -> str:
     return numbered[1] if numbered else key.partition(".")[0]
 
 
-def read_index(folder: Path) -> dict[Path, list[str]]:
-    """Return the keys in each file; every key is in exactly one file.
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index, in which every key is in exactly one file.
 
     Raises:
         CheckpointError: the index is missing or damaged, or a file is missing or outside the folder.
     """
-    index = _read(folder)
+    fields = {"files": dict, "shared": dict, "order": list}
+    index = folder_index.read(folder, NAME, fields)
     owners: dict[str, str] = {}
     for name, keys in index["files"].items():
         folder_index.check_name(folder, NAME, name, "a module")
@@ -115,26 +116,17 @@ def read_index(folder: Path) -> dict[Path, list[str]]:
         for key in keys:
             if owners.setdefault(key, name) != name or keys.count(key) > 1:
                 raise _damaged(folder, f"{shown(key)} occurs twice")
-    _check_order(folder, index, owners)
-    return {folder / name: keys for name, keys in index["files"].items()}
-
-
-def _check_order(folder: Path, index: Mapping[str, Any], owners: Mapping[str, str]) -> None:
     order = index["order"]
     if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
         raise _damaged(folder, "'order' does not list each key of 'files' once")
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
             raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")
+    return index
 
 
 def _are_keys(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(key, str) for key in value)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    fields = {"files": dict, "shared": dict, "order": list}
-    return folder_index.read(folder, NAME, "one file per module", fields)
 
 
 def _damaged(folder: Path, what: str) -> CheckpointError:

@@ -6,16 +6,16 @@
      "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
      "shared": {"head.weight": "tok_emb.weight"}}
 
-``tensors`` maps every key to its file. A key that is tied to an earlier key has the earlier key's
-file and is listed in ``shared``.
+``tensors`` maps every key to its file. ``shared`` maps a tied key to the first key of the same tensor;
+both keys have one file.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from weighin.errors import CheckpointError
 from weighin.formats import folder_index, pt
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.folder_index import INDEX_NAME, file_name
@@ -27,12 +27,10 @@ SUFFIX = ""
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with an index; ``read`` refuses other formats' indexes."""
     return (path / INDEX_NAME).is_file()
 
 
 def files(path: Path) -> list[Path]:
-    """Return the index and every file that it names."""
     return sorted({path / INDEX_NAME, *read_index(path).values()})
 
 
@@ -43,7 +41,7 @@ def read(path: Path) -> Slices:
         CheckpointError: the index is damaged, or a file is missing or does not contain one tensor.
     """
     index = read_index(path)
-    keys: dict[Path, str] = {}  # the first of each file
+    keys: dict[Path, str] = {}  # the first key of each file
     for key, file in index.items():
         keys.setdefault(file, key)
     places = map_files(lambda file: pt.read_one(file, keys[file]), [*keys])
@@ -52,7 +50,6 @@ def read(path: Path) -> Slices:
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write one file for each tensor that is not tied to an earlier tensor, then the index."""
     from weighin.formats.zip_writer import placeholder, run_parallel, write_tensor
 
     def write_one(plan: TensorPlan) -> None:
@@ -66,7 +63,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
 
 def write_index(folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
-    """Write the index; ``shared`` maps a tied key to the first key of its group."""
+    """Write the index; ``shared`` maps a tied key to the first key of the same tensor."""
     tensors = {key: file_name(shared.get(key, key)) for key in keys}
     folder_index.write(folder, NAME, {"tensors": tensors, "shared": dict(shared)})
 
@@ -78,28 +75,22 @@ def read_index(folder: Path) -> dict[str, Path]:
         CheckpointError: the index is missing or damaged, a file is missing or outside the folder, or
             two keys share a file without being tied.
     """
-    index = _read(folder)
+    index = folder_index.read(folder, NAME, {"tensors": dict, "shared": dict})
     tensors, shared = index["tensors"], index["shared"]
     if not tensors:
-        raise folder_index.damaged(folder, NAME, "lists no tensors")
+        raise _damaged(folder, "lists no tensors")
     owners: dict[str, str] = {}
     for key, name in tensors.items():
         folder_index.check_name(folder, NAME, name, shown(key))
         owner = owners.setdefault(name, key)
         if owner != key and shared.get(key) != owner:
-            raise folder_index.damaged(
-                folder,
-                NAME,
-                f"{shown(owner)} and {shown(key)} are not tied but share {shown(name)}",
-            )
+            what = f"{shown(owner)} and {shown(key)} are not tied but share {shown(name)}"
+            raise _damaged(folder, what)
     for key, first in shared.items():
         if key not in tensors or owners.get(tensors[key]) != first:
-            raise folder_index.damaged(
-                folder, NAME, f"{shown(key)} is tied to {shown(first)} but is in another file"
-            )
+            raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")
     return {key: folder / name for key, name in tensors.items()}
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    fields = {"tensors": dict, "shared": dict}
-    return folder_index.read(folder, NAME, "one file per parameter", fields)
+def _damaged(folder: Path, what: str) -> CheckpointError:
+    return folder_index.damaged(folder, NAME, what)

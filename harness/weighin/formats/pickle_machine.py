@@ -1,7 +1,7 @@
 """Interpret the instructions of a pickle, of protocols 2 to 5, without executing any code.
 
 The interpreter imports and calls nothing, compares every length with the file's length, and limits
-the number of objects. ``pickled_calls`` says which record each object becomes.
+the number of objects. ``pickled_calls`` makes a record for each object.
 """
 
 import struct
@@ -20,16 +20,16 @@ _MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 10
 _LONGEST_NAME: Final = 1000
 _CHUNK_BYTES: Final = 64 * 1024
 MARK: Final = object()
-"""A mark on the stack."""
+"""The value that the instruction MARK pushes; the values after it become a list, tuple or dict."""
 _STOP: Final = ord(".")
 
 
 class Ended(Malformed):
-    """The pickle has no end."""
+    """The file ends before the pickle's last instruction."""
 
 
 class TooLarge(Malformed):
-    """The pickle is larger than this interpreter reads."""
+    """The pickle has more bytes, instructions or objects than this interpreter reads."""
 
 
 class Unknown(Malformed):
@@ -48,7 +48,7 @@ class Machine:
         self._text_read = b""
         self.at = 0
         self._stack: list[Any] = []
-        self._marks: list[int] = []  # their places on the stack
+        self._marks: list[int] = []  # the indexes of the marks on the stack
         self._memo: dict[int, Any] = {}
         self._left_objects = _MOST_OBJECTS
         self.storages: dict[str, StorageRef] = {}
@@ -63,7 +63,7 @@ class Machine:
             ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
             ord("\x87"): lambda: self._tuple_of(3),
             ord("]"): lambda: self._new([]), ord("}"): lambda: self._new({}),
-            ord("\x8f"): lambda: self._new([]),  # a set, whose elements are not needed as a set
+            ord("\x8f"): lambda: self._new([]),  # an empty set, which is read as a list
             ord("\x91"): lambda: self._new(self._marked()),
             ord("a"): lambda: self._extend([self._pop()]), ord("e"): lambda: self._extend(self._marked()),
             ord("\x90"): lambda: self._extend(self._marked()),
@@ -109,7 +109,7 @@ class Machine:
         raise TooLarge(f"more than {_MOST_PUSHED:,} instructions")
 
     def run_usual(self, left: int) -> int:
-        """Run some of the next instructions; return the number of instructions that may still run."""
+        """Run some of the next instructions; return ``left`` without the number of those that ran."""
         return left
 
     def _read(self, size: int) -> bytes:
@@ -123,7 +123,7 @@ class Machine:
         return data
 
     def _read_on(self, end: int) -> None:
-        """Read more of the file, up to ``end`` at least if the file is as long."""
+        """Read more of the file: at least up to byte ``end``, or to the file's end."""
         if end > MOST_BYTES:
             raise TooLarge(f"longer than {MOST_BYTES:,} bytes")
         have = len(self._text_read)
@@ -236,7 +236,7 @@ class Machine:
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if isinstance(arguments, tuple):  # OrderedDict(list) copies the list
+        if isinstance(arguments, tuple):  # the record of OrderedDict(list) is a copy of the list
             for each in arguments:
                 if isinstance(each, list):
                     self._count(len(each))
@@ -251,7 +251,7 @@ class Machine:
         self._new(pickled_calls.create(kind, (arguments, names)))
 
     def _build(self) -> None:
-        """Set the state of the object below it on the stack, such as a state dict's metadata."""
+        """Set the state of an object, such as the metadata of a state dict, as the BUILD instruction does."""
         state, target = self._pop(), self._top()
         if isinstance(target, Opaque):
             target.contents.append(state)
@@ -281,7 +281,7 @@ def _unknown(instruction: int) -> Malformed:
 
     for known in pickletools.opcodes:
         if known.code == chr(instruction):
-            return Unknown(f"instruction {known.name}, which is not known to weighin")
+            return Unknown(f"weighin does not know the instruction {known.name}")
     return Malformed(f"{instruction:#04x} is no instruction of a pickle")
 
 

@@ -1,9 +1,7 @@
-"""Say what the calls in a pickled checkpoint make, without calling anything: tensors, or other objects.
+"""Return a record for the result of each call in a pickled checkpoint, without calling anything.
 
-This module uses only the standard library.
-
-Names of functions and classes in a pickle are only compared with the names that ``torch.save``
-writes for tensors; no function or class of the pickle is imported or called.
+This module compares the names of functions and classes in a pickle with the names that ``torch.save``
+writes for tensors. No function or class of the pickle is imported or called.
 """
 
 from collections.abc import Mapping
@@ -78,17 +76,20 @@ _OTHER_TENSORS: Final = {
         ),
     ),
 }
-"""By the function that rebuilds them, the tensors that have no plain storage: title and way."""
+"""The title and the repair for each kind of tensor without a plain storage.
 
-_MOST_USUAL: Final = 2**40  # elements, whose bytes torch can count in every dtype
+A key is the name of the function ``torch._utils._rebuild_KEY`` that makes such a tensor.
+"""
+
+_MOST_USUAL: Final = 2**40  # elements; their bytes fit into 64 bits in every dtype
 
 
 class _Other(Exception):
-    """The arguments are the title of a tensor that weighin does not read, and the way to save it."""
+    """The pickle makes a tensor that weighin does not read; the arguments are its title and the repair."""
 
 
 def persistent(identity: Any) -> StorageRef | Named:
-    """Return the storage or the class of modules that a persistent id describes.
+    """Return the record for a persistent id of torch: a storage, or the class of a pickled module.
 
     Raises:
         Malformed, NotTensors: the id describes neither.
@@ -120,7 +121,7 @@ def _storage(identity: Any) -> StorageRef:
 
 @lru_cache
 def _stored_dtype(kind: str) -> str:
-    """Return the dtype of a storage by the name of its class; empty if it is no class of storages."""
+    """Return the dtype of a class of storages, "float32" for "torch.FloatStorage"; "" for any other class."""
     module, _, name = kind.rpartition(".")
     return STORAGES.get(name, "") if module in OF_STORAGES else ""
 
@@ -129,11 +130,12 @@ def call(function: Any, arguments: Any) -> Any:
     """Return the record for the result of a call in the pickle, without calling anything.
 
     Raises:
-        Malformed: what is called is no function, or a function for tensors has impossible arguments.
+        Malformed: the pickle calls an object that is no function, or a function that makes tensors has
+            impossible arguments.
     """
     if not isinstance(arguments, tuple):
         raise Malformed("an object that is not a function is called")
-    if isinstance(function, Opaque):  # a function that another function returned
+    if isinstance(function, Opaque):  # the pickle calls the result of another call
         return Opaque(function.kind, [function, arguments])
     if not isinstance(function, Named):
         raise Malformed("an object that is not a function is called")
@@ -160,7 +162,7 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
             raise Malformed("a torch.Size is impossible")
         return Size(sizes)
     if name in _GETATTR and isinstance(owner := arguments[0], Named):
-        # So Python 3.11.0 to 3.11.3 write a member of an enumeration.
+        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as getattr(CLASS, NAME).
         raise NotTensors(name if is_safe(owner.name) else owner.name)
     if name in _LAZY:
         raise _Other("lazy parameter without values", "run the model once, and save it again")
@@ -177,18 +179,14 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def create(kind: Any, arguments: Any) -> Opaque:
-    """Return the record for an instance of a class.
-
-    Raises:
-        Malformed: ``kind`` is no class.
-    """
+    """Return the record for an instance of the class ``kind``; raise Malformed if it is no class."""
     if not isinstance(kind, Named | Opaque):
         raise Malformed("an object is created from something that is not a class")
     return Opaque(kind.name if isinstance(kind, Named) else kind.kind, [arguments])
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return the OrderedDict of a list of pairs, as old Python versions pickled an OrderedDict."""
+    """Return an OrderedDict; Python 2 pickled it with a list of pairs as its argument."""
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)
@@ -237,7 +235,7 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _subclass(name: str) -> tuple[str, str]:
-    """Return the title and the way for a tensor of a subclass that has the full name ``name``."""
+    """Return the title and the repair for a tensor of the subclass with the full name ``name``."""
     if name.startswith("torch.") and (leaf := name.rpartition(".")[2]) in _OF_RANKS:
         return f"{leaf}, {_RANKS_PART}", _WHOLE_TENSORS
     return (
@@ -283,7 +281,7 @@ def _tensor(
 def usual_tensor(
     source: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> TensorRef | None:
-    """Return the tensor that ``_rebuild_tensor_v2`` makes; None if it needs a closer look.
+    """Return the tensor that ``_rebuild_tensor_v2`` makes; None if ``call`` must check the arguments.
 
     All numbers are integers of at most 32 bits.
     """
@@ -296,7 +294,10 @@ def usual_tensor(
 
 @lru_cache
 def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from a tensor's first to its last; 0 for an unusual tensor."""
+    """Return the number of elements from a tensor's first to its last, gaps included.
+
+    The result is 0 for an empty, very large or invalid tensor, which needs all checks of ``_tensor``.
+    """
     if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

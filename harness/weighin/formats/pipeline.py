@@ -6,8 +6,6 @@
                         "unet": ["diffusers", "UNet2DConditionModel"], "scheduler": [...], ...}
     unet/  vae/  text_encoder/       each is the folder of a model
     scheduler/  tokenizer/           parts without weights
-
-This module uses only the standard library.
 """
 
 from contextlib import suppress
@@ -29,10 +27,10 @@ class Part:
     """One part of a pipeline, such as "unet".
 
     Attributes:
-        library, class_name: as ``model_index.json`` names them; empty if it does not.
+        library, class_name: the names in ``model_index.json``; empty for a part that it does not name.
         path: the part's folder, which may be missing.
-        file_bytes: the size of the part's largest set of weights in files of one suffix; None for a
-            part without weights.
+        file_bytes: the size of the part's weights, or of the larger set if the folder has the weights in
+            two formats, such as .bin and .safetensors; None for a part without weights.
     """
 
     name: str
@@ -52,17 +50,15 @@ class Pipeline:
 
     @property
     def models(self) -> tuple[Part, ...]:
-        """The parts that have weights."""
         return tuple(part for part in self.parts if part.file_bytes is not None)
 
     @property
     def largest(self) -> Part:
-        """The model with the largest files."""
         return max(self.models, key=lambda part: part.file_bytes or 0)
 
     @property
     def missing(self) -> tuple[Part, ...]:
-        """The parts that ``model_index.json`` names, but whose folder is not there."""
+        """The parts that ``model_index.json`` names and whose folder is missing."""
         return tuple(part for part in self.parts if not part.path.is_dir())
 
     @property
@@ -71,7 +67,6 @@ class Pipeline:
         return tuple(part for part in self.parts if part.path.is_dir() and part.file_bytes is None)
 
     def refused(self) -> WholePipeline:
-        """Return the error for a verb that takes one model."""
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
@@ -85,12 +80,14 @@ class Pipeline:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Tell whether a path is a folder with ``model_index.json``."""
     return (path / INDEX).is_file()
 
 
 def read(path: Path) -> Pipeline:
-    """Return the pipeline in a folder; parts that a damaged index does not name are found by their weights."""
+    """Return the pipeline in a folder.
+
+    A folder with weights is a part even if ``model_index.json`` is damaged or does not name the part.
+    """
     index = object_in(path / INDEX, MIB)
     named = {name: value for name, value in index.items() if _is_part(name, value)}
     folders = sorted(
@@ -106,7 +103,7 @@ def read(path: Path) -> Pipeline:
 
 
 def _is_part(name: str, value: Any) -> bool:
-    """Tell whether an entry names a part: a library and a class. A part that is left out has null."""
+    """Tell whether an entry of ``model_index.json`` names a part, as [library, class]."""
     return (
         isinstance(value, list)
         and len(value) == _PAIR
@@ -117,7 +114,7 @@ def _is_part(name: str, value: Any) -> bool:
 
 def _weights_bytes(folder: Path) -> int | None:
     sizes: dict[str, int] = {}
-    with suppress(OSError):  # not a folder, or one that this user must not read
+    with suppress(OSError):  # not a folder, or a folder that this user cannot read
         for file in folder.iterdir():
             if file.suffix in WEIGHTS and file.is_file():
                 sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size

@@ -1,4 +1,4 @@
-"""What a user may choose in a Hugging Face folder, beside the folder itself."""
+"""Define the choices of a user in a Hugging Face folder, such as the variant of the weights."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,16 +6,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class FolderChoice:
-    """The choices, with the names and meanings of the arguments of ``from_pretrained``.
+    """A user's choices in a Hugging Face folder, mostly named like arguments of ``from_pretrained``.
 
     Attributes:
         variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
         model_class: the class of transformers to load, "BertModel" or "AutoModelForCausalLM"; empty for
             the class that ``config.json`` names.
         revision: the revision of a model in the Hub's cache: a branch, a tag or a commit.
-        trust_remote_code: whether the code that the folder brings may run.
-        adapter: a folder with an adapter of LoRA to merge into the model, as the argument of
-            ``PeftModel.from_pretrained``; empty for none.
+        trust_remote_code: whether Python code in the folder may run.
+        adapter: a folder with an adapter of LoRA to merge into the model; empty for none.
     """
 
     variant: str = ""
@@ -26,7 +25,7 @@ class FolderChoice:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options that make the same choice of files and class."""
+        """The command-line options for the same choices, without --trust-remote-code."""
         values = {
             "variant": self.variant,
             "class": self.model_class,

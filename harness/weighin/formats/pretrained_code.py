@@ -1,8 +1,8 @@
-"""Find the code that a Hugging Face folder brings for its own model, without running it.
+"""Find the Python code in a Hugging Face folder that defines the folder's model, without running it.
 
 ``config.json`` names this code in ``auto_map``: {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}.
-A ``ModelSpec`` holds the folder's path and a digest of its Python files, so that a worker runs only
-the code that was there when the run was planned. This module uses only the standard library.
+A ``ModelSpec`` has the folder's path and a digest of its Python files. A worker compares the digest, and
+so refuses code that changed after the run was planned.
 """
 
 import re
@@ -18,9 +18,9 @@ CODE_IS_REFUSED: Final = (
     "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict, recommend,"
     " convert; in Python: trust_remote_code=True)"
 )
-"""The repair for a folder whose code is needed and not trusted."""
+"""The repair for a model that needs the folder's code, without --trust-remote-code."""
 CODE_KEYS: Final = ("folder", "sha256")
-"""The keys of the code of a folder, in the arguments of a ``ModelSpec``."""
+"""The keys of the argument ``code`` of a ``ModelSpec``: the folder of the code, and its digest."""
 
 _SHOWN: Final = 80
 _AUTO_MODEL: Final = "AutoModel"
@@ -35,13 +35,12 @@ def describe_code(folder: Path) -> dict[str, str]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the folder's Python files, in the order of their names."""
     return sorted(path for path in folder.rglob("*.py") if path.is_file())
 
 
 def digest(folder: Path) -> str:
     """Return a digest of the names and contents of the folder's Python files."""
-    import hashlib  # loads OpenSSL, 4 MiB, which a worker needs only for such a folder
+    import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
 
     whole = hashlib.sha256()
     for path in files(folder):
@@ -51,7 +50,7 @@ def digest(folder: Path) -> str:
 
 
 def check_unchanged(code: Mapping[str, str]) -> Path:
-    """Return the folder of the code; raise ConfigError unless its code is as it was planned."""
+    """Return the folder of the code; raise ConfigError if its files changed after the run was planned."""
     folder = Path(code["folder"])
     if digest(folder) != code["sha256"]:
         raise ConfigError(
@@ -62,7 +61,7 @@ def check_unchanged(code: Mapping[str, str]) -> Path:
 
 
 def auto_class(config: Mapping[str, Any], architecture: str) -> str:
-    """Return the class of transformers that loads the model: "AutoModelForCausalLM".
+    """Return the auto class of transformers that loads the model: "AutoModelForCausalLM".
 
     Raises:
         ConfigError: ``auto_map`` names no code for the class ``architecture``.
@@ -83,7 +82,7 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
 
 
 def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
-    """Return the class that ``auto_map`` names for ``auto``, "modeling_x.XForCausalLM".
+    """Return the entry of ``auto_map`` for the auto class ``auto``: "modeling_x.XForCausalLM".
 
     Raises:
         ConfigError: the folder lacks the class's file, which may be in another repository.

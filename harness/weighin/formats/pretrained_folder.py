@@ -1,7 +1,4 @@
-"""Read a Hugging Face folder: its ``config.json``, and the checkpoint beside it.
-
-This module uses only the standard library, and never the network.
-"""
+"""Read a Hugging Face folder: ``config.json``, and the checkpoint beside it. No function uses the network."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -31,8 +28,8 @@ CONFIG: Final = "config.json"
 _BUILT_IN: Final = "weighin.models."
 _INDEX: Final = "index.json"
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
-"""Dtypes that torch accepts as the default dtype, in which a model can be built."""
-_DEEPEST: Final = 4  # of the folders in which a named file of weights may lie
+"""The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
+_DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
 _EXPLICIT_ENDS: Final = (".safetensors", ".safetensors.index.json")
 _VARIANT: Final = re.compile(
@@ -47,8 +44,7 @@ class PretrainedFolder:
 
     Attributes:
         config: the content of ``config.json``.
-        checkpoint: the file with the weights, or the folder itself if they are in shards.
-        choice: which weights, class and revision the user wants, and whether the folder's code may run.
+        checkpoint: the file with the weights, or the folder itself if the weights are in shards.
     """
 
     path: Path
@@ -61,20 +57,20 @@ class PretrainedFolder:
         """The name of the model's class, such as "LlamaForCausalLM".
 
         Raises:
-            ConfigError: nothing names a class, or the class is that of code that may not run.
+            ConfigError: nothing names a class, or the folder's code defines the class and may not run.
         """
         return self._class[0]
 
     @property
     def _class(self) -> tuple[str, bool]:
-        """The name of the model's class, and whether the class is in the folder's code."""
+        """The name of the model's class, and whether the folder's code defines the class."""
         if self.library is not TRANSFORMERS:
             return str(self.library.class_in(self.config)), False
         return auto_classes.choose(self.path, self.config, self.choice)
 
     @property
     def names_model(self) -> bool:
-        """Whether ``config.json`` or the user says what the model is; else weighin knows only its tensors."""
+        """Whether ``config.json`` or the user names the model's class or its type."""
         if self.library is not TRANSFORMERS:
             return True
         named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
@@ -82,15 +78,14 @@ class PretrainedFolder:
 
     @property
     def library(self) -> Library:
-        """The library that the model's class belongs to."""
         return library_in(self.config)
 
     @property
     def code(self) -> dict[str, str] | None:
-        """The folder's code as an argument of the builder; None if the model needs none.
+        """The builder's argument ``code``; None if the model needs no code of the folder.
 
         Raises:
-            ConfigError: the code may not run, or is not code of the model's class.
+            ConfigError: the code may not run, or does not define the model's class.
         """
         name, in_code = self._class
         if not in_code:
@@ -102,8 +97,8 @@ class PretrainedFolder:
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the content of a ``config.json`` names; None if it names none.
 
-    A dict names a dtype for each part of the model, of which transformers takes the one of the
-    whole model, float32 if there is none. Dtypes in the configurations of parts have no effect.
+    The dtype may be a dict with a dtype for each part of the model. transformers then takes the dtype
+    under the key "", else float32. Dtypes in the configurations of parts have no effect.
 
     Raises:
         ConfigError: a model cannot have this dtype.
@@ -120,21 +115,21 @@ def checked_dtype(name: object, file: Path) -> str:
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
-        f"{file} names the dtype {unknown_file.short(name)}, which is no dtype of a model: from_pretrained fails, too",
+        f"{file} names the dtype {unknown_file.short(name)}: no model can have this dtype, and from_pretrained fails, too",
         f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
     )
 
 
 def is_folder(model: ModelSpec) -> bool:
-    """Tell whether a model was read from a folder of a library."""
+    """Tell whether the model was read from a folder of transformers, diffusers or timm."""
     return bool(folder_library(model))
 
 
 def folder_library(model: ModelSpec) -> str:
-    """Return the library of the folder that a model was read from; empty for other models.
+    """Return the library of the folder from which a model was read; "" for a model without a folder.
 
-    The configuration of a folder has the key of its class, null if the folder names none; that of a
-    built-in model of transformers does not.
+    A folder's configuration always has the key of the model's class, with null for no class. The
+    configuration of a built-in model of transformers lacks this key.
     """
     library = library_of(model.builder)
     return library.name if library and library.class_key in model.kwargs["config"] else ""
@@ -143,8 +138,8 @@ def folder_library(model: ModelSpec) -> str:
 def own_dtype(model: ModelSpec) -> str:
     """Return the dtype of a model's published files; float32 for a model without such files.
 
-    A model of transformers has it in its configuration, another built-in model in its arguments. A
-    model of diffusers or timm has float32, whatever the dtype of its files.
+    The configuration of a model of transformers names this dtype, and so do the arguments of another
+    built-in model. A model of diffusers or timm has float32, whatever the dtype of its files.
     """
     if library := library_of(model.builder):
         if library.fixed_dtype:
@@ -154,7 +149,6 @@ def own_dtype(model: ModelSpec) -> str:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Tell whether a path is a folder with ``config.json``."""
     return (path / CONFIG).is_file()
 
 
@@ -164,19 +158,22 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 
 
 def refuse_part(checkpoint: Path, selection: Selection) -> None:
-    """Raise CheckpointError if ``selection`` is a part of a folder's file: ``from_pretrained`` reads all of it."""
+    """Raise CheckpointError if ``selection`` chooses a part of a Hugging Face folder's weights.
+
+    A load is compared with ``from_pretrained``, which always reads all weights of a folder.
+    """
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: from_pretrained, which says what is right, selects no part of a folder",
+            f"{checkpoint}: a load is compared with from_pretrained, which selects no part of a folder",
             f"write the weights into a folder with this config.json: weighin convert {checkpoint}"
             f" NEW/model.safetensors {' '.join(selection.options)}",
         )
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file.
+    """Return the Hugging Face folder of a checkpoint: the path itself, or the folder of a file.
 
-    ``config.json`` may name a file in a folder below its own as the weights.
+    The result is a folder further up if its ``config.json`` names the weights in ``transformers_weights``.
     """
     if checkpoint.is_dir():
         return checkpoint
@@ -186,10 +183,10 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the code that a model's folder brings, if any.
+    """Return the folder and the digest of the model's own code; None for a model without such code.
 
     Raises:
-        ConfigError: the model's arguments, which anybody may have written into a plan, are damaged.
+        ConfigError: the argument ``code`` of the model is damaged, as in a plan that was edited.
     """
     code = model.kwargs.get("code") if model.builder == BUILDER else None
     if code is None:
@@ -204,10 +201,10 @@ def code_of(model: ModelSpec) -> dict[str, str] | None:
 
 
 def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
-    """Return a Hugging Face folder, with the weights and the class that ``choice`` chooses.
+    """Return the content of a Hugging Face folder, with the weights that ``choice`` selects.
 
     Raises:
-        CheckpointError: the folder has no weights, or not in this variant, or ``config.json`` is damaged.
+        CheckpointError: the folder has no weights of this variant, or ``config.json`` is damaged.
     """
     repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
@@ -223,12 +220,10 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the checkpoint of a Hugging Face folder, as its library chooses it.
-
-    This is one file; or the folder itself, for shards with the usual index; or another index.
+    """Return the checkpoint in a Hugging Face folder, as ``find_weights``.
 
     Raises:
-        CheckpointError: the folder has no weights, or not in this variant.
+        CheckpointError: the folder has no weights of this variant.
     """
     if found := find_weights(path, variant):
         return found
@@ -246,9 +241,10 @@ def index_in(path: Path) -> Path:
 
 
 def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return what ``weights_in`` returns; None if the folder has no weights of these libraries.
+    """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
 
-    ``config.json`` may name the weights in ``transformers_weights``, which then counts alone.
+    The result is the file of weights, the folder itself for shards with the usual index, or another
+    index. It is the file in ``transformers_weights`` if ``config.json`` has this key.
 
     Raises:
         CheckpointError: ``config.json`` names weights that are not in the folder.
@@ -260,14 +256,17 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
-    """Yield the folder's files of weights and indexes in a variant, those of its own library first."""
+    """Yield the folder's files of weights and indexes in a variant.
+
+    The file names of the library that ``config.json`` names come first.
+    """
     libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
 
 
 def _explicit(path: Path) -> Path | None:
-    """Return the file that ``transformers_weights`` in ``config.json`` names, if it names one."""
+    """Return the file that ``config.json`` names in ``transformers_weights``; None without this key."""
     name = foreign.object_in(path / CONFIG).get(_EXPLICIT)
     if name is None:
         return None
@@ -288,7 +287,7 @@ def _explicit(path: Path) -> Path | None:
 
 
 def variant_of(checkpoint: Path) -> str:
-    """Return the variant that a file of weights or an index is: "fp16"; empty for none."""
+    """Return the variant in the name of a file of weights or an index: "fp16"; empty for none."""
     match = _VARIANT.fullmatch(checkpoint.name)
     return (match[1] or match[2]) if match else ""
 
@@ -314,10 +313,10 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return a path that exists, or the snapshot of the model whose id the path is.
+    """Return the path of a checkpoint or a folder for a typed path or a model's id on the Hub.
 
-    The usual index of a folder's shards stands for the folder. Return any other path unchanged, and
-    raise the errors of ``hub_cache.path_of``.
+    The result is the snapshot for an id, the folder for the usual index of its shards, and any other
+    path unchanged. The function raises the errors of ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

@@ -1,7 +1,7 @@
-"""The libraries whose ``config.json`` and weights weighin reads: transformers, diffusers and timm.
+"""List the libraries whose folders weighin reads: transformers, diffusers and timm.
 
-Everything that differs between the folders of these libraries is a row of ``LIBRARIES``, or a
-function of the row's module ``weighin.models.pretrained...``. This module uses only the standard library.
+A row of ``LIBRARIES`` has everything that differs between the folders of the libraries. The code that
+differs is in the modules ``weighin.models.pretrained*``, one for each library.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One library.
+    """A library whose folders have a ``config.json`` and weights.
 
     Attributes:
         name: the package, and the strategy that loads a folder with the package's own function.
@@ -23,7 +23,8 @@ class Library:
         class_key: the key of ``config.json`` that names the model's class.
         weights: the names of files with weights and of indexes of shards, in the order in which the
             library looks for them.
-        fixed_dtype: the dtype that the library gives a model by default; None if it is the files'.
+        fixed_dtype: the dtype of each model that the library builds by default; None if the dtype is
+            that of the folder.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Library:
     fixed_dtype: str | None = None
 
     def class_in(self, config: Mapping[str, Any]) -> str | None:
-        """Return the class that a ``config.json`` names; None if it names none of this library."""
+        """Return the class that a ``config.json`` names; None if it names no class of this library."""
         named = config.get(self.class_key)
         if isinstance(named, list):
             named = named[0] if named else None
@@ -82,11 +83,11 @@ TIMM: Final = Library(
     "float32",
 )
 LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
-"""In the order in which a folder's ``config.json`` is asked for its class."""
+"""The first library whose class a ``config.json`` names is the library of the folder."""
 
 
 def library_in(config: Mapping[str, Any]) -> Library:
-    """Return the library of a folder by its ``config.json``; transformers if no class is named."""
+    """Return the library of a folder by its ``config.json``; transformers if it names no class."""
     return next((each for each in LIBRARIES if each.class_in(config)), TRANSFORMERS)
 
 

@@ -1,7 +1,4 @@
-"""Describe the model of a Hugging Face folder, as its configuration and its weights say together.
-
-This module uses only the standard library.
-"""
+"""Describe the model of a Hugging Face folder as a ``ModelSpec``, by its configuration and its weights."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -11,7 +8,6 @@ from weighin.cell import ModelSpec
 from weighin.formats import adapters, catalog, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.equal_tensors import are_equal
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     MODEL_DTYPES,
@@ -21,6 +17,7 @@ from weighin.formats.pretrained_folder import (
     index_in,
 )
 from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import RESAVE
 
 _TIES: Final = "tie_word_embeddings"
@@ -29,15 +26,16 @@ _TIES: Final = "tie_word_embeddings"
 def spec_of(
     folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
 ) -> ModelSpec:
-    """Return the ``ModelSpec``, whose arguments are the class and the configuration.
+    """Return the ``ModelSpec`` of a folder's model; its arguments are the class and the configuration.
 
-    ``selection`` is the part of the folder's checkpoint that holds the weights. ``merges`` tells
-    whether the caller merges an adapter into the model that it names itself.
+    ``selection`` chooses the weights in the folder's checkpoint. If the caller merges an adapter itself
+    (``merges``), the folder may have an adapter, too.
 
     Raises:
-        CheckpointError: the weights cannot be read, or from_pretrained adds an adapter to them.
-        ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
-            not run.
+        CheckpointError: the weights cannot be read, or from_pretrained adds the folder's adapter to the
+            weights.
+        ConfigError: a model cannot have the dtype that ``config.json`` names, or the model needs code of
+            the folder that may not run.
     """
     if not merges:
         adapters.refuse(folder.path)
@@ -62,11 +60,11 @@ def spec_of(
 def plain_spec_of(
     folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
 ) -> ModelSpec:
-    """Return ``spec_of`` of the same arguments for a caller that copies the file's tensors into the model.
+    """Return the result of ``spec_of``, for a caller that copies the file's tensors into the model.
 
     Raises:
-        CheckpointError: as ``spec_of``, or the tensors are codes that ``load_streaming`` does not
-            dequantise.
+        CheckpointError: as for ``spec_of``, or the tensors are quantised codes that ``load_streaming``
+            does not dequantise.
     """
     spec = spec_of(folder, selection, merges=merges)
     if (found := quantised.of_model(spec)) and not found.dequantises:
@@ -75,12 +73,11 @@ def plain_spec_of(
 
 
 def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tuple[str, ...]:
-    """Return the sorted names of tensors in the file that differ, although a class may tie them.
+    """Return the sorted names of tensors that the model's class may tie, but that differ in the file.
 
-    ``from_pretrained`` ties an output head to the embedding only if the file does not hold both with
-    different values. Such names are of tensors with a row for each token of the vocabulary, of equal
-    shape. The result is empty if ``config.json`` ties nothing. Equal tensors are read whole, others to
-    the first difference.
+    ``from_pretrained`` does not tie an output head to the embedding if the file has different values of
+    both. The function compares the tensors of equal shape with a row for each token of the vocabulary,
+    up to their first difference. The result is empty if ``config.json`` ties no tensors.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -103,11 +100,11 @@ def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tupl
 
 
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
-    """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
+    """Return the dtype of the model that ``from_pretrained(dtype="auto")`` builds.
 
-    It is the dtype that the library gives every model, if it has one; else that in ``config.json``;
-    else that in the index of shards; else the first floating-point dtype in the (first) file of
-    weights, by name in a safetensors file.
+    The first of these that exists: the library's fixed dtype; the dtype in ``config.json``; the dtype in
+    the index of shards; the first floating-point dtype in the first file of weights. The tensors of a
+    safetensors file are then sorted by name.
 
     Raises:
         CheckpointError: the weights cannot be read.

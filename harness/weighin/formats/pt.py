@@ -7,7 +7,7 @@ Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the reco
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import pickle_machine, state_pickle
@@ -19,9 +19,6 @@ from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_nam
 from weighin.formats.unknown_file import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
-if TYPE_CHECKING:
-    from weighin.formats.file_view import FileView
-
 NAME = "pt"
 SUFFIX = ".pt"
 
@@ -30,7 +27,6 @@ _BYTE_ORDER: Final = "/byteorder"
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a zip file."""
     return is_zip(first_bytes(path))
 
 
@@ -41,7 +37,7 @@ def files(path: Path) -> list[Path]:
 def read(path: Path, key: str = "") -> Slices:
     """Return the place of each tensor of a flat state dict, in 0.03 s for GPT-2 XL.
 
-    ``key`` is the state dict's place in nested dicts: see ``Selection``.
+    ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote or not a flat dict of
@@ -52,10 +48,11 @@ def read(path: Path, key: str = "") -> Slices:
     return state.located(lambda name, one: _slice(path, name, one, records), pickled.refused)
 
 
-def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:
+def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> TensorSlice:
     """Return the place of a file's only tensor, and give the tensor the name ``name``.
 
-    ``archive`` is an archive inside that file, if any; offsets then count from the archive's start.
+    ``archive`` is a zip archive inside that file, if the file is no zip archive itself. The offsets
+    then count from the archive's start.
 
     Raises:
         CheckpointError: for the same reasons as ``read``, or the file does not contain one tensor.
@@ -72,12 +69,13 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
 
 
 def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
-    """Return a file's pickled value as plain records, and a function from a tensor to its place.
+    """Return a file's pickled value as records of ``tensor_refs``, and a function that places a tensor.
 
-    The function's first argument is the name to give to the tensor.
+    The function takes the name to give to a tensor and the tensor's record, and returns the tensor's
+    place in the file.
 
     Raises:
-        CheckpointError: for the same reasons as ``read``, except that the value may be any.
+        CheckpointError: the file is not a zip that ``torch.save`` wrote, or is damaged.
     """
     pickled, records = _read_file(path)
     return pickled.value, lambda name, tensor: _slice(path, name, tensor, records)
@@ -99,8 +97,8 @@ def _read_file(path: Path) -> tuple[Pickled, dict[str, ZipRecord]]:
         raise unreadable(path, error) from error
 
 
-def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict[str, ZipRecord]]:
-    """Return the pickled value, and a dict from each storage's key to its record."""
+def _read_value(path: Path, file: IO[bytes] | io.RawIOBase) -> tuple[Pickled, dict[str, ZipRecord]]:
+    """Return the pickled value, and a dict from each storage's key to its record in the archive."""
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:

@@ -9,8 +9,8 @@
     pickle   [key, ...], the order of the storages
     then for each storage: 8 bytes with its number of elements, and its bytes
 
-torch cannot memory-map such a file; torch.load reads all of it. ``torch.save(...,
-_use_new_zipfile_serialization=False)`` still writes it.
+torch cannot memory-map such a file; torch.load reads the whole file. ``torch.save(...,
+_use_new_zipfile_serialization=False)`` still writes this format.
 """
 
 import io
@@ -45,7 +45,6 @@ _PICKLE_PROTOCOL: Final = 2
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file begins with the format's pickled magic number."""
     return is_legacy(first_bytes(path))
 
 
@@ -57,7 +56,7 @@ def files(path: Path) -> list[Path]:
 def read(path: Path, key: str = "") -> Slices:
     """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
 
-    ``key`` is the state dict's place in nested dicts: see ``Selection``.
+    ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
     """
     check_present(path)
     try:
@@ -93,7 +92,7 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
 def _storage_starts(
     path: Path, file: BinaryIO, storages: dict[str, StorageRef], keys: list[str]
 ) -> dict[str, int]:
-    """Return the offset of each storage's bytes, checked to lie within the file."""
+    """Return the offset of each storage's bytes, all of which lie within the file."""
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise _damaged(path, "its list of storages does not match its tensors")
     file_bytes = os.fstat(file.fileno()).st_size
@@ -139,7 +138,6 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
 
 def _head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
-    """Return all pickles, and the tensors in the order of their storages."""
     import torch
 
     from weighin.formats.zip_writer import placeholders

@@ -1,7 +1,7 @@
 """Read the quantisation that the configuration of a Hugging Face folder names.
 
-The configuration stands in ``quantization_config`` of ``config.json``, or in a key or a file that
-transformers does not read. This module uses only the standard library.
+``quantization_config`` in ``config.json`` describes the quantisation. Some libraries use another key or
+file, which transformers does not read.
 """
 
 from collections.abc import Mapping
@@ -52,8 +52,9 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "torchao": ("torchao",),
     "vptq": ("accelerate", "vptq>=0.0.4"),
 }
-"""The methods of transformers 5 (``quantizers/auto.py``), and the packages that each asks for on a
-CPU (``validate_environment``). Some need a GPU, too, which from_pretrained says itself."""
+"""The quantisation methods of transformers 5 (``quantizers/auto.py``), and the packages that
+``validate_environment`` of each method requires on a CPU. Some methods need a GPU, too; the error of
+from_pretrained then says so."""
 
 BITSANDBYTES: Final = "bitsandbytes"
 GPTQ: Final = "gptq"
@@ -75,7 +76,8 @@ _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
     GPTQ: ("gptq", "gptq_v2"),
     AWQ: ("gemm",),
 }
-"""The methods that ``load_streaming`` dequantises, and the formats of each; None for a method without."""
+"""The methods that ``load_streaming`` dequantises, and the formats of each; the format None stands for
+a configuration that names no format."""
 
 _DEQUANTISED_BITS: Final[Mapping[str, tuple[int, ...]]] = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}
 
@@ -85,15 +87,15 @@ class NamedMethod:
     """The quantisation that a configuration names.
 
     Attributes:
-        name: its name and variant, for texts; empty if the configuration names none.
-        is_read: whether from_pretrained applies it.
-        bits: the bits of one weight, if all weights have the same number.
+        name: the method's name and variant, for texts; empty if the configuration names no method.
+        is_read: whether from_pretrained reads the configuration and knows the method.
+        bits: the bits of one weight; None if the weights have different numbers of bits.
         packages: the packages that from_pretrained needs beside transformers.
-        obstacle: why from_pretrained does not give the weights of codes; empty if it does.
-        repair: the next step where there is an obstacle.
-        dequantised: whether ``load_streaming`` gives the weights of codes.
-        own: the method, if ``load_streaming`` gives them without the packages and the quantiser of
-            transformers, which leaves the codes as they are; empty if not.
+        obstacle: the reason why from_pretrained does not dequantise the codes; empty if it does.
+        repair: the step that removes the obstacle.
+        dequantised: whether ``load_streaming`` dequantises the codes.
+        own: the method, if ``load_streaming`` dequantises the codes with weighin's own code, without the
+            packages and the quantiser of transformers; else empty.
     """
 
     name: str
@@ -107,7 +109,7 @@ class NamedMethod:
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
-    """Return the quantisation of a folder, whose ``config.json`` has this content (empty for none)."""
+    """Return the quantisation of a folder; ``config`` is the content of its ``config.json``, or empty."""
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
@@ -125,7 +127,7 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
 
 
 def description_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of the quantisation that from_pretrained reads; None if there is none."""
+    """Return the ``quantization_config`` that from_pretrained reads; None if there is none."""
     for part in (config, *(config.get(name) for name in OF_TEXT)):
         if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
             return found
@@ -133,7 +135,7 @@ def description_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def layout_of(method: str, described: Mapping[str, Any]) -> str | None:
-    """Return the layout of the codes that a description names, as transformers reads it."""
+    """Return the layout of the codes that a ``quantization_config`` names for a method, such as "gemm"."""
     if method not in (GPTQ, AWQ):
         return described.get("format")
     if described.get("backend") == "llm-awq":
@@ -152,9 +154,10 @@ def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the description of the method, and its place; both are empty if there is none.
+    """Return the description of the quantisation, and the key or file that has it.
 
-    The place is "quantization_config" only where from_pretrained reads it.
+    The second value is "quantization_config" only if from_pretrained reads the description. Both values
+    are empty for a folder with ``config.json`` and no description.
     """
     if (found := description_in(config)) is not None:
         return found, _QUANTISATION
@@ -170,7 +173,7 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
 
 def _method(named: Mapping[str, Any]) -> str | None:
-    """Return transformers' name of the method; None if the description has no name."""
+    """Return the method under its name in transformers; None if the description names no method."""
     for bits in ("4bit", "8bit"):
         if named.get(f"load_in_{bits}") is True:
             return f"bitsandbytes_{bits}"
@@ -190,11 +193,11 @@ def _shown(method: str | None, named: Mapping[str, Any]) -> str:
 
 
 def _obstacle(method: str | None, place: str) -> tuple[str, str]:
-    """Return why from_pretrained does not dequantise, and the next step; both empty if it does."""
+    """Return the reason why from_pretrained does not dequantise, and the repair; "" twice if it does."""
     library = "load the model with the library that quantised it"
     alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:
-        return f"{place} beside it says how", (
+        return f"{place} beside it describes the quantisation", (
             "give the Hugging Face folder that it belongs to, whose config.json has quantization_config"
             f"; or {library}"
         )
@@ -214,7 +217,7 @@ def _obstacle(method: str | None, place: str) -> tuple[str, str]:
 
 
 def _bits(named: Mapping[str, Any]) -> int | None:
-    """Return the bits of a weight, if all groups of the description have the same number."""
+    """Return the bits of a weight; None if the description has different numbers, or none."""
     groups = named.get("config_groups")
     parts: list[Any] = [named, named.get("weight_quant_params"), named.get("quant_config")]
     if isinstance(groups, Mapping):

@@ -1,9 +1,8 @@
-"""Tell how a checkpoint is quantised, what from_pretrained needs to load it, and its sizes.
+"""Tell how a checkpoint is quantised, which packages from_pretrained needs, and the sizes in bytes.
 
-The configuration names the method (``quantisation_config``), and so do the names of the tensors
-(``companions``). Whoever loads the
-codes of a quantised weight as the weight itself loads wrong values without any error. This module
-uses only the standard library.
+The configuration names the quantisation method (``quantisation_config``), and so do the names of the
+tensors (``companions``). A loader that takes the codes of a quantised weight for the weight itself gets
+wrong values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,17 +28,13 @@ class Quantised:
     """How a checkpoint is quantised.
 
     Attributes:
-        method: its name, with the variant: "fp8", "compressed-tensors (pack-quantized)".
-        weights: the number of tensors that are codes; 0 if only ``config.json`` names the method.
+        method: the method's name and variant: "fp8", "compressed-tensors (pack-quantized)".
+        weights: the number of tensors of codes; 0 if only ``config.json`` names the method.
         stored_bytes: the size of all tensors in the files.
-        dequantised_bytes: the size of all weights in ``dtype``; None if it does not follow from shapes.
+        dequantised_bytes: the size of all weights in ``dtype``; None if the shapes do not determine it.
         dtype: the dtype of the dequantised model.
-        packages: the packages that from_pretrained needs beside transformers.
-        obstacle: why from_pretrained does not give the weights; empty if it does.
-        repair: the next step where there is an obstacle.
-        dequantises: whether ``load_streaming`` gives the weights.
-        own: the method, if ``load_streaming`` gives them without transformers' quantiser and the packages,
-            while from_pretrained keeps the codes; empty if not.
+        packages, obstacle, repair, own: as in ``quantisation_config.NamedMethod``.
+        dequantises: whether ``load_streaming`` dequantises the codes.
     """
 
     method: str
@@ -55,7 +50,7 @@ class Quantised:
 
     @property
     def summary(self) -> str:
-        """The method, the reason why nobody may load the codes as weights, and both sizes."""
+        """A part of a message: the method, the number of tensors of codes, and both sizes."""
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         if not self.weights:
@@ -68,13 +63,8 @@ class Quantised:
 
     @property
     def needed(self) -> str:
-        """The packages that from_pretrained needs, for a text."""
+        """The packages that from_pretrained needs, as a part of a message."""
         return ", ".join(["transformers", *self.packages])
-
-    @property
-    def needed_here(self) -> str:
-        """The packages that ``load_streaming`` needs, for a text."""
-        return "transformers" if self.own else self.needed
 
     @property
     def loaders(self) -> str:
@@ -83,14 +73,14 @@ class Quantised:
         return (ours if self.dequantises else "") + "from_pretrained loads them"
 
     def error(self, path: Path) -> CheckpointError:
-        """Return the error of whoever would load the codes as weights."""
+        """Return the error for a loader that would take the codes for weights."""
         if self.obstacle:
             return CheckpointError(f"{path}: {self.summary}; {self.obstacle}", self.repair)
         if self.dequantises:
             bench = f"weighin bench {quote(str(folder_of(path)))}"
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
-                f"load it with load_pretrained (needs {self.needed_here}), or write the weights:"
+                f"load it with load_pretrained (needs {'transformers' if self.own else self.needed}), or write the weights:"
                 f" weighin convert {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure"
                 f" this load: {bench} --strategies streaming,transformers",
             )
@@ -102,7 +92,7 @@ class Quantised:
 
     @classmethod
     def of_argument(cls, fields: Mapping[str, Any]) -> "Quantised":
-        """Return what ``as_argument`` described.
+        """Return the object that ``as_argument`` described.
 
         Raises:
             TypeError, KeyError: the description is damaged.
@@ -115,10 +105,10 @@ class Quantised:
 
 
 def of_model(model: ModelSpec) -> Quantised | None:
-    """Return how the weights of a model are quantised; None for every model without such a folder.
+    """Return how a model's weights are quantised; None for a model whose folder has no codes.
 
     Raises:
-        ConfigError: the model's arguments, which anybody may have written into a plan, are damaged.
+        ConfigError: the argument ``quantised`` of the model is damaged, as in a plan that was edited.
     """
     fields = model.kwargs.get("quantised") if model.builder == BUILDER else None
     if fields is None:
@@ -135,10 +125,10 @@ def of_model(model: ModelSpec) -> Quantised | None:
 def of_folder(
     folder: Path, config: Mapping[str, Any], slices: Sequence[TensorSlice]
 ) -> Quantised | None:
-    """Return how the weights of a Hugging Face folder are quantised; None if they are not.
+    """Return how the weights of a Hugging Face folder are quantised; None if no weight is quantised.
 
-    If no tensor is a code, the method counts only if ``config.json`` names one of transformers:
-    from_pretrained leaves any other method alone.
+    In a folder without codes, ``config.json`` may still name a method. Only a method of transformers
+    then counts, because from_pretrained ignores any other method.
     """
     named = named_in(folder, config)
     codes = find_codes(slices, named.bits)
@@ -162,9 +152,9 @@ def of_folder(
 
 
 def in_checkpoint(path: Path, slices: Sequence[TensorSlice]) -> Quantised | None:
-    """Return how the tensors of a checkpoint are quantised; None if no tensor is a code.
+    """Return how a checkpoint is quantised; None if the checkpoint has no codes.
 
-    ``path`` is its file or folder; a ``config.json`` there may name the method.
+    ``path`` is a file or a folder; a ``config.json`` in the folder may name the method.
     """
     folder = folder_of(path)
     found = of_folder(folder, object_in(folder / CONFIG), slices)
@@ -172,10 +162,10 @@ def in_checkpoint(path: Path, slices: Sequence[TensorSlice]) -> Quantised | None
 
 
 def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]) -> None:
-    """Raise CheckpointError if a model would take codes as weights: if it has no place for scales.
+    """Raise CheckpointError if a model would take codes for weights.
 
-    ``names`` are the model's own. A model that has scales of the same last name takes them and the
-    codes as they are, such as ``weighin.models.gpt_oss``.
+    ``names`` are the names of the model's tensors. A model with tensors for the scales, such as
+    ``weighin.models.gpt_oss``, takes the codes and the scales as they are.
     """
     codes = find_codes(slices)
     if not codes:
@@ -188,7 +178,7 @@ def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]
 
 
 def _dtype(config: Mapping[str, Any], slices: Sequence[TensorSlice], without: set[str]) -> str:
-    """Return the dtype of the dequantised model: that of ``config.json``, or of most other weights."""
+    """Return the dtype of the dequantised model: that in ``config.json``, else of most other weights."""
     with suppress(ConfigError):
         if (named := dtype_of(config)) in MODEL_DTYPES:
             return named
@@ -215,7 +205,6 @@ def _dequantised_bytes(
 
 
 def _once(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-    """Return the tensors, except those at the place of an earlier one."""
     return list({(one.file, one.offset, one.shape, one.name * (not one.nbytes)): one
                  for one in reversed(slices)}.values())  # fmt: skip
 

@@ -1,7 +1,6 @@
-"""Tell what a file is that weighin does not read, by its first bytes or the names in a zip archive.
+"""Recognise the kind of a file that weighin does not read, such as a Keras model or an archive.
 
-Nothing here calls a file damaged: each kind comes with its name, and with the step that leads to a
-checkpoint. This module uses only the standard library.
+Each kind has a name and a repair: the step from this file to a checkpoint.
 """
 
 import re
@@ -14,10 +13,10 @@ from typing import Final
 from weighin.text import few, one_line
 
 Recognised = tuple[str, str] | None
-"""What a file is, and the next step."""
+"""The kind of a file, and the repair: the step from this file to a checkpoint."""
 
-_SHOWN: Final = 60  # characters of a text file
-MOST_HEADER_BYTES: Final = 100_000_000  # of safetensors: the format's own limit
+_SHOWN: Final = 60  # the characters of a text file that an error shows
+MOST_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
 
 _INTO_TORCH: Final = (
     "load it into a PyTorch model with the library that it comes from, and save that model:"
@@ -64,10 +63,10 @@ _SCRIPTED_WEIGHTS: Final = "torch.jit.load(p, 'cpu').state_dict()"
 _EXPORTED_WEIGHTS: Final = "dict(torch.export.load(p).state_dict)"
 _NUMPY_WEIGHTS: Final = "{k: torch.from_numpy(v) for k, v in numpy.load(p).items()}"
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
-_TORCH_01: Final = ("sys_info", "pickle", "tensors", "storages")  # the members of its tar archive
+_TORCH_01: Final = ("sys_info", "pickle", "tensors", "storages")  # names in its tar archive
 _OF_TENSORFLOW: Final = re.compile(r".*\.(index|meta|data-\d{5}-of-\d{5})")
 _OLD_PICKLE: Final = re.compile(rb"\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0")
-"""A dict, a list or an object in the protocols 0 and 1."""
+"""Matches the beginning of a dict, a list or an object in the pickle protocols 0 and 1."""
 
 _MSGPACK_MAP: Final = re.compile(
     rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]", re.DOTALL
@@ -77,8 +76,10 @@ _SAVED_MODEL: Final = b"\x08\x01\x12"
 
 
 def by_content(path: Path, head: bytes) -> Recognised:
-    """Return what a file is, by its first 512 bytes; None for a checkpoint or an unknown file."""
-    if is_safetensors(head) or is_legacy(head):  # a length can equal any magic number
+    """Return a file's kind by its first 512 bytes; None for a checkpoint or an unknown file."""
+    if is_safetensors(head) or is_legacy(
+        head
+    ):  # the first bytes of safetensors can equal any magic number
         return None
     if path.suffix == ".distcp":
         return "a data file of torch.distributed.checkpoint", f"give its folder: {path.parent}"
@@ -105,7 +106,6 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def is_zip(head: bytes) -> bool:
-    """Tell whether a file begins like a zip archive."""
     return head.startswith(b"PK") and not is_safetensors(head)
 
 
@@ -115,7 +115,6 @@ def is_legacy(head: bytes) -> bool:
 
 
 def _wrapped(path: Path, head: bytes) -> Recognised:
-    """Recognise a file that holds another one: compressed, encrypted or in an archive."""
     file = quote(str(path))
     for magic, name, suffix in _PACKED:
         if head.startswith(magic):
@@ -165,7 +164,7 @@ def _serialised(head: bytes) -> Recognised:
 
 def _text(head: bytes) -> Recognised:
     try:
-        text = getincrementaldecoder("utf-8")().decode(head)  # the last letter may be cut
+        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:
         return None
     if any(letter < " " and letter not in "\t\n\r\f" for letter in text):
@@ -177,7 +176,7 @@ def _text(head: bytes) -> Recognised:
 
 
 def by_records(path: Path, names: Sequence[str]) -> Recognised:
-    """Return what a zip archive is, by the names in it; None if ``torch.save`` may have written it."""
+    """Return a zip archive's kind by the names in it; None if ``torch.save`` may have written it."""
     inner = {name.partition("/")[2] for name in names}
     is_script = not _OF_SCRIPTS.isdisjoint(inner)
     if "data.pkl" in inner and not is_script:
@@ -222,11 +221,11 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
 
 
 def resaving(path: Path, *, weights_only: bool = True) -> str:
-    """Return the step that reads a file with torch.load, and saves it again."""
+    """Return the repair that loads a file with torch.load, and saves it again."""
     return f"save it again: {_line(f'torch.load(p, weights_only={weights_only})', path)}"
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:
-    """Return a command that saves the value of an expression, of the path ``p``, beside the file."""
+    """Return a command that saves the value of an expression beside the file; ``p`` is the file's path."""
     code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
     return f'python -c "{code}" {quote(str(path))}'

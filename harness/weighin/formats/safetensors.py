@@ -1,10 +1,9 @@
 """Read and write a safetensors file: a JSON header and the tensors' bytes, with nothing to execute.
 
-The format has no shared tensors. A tied tensor is written once, under the first of its names. Its
-other names are in ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` writes
-them; ``read`` returns these names too, but other programs see only the first names. If tied names
-are not at the end of the state dict, ``weighin.order`` in the metadata keeps the order of all
-names.
+The format has no shared tensors. weighin writes a tied tensor once, under the first of its names, and the
+other names into ``__metadata__`` as {name: first name}, like Hugging Face's ``save_model``. weighin reads
+these names too; other programs see only the first names. If tied names are not at the end of the state
+dict, ``weighin.order`` in the metadata keeps the order of all names.
 """
 
 import json
@@ -16,7 +15,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
-from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, Header, read_header
+from weighin.formats.safetensors_header import DTYPES, METADATA, PACKED, read_header
 from weighin.formats.unknown_file import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 NAME: Final = "safetensors"
 SUFFIX: Final = ".safetensors"
 
-_ALIGNMENT: Final = 64  # of the data's start: a cache line, as in torch.save
+_ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
 _FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
 _ORDER: Final = "weighin.order"
 _OF_VECTORS: Final = {name for name, torch_name in DTYPES.items() if torch_name in PACKED}
@@ -33,7 +32,6 @@ _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file has the suffix .safetensors or begins like a safetensors file."""
     head = first_bytes(path)
     if not head:
         return False
@@ -41,20 +39,20 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint; raise CheckpointError as ``read`` does."""
     read_header(path)
     return [path]
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors, in the stored order of names, else in header order."""
-    header = read_header(path)
-    slices = dict(header.tensors)
-    for name, first in _ties(header).items():
-        slices[name] = replace(header.tensors[first], name=name)
-    if _ORDER not in header.metadata:
+    """Return the places of all tensors, in the order of ``weighin.order``, else of the header."""
+    tensors, metadata = read_header(path)
+    slices = dict(tensors)
+    for name, first in metadata.items():
+        if name not in tensors and first in tensors and name not in {_FORMAT, _ORDER}:
+            slices[name] = replace(tensors[first], name=name)
+    if _ORDER not in metadata:
         return Slices(slices.values())
-    return Slices(slices[name] for name in _order(path, header.metadata[_ORDER], slices))
+    return Slices(slices[name] for name in _order(path, metadata[_ORDER], slices))
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
@@ -72,8 +70,9 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
     """Return the file's bytes before the data, and the offset of each tensor's data.
 
-    Tensors with wide elements come first, so that each tensor is aligned to its elements. The header
-    keeps the order of ``tensors``. The function raises ConfigError as ``write`` does.
+    The tensors with the widest elements come first, so that each offset is a multiple of the tensor's
+    element size. The header keeps the order of ``tensors``. The function raises ConfigError as ``write``
+    does.
     """
     stored = [plan for plan in tensors if plan.shared_with is None]
     begins: dict[str, int] = {}
@@ -102,7 +101,7 @@ def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
 
 
 def _stored_shape(plan: TensorPlan) -> list[int]:
-    """Return a tensor's shape as the format counts it: in numbers, not in elements of torch."""
+    """Return a tensor's shape in numbers: one element of torch's float4_e2m1fn_x2 has two."""
     numbers = PACKED.get(dtype_name(plan.dtype), 1)
     return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
 
@@ -136,15 +135,6 @@ def _metadata(tensors: Plans) -> dict[str, str]:
     if ties and names[-len(ties) :] != list(ties):
         metadata[_ORDER] = json.dumps(names)
     return metadata
-
-
-def _ties(header: Header) -> dict[str, str]:
-    names = header.tensors
-    return {
-        name: first
-        for name, first in header.metadata.items()
-        if name not in names and first in names and name not in {_FORMAT, _ORDER}
-    }
 
 
 def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:

@@ -1,21 +1,18 @@
 """Read a safetensors file's header: the tensors and their places.
 
-This module uses only the standard library.
-
 ::
 
     8 bytes   N, little-endian
     N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest  the tensors' bytes, without gaps; data_offsets count from here
 
-The JSON is parsed entry by entry, so that a crafted header takes no more memory than a valid header
-with as many tensors.
+This module parses the JSON entry by entry, so that a crafted header takes no more memory than a valid
+header with as many tensors.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -51,15 +48,16 @@ DTYPES: Final = {
 """The name of each dtype in the format, mapped to torch's name."""
 
 NOT_IN_TORCH: Final = ("F6_E2M3", "F6_E3M2")
-"""The other dtypes of the format: numbers of 6 bits."""
+"""The dtypes of the format that torch lacks: numbers of 6 bits."""
 
 PACKED: Final = {"float4_e2m1fn_x2": 2}
-"""The numbers in one element of torch; the format's shapes count numbers in the last dimension."""
+"""The numbers in one element of a dtype of torch. The last size of a shape in the header counts
+numbers, not elements."""
 
-MOST_TENSORS: Final = 200_000  # in one file; as Python objects they take some 100 MiB
+MOST_TENSORS: Final = 200_000  # in one file: some 100 MiB of Python objects
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
-_SHORTEST: Final = 10  # the length, and {}
+_SHORTEST: Final = 10  # bytes: the header's length, and {}
 
 # Possessive (*+), so that a crafted header cannot make the expression store backtracking states.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
@@ -74,23 +72,15 @@ _USUAL: Final = re.compile(
     + _SIZE + rb"(?:," + _SIZE + rb')*+)?+)\],"data_offsets":\[('
     + _SIZE + rb"),(" + _SIZE + rb")\]\}([,}])"
 )  # fmt: skip
-"""An entry as most programs write it, which is read without a JSON decoder."""
+"""Matches an entry as most programs write it. Such an entry needs no JSON decoder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The content of a file's header; ``tensors`` are by their names, in the header's own order."""
-
-    tensors: dict[str, TensorSlice]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path) -> Header:
-    """Return a file's header, after a check that all tensors lie within the file without overlaps.
+def read_header(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
+    """Return the tensors by their names, in the header's order, and the header's metadata.
 
     Raises:
-        CheckpointError: the file is damaged; the message names the file and the place of the
-            damage.
+        CheckpointError: the file is damaged: for example, tensors overlap or end after the file's end.
+            The message names the place of the damage.
     """
     head = check_present(path)
     try:
@@ -124,7 +114,7 @@ def read_header(path: Path) -> Header:
         else:
             tensors[name] = _entry(path, name, value, data_start)
     _check_cover(path, list(tensors.values()), data_start, file_bytes)
-    return Header(tensors, metadata)
+    return tensors, metadata
 
 
 def _length(path: Path, head: bytes, file_bytes: int) -> int:
@@ -145,7 +135,7 @@ def _length(path: Path, head: bytes, file_bytes: int) -> int:
 
 
 def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each entry of the header, and the entry itself or its JSON text."""
+    """Yield the name of each entry of the header, and its ``TensorSlice`` or its JSON text."""
     at, last = 1, b","
     if text[1:].strip() == b"}":
         return
@@ -167,7 +157,7 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
 
 
 def _usual_entry(path: Path, found: re.Match[bytes], data_start: int) -> TensorSlice | None:
-    """Return the entry that a match of ``_USUAL`` describes; None if it needs a closer look."""
+    """Return the tensor of an entry that matches ``_USUAL``; None if ``_entry`` must check the entry."""
     name, dtype, sizes, first, last, _ = found.groups()
     kind = DTYPES.get(dtype.decode())
     shape = tuple(map(int, sizes.split(b","))) if sizes else ()
@@ -210,8 +200,9 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> TensorSlice:
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}, which "
-            + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know"),
+            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; "
+            + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know")
+            + " this dtype",
             "convert it to a dtype of torch with the program that wrote the file",
         )
     shape, offsets = fields.get("shape"), fields.get("data_offsets")

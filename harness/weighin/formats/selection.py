@@ -1,4 +1,4 @@
-"""Name the weights in a checkpoint that also holds other data, or has longer names."""
+"""Select a model's weights in a checkpoint that holds other data too, or adds a prefix to the names."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,22 +10,20 @@ class Selection:
 
     Attributes:
         key: the key of the state dict in nested dicts, such as "model" or "state.model"; empty if
-            the checkpoint itself is the state dict. In a format without nested dicts, ``key``
-            selects the names that begin with it and a dot: "model" selects "model.weight".
-        strip_prefix: a prefix that each name has before the model's name, "module."; empty for
-            none.
+            the checkpoint itself is the state dict. In a format without nested dicts, the key "model"
+            selects the names that begin with "model.".
+        strip_prefix: the prefix to remove from each name, such as "module."; empty for none.
     """
 
     key: str = ""
     strip_prefix: str = ""
 
     def __bool__(self) -> bool:
-        """Tell whether the selection is only a part of the checkpoint, or renames its tensors."""
+        """Tell whether the selection leaves out a part of the checkpoint, or renames its tensors."""
         return bool(self.key or self.strip_prefix)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options that make the same selection."""
         key = (f"--key={self.key}",) if self.key else ()
         return (*key, f"--strip-prefix={self.strip_prefix}") if self.strip_prefix else key
 

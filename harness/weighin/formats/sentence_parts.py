@@ -7,9 +7,9 @@
     1_Pooling/         a part without weights
     2_Dense/           config.json and model.safetensors
 
-The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key of the
-transformer's files, and "2.KEY" for a key of another part. A folder whose transformer lies in the folder
-itself, beside ``config.json``, is a model of transformers, and none of this format.
+The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key in the
+transformer's files, and "2.KEY" for a key in the files of another part. If the transformer lies in the
+folder itself, beside ``config.json``, weighin reads the folder as a model of transformers instead.
 """
 
 from dataclasses import dataclass, replace
@@ -37,8 +37,8 @@ class Part:
     """One module of a sentence-transformers model, in a folder with weights of its own.
 
     Attributes:
-        prefix: what precedes the names of the part's files in the whole model: "2.".
-        weights: the part's checkpoint, as ``find_weights`` returns it.
+        prefix: the prefix of the part's tensors in the names of the whole model: "2.".
+        weights: the part's file of weights, or its folder if the weights are in shards.
     """
 
     prefix: str
@@ -47,12 +47,11 @@ class Part:
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a sentence-transformers folder with a part in a folder of weights."""
     return path.is_dir() and not (path / CONFIG).exists() and bool(own_folders(path))
 
 
 def own_folders(folder: Path) -> list[str]:
-    """Return the parts of a sentence-transformers folder that lie in folders with weights of their own.
+    """Return the names of the parts that lie in folders of their own, with weights.
 
     ``modules.json`` lists all parts; the transformer often lies in the folder itself.
     """

@@ -7,17 +7,17 @@
     model.safetensors.index.json              pytorch_model.bin.index.json
         {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
 
-A tied name is in the same shard as the first name of its group. In safetensors shards, a tied name
-is in the shard's own metadata and not in ``weight_map``. If tied names change the order of the
+All names of a tied tensor are in one shard. In safetensors shards, only the first name is in
+``weight_map``; the other names are in the shard's own metadata. If tied names change the order of the
 state dict, ``weighin.order`` in the index's metadata keeps the order.
 
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
 file elsewhere: Hugging Face's cache uses such links, and only the folder's owner can create a link.
 
 The path of such a checkpoint is its folder, or its index if the index has another name, such as
-``model.safetensors.index.fp16.json``. As for ``from_pretrained``, the tensors are those in the shards,
-and an index that lists others is only worth a note. The exception is a tensor in two shards with
-different values, of which ``from_pretrained`` takes the later.
+``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as ``from_pretrained``
+does, even if the index lists other tensors; a note then names the difference. weighin refuses two shards
+with different values of one tensor, of which ``from_pretrained`` takes the later.
 """
 
 import json
@@ -30,9 +30,9 @@ from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.equal_tensors import are_equal
 from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import broken_link, is_file, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
@@ -44,7 +44,7 @@ _AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weigh
 
 
 class Sharded:
-    """A format of several files (shards); each shard is a checkpoint of the format ``shard``."""
+    """A format of several files (shards); each shard is a file of another format, safetensors or pt."""
 
     SUFFIX = ""
 
@@ -62,13 +62,12 @@ class Sharded:
         return self._any_index.fullmatch(path.name) is not None and path.is_file()
 
     def files(self, path: Path) -> list[Path]:
-        """Return the index and all shards; raise CheckpointError as ``read`` does."""
         index = self._index(path)
         shards = dict.fromkeys(self._weight_map(index)[0].values())
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the stored order of names, else in index order."""
+        """Return the places of all tensors, in the order of ``weighin.order``, else of the index."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}
@@ -76,7 +75,7 @@ class Sharded:
         shards = list(dict.fromkeys(weight_map.values()))
         read = map_files(self._shard.read, [index.parent / shard for shard in shards])
         for shard, stored in zip(shards, read, strict=True):
-            # A tied name of safetensors is at the same place as a name that is in the map.
+            # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
             listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
             for place in stored:
                 home = weight_map.get(place.name)
@@ -110,7 +109,7 @@ class Sharded:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Write a folder that does not exist yet, with its index last; see ``base.Layout.write``."""
+        """Write a folder that does not exist yet: the shards, then the index."""
         shards = split(tensors, max_shard_bytes)
         target.mkdir()
         weight_map: dict[str, str] = {}
@@ -133,13 +132,18 @@ class Sharded:
         return path / self.index_name if path.is_dir() else path
 
     def _weight_map(self, index: Path) -> tuple[dict[str, str], list[str] | None]:
-        """Return each key's shard, which must exist, and the order of all keys if it is stored."""
+        """Return the shard of each key, and the order of all keys if the index has it.
+
+        Raises:
+            CheckpointError: the index is damaged, or a shard is missing.
+        """
         content = read_object(index, _AGAIN)
         weight_map, metadata = content.get("weight_map"), content.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
             raise self._damaged(index, "damaged: no 'weight_map'")
         order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
-        if order is not None and not _is_names(order):
+        names = isinstance(order, list) and all(isinstance(name, str) for name in order)
+        if order is not None and not names:
             raise self._damaged(index, f"{_ORDER} is not a list of the checkpoint's tensor names")
         checked: set[str] = set()
         for key, name in weight_map.items():
@@ -171,7 +175,7 @@ def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
 
 
 def split(tensors: Plans, max_bytes: int) -> list[list[TensorPlan]]:
-    """Divide the tensors into shards, in order; a tied name goes to the shard of its first name."""
+    """Divide the tensors into shards, in order; tied tensors are in one shard."""
     shards: list[list[TensorPlan]] = [[]]
     homes: dict[str, list[TensorPlan]] = {}
     filled = 0
@@ -188,14 +192,10 @@ def split(tensors: Plans, max_bytes: int) -> list[list[TensorPlan]]:
     return shards
 
 
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)
 SHARDED_PT: Final = Sharded("sharded_pt", "pytorch_model", ".bin", pt)
 OF_DIFFUSERS: Final = (
     Sharded("sharded", "diffusion_pytorch_model", safetensors.SUFFIX, safetensors),
     Sharded("sharded_pt", "diffusion_pytorch_model", ".bin", pt),
 )
-"""The same formats under the file names of diffusers; weighin reads them, and writes the others."""
+"""The same formats under the file names of diffusers. weighin reads these names and never writes them."""

@@ -1,8 +1,7 @@
 """Find the state dict among the records of a pickled checkpoint, or say why there is none.
 
-A training checkpoint also holds settings, schedulers and random states, whose classes are unknown
-here. Such objects do not matter outside of the selected state dict. Inside of it, an object may
-only hold no tensors. This module uses only the standard library.
+A training checkpoint also holds settings, schedulers and random states of any class. The selected state
+dict itself may have such an object only if the object holds no tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +20,11 @@ from weighin.formats.unknown_file import shown
 _DEEPEST: Final = 4
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
-_MOST_NAMED: Final = 1000  # items of a dict or list that get places of their own
+_MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
 _NOT_PLAIN: Final = (dict, list, tuple, Opaque, TensorRef)
 _ARRAY: Final = "NumPy array"
 _EXTRA_STATE: Final = "_extra_state"
-"""The part of a name under which ``Module.state_dict`` stores a value that is no tensor."""
+"""The part of a name in a state dict whose value ``Module.get_extra_state`` returned."""
 
 _OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
@@ -39,33 +38,34 @@ _ARRAYS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StateDictParts:
-    """A state dict: its tensors, its values that are no tensors, and the modules' version metadata."""
+    """A state dict: its tensors, its other values, and the modules' version metadata."""
 
     tensors: dict[str, TensorRef]
     values: dict[str, Any]
     metadata: Mapping[str, Mapping[str, object]] | None
 
     def located(self, place: Callable[[str, TensorRef], TensorSlice], refused: str) -> Slices:
-        """Return the tensors' places; ``refused`` is the name that torch.load refuses in the file."""
+        """Return the tensors' places; ``refused`` is the class or function that torch.load refuses."""
         slices = Slices(place(name, tensor) for name, tensor in self.tensors.items())
         slices.metadata, slices.values, slices.refused = self.metadata, self.values, refused
         return slices
 
 
 def is_extra_state(name: object) -> bool:
-    """Tell whether a name in a state dict is that of a module's extra state."""
+    """Tell whether a name in a state dict is the name of a module's extra state."""
     return isinstance(name, str) and _EXTRA_STATE in name.split(".")
 
 
 def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
-    """Return the state dict at a dotted key in a pickled value; "" is the value itself.
+    """Return the state dict at a dotted key in a pickled value; the key "" means the value itself.
 
-    With a key, the state dict may have values that hold no tensors. Without a key, only extra states
-    may be such values, since a file of tensors and settings is more likely a training checkpoint.
+    With a key, the state dict may also have values without tensors. Without a key, the only such values
+    may be extra states, because a file of tensors and settings is more likely a training checkpoint.
 
     Raises:
-        CheckpointError: there is no state dict. The message names the first object that does not
-            belong to one, with its place; the repair names the keys of state dicts, with their sizes.
+        CheckpointError: there is no state dict. The message names the first object that a state dict
+            cannot have, and its key; the repair names the keys of state dicts in the file, and their
+            sizes.
     """
     inside = inner(path, value, key)
     if not isinstance(inside, dict):
@@ -91,10 +91,10 @@ def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
 def inner(path: Path, value: Any, key: str) -> Any:
     """Return the value at a dotted key of nested dicts.
 
-    If there is no such key, return the values whose names begin with the key and a dot.
+    Without such a key, return a dict of the values whose names begin with the key and a dot.
 
     Raises:
-        CheckpointError: the dicts have neither; the repair lists the existing keys.
+        CheckpointError: no name is the key or begins with it; the repair lists the existing keys.
     """
     if not key:
         return value
@@ -114,7 +114,7 @@ def inner(path: Path, value: Any, key: str) -> Any:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield all values at a dotted key, longest first part first; single keys may contain dots."""
+    """Yield all values at a dotted key, with the longest first part first, as a part may contain dots."""
     if not isinstance(value, dict):
         return
     if key in value:
@@ -125,23 +125,14 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
-    """Return the exception for a checkpoint that does not have ``key``."""
     names = first_names(plain(str(one)) for one in dict.fromkeys(keys) if isinstance(one, str))
-    places = weights_in(keys) if isinstance(keys, Mapping) else {}
+    places = largest(_sizes(keys)) if isinstance(keys, Mapping) else {}
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
     return CheckpointError(f"{path}: has no key {shown(key)}", repair)
 
 
-def weights_in(value: Any) -> dict[str, int]:
-    """Return the keys of the largest state dicts in nested dicts, and their sizes in bytes.
-
-    State dicts of optimizers and those of empty tensors are left out.
-    """
-    return largest(_sizes(value))
-
-
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the keys of all state dicts in nested dicts except optimizers', and their sizes in bytes."""
+    """Return the size in bytes of each state dict in nested dicts by its key, without optimizers'."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -168,13 +159,13 @@ def _sizes(value: Any) -> dict[str, int]:
 
 
 def largest(places: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest of the state dicts at some keys, without empty ones, largest first."""
+    """Return the three largest sizes by their keys, the largest first; sizes of 0 are left out."""
     found = sorted(places, key=lambda place: -places[place])[:_MOST_PLACES]
     return {plain(place): places[place] for place in found if places[place]}
 
 
 def with_key(places: Mapping[str, int]) -> str:
-    """Return the advice in the error for a checkpoint with state dicts of these sizes at these keys."""
+    """Return the advice to select one of the state dicts with --key; ``places`` maps keys to sizes."""
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
@@ -182,13 +173,16 @@ def with_key(places: Mapping[str, int]) -> str:
 
 
 def is_beside_weights(path: Path) -> bool:
-    """Tell whether the file with the weights of a ZeRO-3 run lies beside a file, or in a folder."""
+    """Tell whether a folder, or the folder of a file, has a file with the weights of a ZeRO-3 run."""
     folder = path if path.is_dir() else path.parent
     return next(folder.glob(f"*{_OPTIM_STATES}"), None) is not None
 
 
 def all_empty(path: Path) -> CheckpointError:
-    """Return the exception for a checkpoint of empty tensors, as ZeRO-3 writes beside the weights."""
+    """Return the exception for a checkpoint whose tensors are all empty.
+
+    ZeRO-3 of DeepSpeed writes such a file, and the weights into ``*_optim_states.pt`` beside it.
+    """
     folder = path if path.is_dir() else path.parent
     if not is_beside_weights(path):
         return CheckpointError(
@@ -203,7 +197,7 @@ def all_empty(path: Path) -> CheckpointError:
 
 
 def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
-    """Return the exception for a file in which an object is where a tensor belongs."""
+    """Return the exception for a file that has an object in the place of a tensor."""
     what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
     return CheckpointError(
         f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _SAVE_AGAIN
@@ -211,14 +205,13 @@ def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
 
 
 def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
-    """Return the exception for a tensor of a kind that weighin does not read."""
     return CheckpointError(
         f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
     )
 
 
 def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
-    places = weights_in(value)
+    places = largest(_sizes(value))
     if isinstance(inside, Opaque) and inside.is_foreign:
         error = (
             _whole_module(path, "", inside) if inside.is_module else holds_more(path, "it", inside)
@@ -232,10 +225,10 @@ def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
 def _no_state_dict(
     path: Path, value: Any, key: str, values: Mapping[Any, Any], name: Any
 ) -> CheckpointError:
-    """Return the exception for a dict whose item ``name`` does not belong to a state dict.
+    """Return the exception for a dict whose item ``name`` cannot be in a state dict.
 
-    ``values`` are its items that are no tensors. The message names the first foreign object among
-    them, if there is one, because torch.load refuses it, too.
+    ``values`` are the dict's items other than tensors. The message names the first of them that
+    torch.load refuses too, if there is one.
     """
     item, sizes = values[name], _sizes(value)
     places = largest(sizes)
@@ -264,7 +257,7 @@ def _no_state_dict(
 
 
 def _objects(key: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Opaque]]:
-    """Yield the places and the records of all objects in a dict at ``key``, in order."""
+    """Yield the dotted key and the record of each object in a dict at ``key``, in order."""
     seen: set[int] = set()
     for name, item in values.items():
         for place, one in _walk(item, _join(key, name), seen):
@@ -283,9 +276,9 @@ def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
 
 
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, dicts, lists and objects in a value, in order, with their places.
+    """Yield the tensors, dicts, lists and objects in a value, in order, each with its dotted key.
 
-    Values in ``seen`` are left out: a crafted pickle may refer to one value from many places.
+    Values in ``seen`` are left out, because a crafted pickle may refer to one value many times.
     """
     todo = [(place, value)]
     while todo:
@@ -310,7 +303,7 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _join(place: str, name: object) -> str:
-    """Return a dotted place; it does not grow without end."""
+    """Return a dotted key; a key of more than 100 characters is not extended."""
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))

@@ -1,9 +1,9 @@
 """Read a pickled state dict that ``torch.save`` wrote, without executing any code.
 
 torch's weights-only unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
-unpickler allocates any length that a crafted pickle requests. ``pickle_machine`` does neither. An
-object of a class that tensors do not need becomes an ``Opaque``, so that the weights beside it can be
-read. This module adds short cuts for the instructions that make up most of a state dict.
+unpickler allocates any length that a crafted pickle requests. ``pickle_machine`` calls no constructor
+and allocates no such length. This module adds faster code for the instructions that make up most of a
+state dict.
 """
 
 import re
@@ -22,7 +22,7 @@ from weighin.formats.unknown_file import AGAIN, RESAVE
 _PUT, _LONG_PUT, _GET, _BYTE, _WORD, _NONE, _FALSE = b"qrhKMN\x89"
 _TEXT, _OPEN, _TUPLE, _PAIR = b"X(t\x86"
 _MEMOIZE, _SHORT_TEXT, _LONG_GET, _DICT, _NOTHING = b"\x94\x8cj})"  # most of them of protocol 4
-_LONGEST_SMALL: Final = 5  # an instruction of run_usual with its operand, in bytes
+_LONGEST_SMALL: Final = 5  # bytes of an instruction of run_usual with its operand
 
 _REBUILD: Final = Named("torch._utils._rebuild_tensor_v2")
 _HOOKS: Final = Named("collections.OrderedDict")
@@ -38,15 +38,15 @@ _TENSOR: Final = re.compile(
     + rb"\x89h(.)\)R" + _PUTS + rb"t" + _PUTS + rb"R" + _PUTS,
     re.DOTALL,
 )  # fmt: skip
-"""The instructions for a tensor as torch.save writes them, after the tensor's name."""
+"""Matches the instructions of one tensor, after its name, as torch.save writes them."""
 
-_IN_TENSOR: Final = 24  # instructions in a match of _TENSOR, without shape and stride
-_MADE_IN_TENSOR: Final = 8  # objects that these make
+_IN_TENSOR: Final = 24  # instructions in a match of _TENSOR, without those of shape and stride
+_MADE_IN_TENSOR: Final = 8  # objects that the instructions of a match of _TENSOR make
 
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """A pickled value as plain records.
+    """A pickled value as records of ``tensor_refs``.
 
     Attributes:
         storages: every storage that the pickle refers to, by its key.
@@ -59,14 +59,14 @@ class Pickled:
 
     @property
     def refused(self) -> str:
-        """The first name that torch.load(weights_only=True) refuses; empty if it refuses none."""
+        """The first name that torch.load(weights_only=True) refuses; "" if torch.load refuses none."""
         return next((name for name in self.names if not is_safe(name)), "")
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
-    """Return the next pickled value of ``file``, with every object as a plain record.
+    """Return the next pickled value of ``file``, with a record of ``tensor_refs`` for every object.
 
-    ``base`` is the offset of ``file`` within the file at ``path``, for messages. ``resave`` is the
+    ``base`` is the offset in bytes of ``file`` within the file ``path``, for messages. ``resave`` is the
     repair for a damaged pickle.
 
     Raises:
@@ -94,14 +94,16 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte"
             f" {start + machine.at:,}: {reason}",
-            AGAIN if isinstance(error, Ended) and not base else resave,  # base: a part of the file
+            AGAIN
+            if isinstance(error, Ended) and not base
+            else resave,  # with a base, the pickle is a part of a file
         ) from error
 
 
 class _StateMachine(Machine):
-    """An interpreter with short cuts for the instructions of a state dict."""
+    """An interpreter with faster code for the instructions that make up most of a state dict."""
 
-    _rebuild: object = MARK  # the function's name once it is read: no value before
+    _rebuild: object = MARK  # the record of _rebuild_tensor_v2, once the pickle has named it
 
     def _name(self, module: str, name: str) -> None:
         super()._name(module, name)
@@ -111,8 +113,8 @@ class _StateMachine(Machine):
     def run_usual(self, left: int) -> int:  # noqa: PLR0912, PLR0915
         """Run the instructions that make up most of a state dict, up to the next other instruction.
 
-        Return the number of instructions that may still run. Each instruction does the same as its
-        method; calls of the methods would take twice the time.
+        Return ``left`` without the number of instructions that ran. Each branch repeats a method of
+        ``Machine``, because calls of the methods would take twice the time.
         """
         data, stack, memo, at = self._text_read, self._stack, self._memo, self.at
         marks, last = self._marks, len(data) - _LONGEST_SMALL
@@ -195,16 +197,16 @@ class _StateMachine(Machine):
         return left
 
     def _tensor(self, at: int, left: int) -> tuple[int, int]:
-        """Do at once what the instructions of a usual tensor do; return their end and their number.
+        """Run the instructions of one tensor at once; return the offset of their end, and their number.
 
-        Both are 0, and nothing is done, if the instructions are others, more than ``left``, or
-        describe anything unusual.
+        The method runs none and returns zeros if the instructions do not match ``_TENSOR``, if they are
+        more than ``left``, or if the tensor needs all checks of ``pickled_calls.call``.
         """
         found = _TENSOR.match(self._text_read, at)
         try:
             return self._usual_tensor(found, left) if found else (0, 0)
         except (KeyError, Malformed, NotTensors):
-            return 0, 0  # the instructions, one by one, give the value or the error
+            return 0, 0  # the single instructions then return the value, or raise the error
 
     def _usual_tensor(self, found: re.Match[bytes], left: int) -> tuple[int, int]:
         """Run the instructions of a match of ``_TENSOR``; change nothing before the last check."""
@@ -243,7 +245,7 @@ class _StateMachine(Machine):
 
 @lru_cache
 def _integers(instructions: bytes) -> tuple[int, ...]:
-    """Return the numbers that instructions of ``_INT`` push, in order."""
+    """Return the numbers in instructions that match ``_INT``, in order."""
     return tuple(
         int.from_bytes(b"".join(operand), "little")
         for operand in _OPERAND.findall(instructions.removeprefix(b"("))

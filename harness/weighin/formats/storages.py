@@ -1,17 +1,20 @@
-"""Compute how much memory the tensors of a checkpoint need, and how much their storages.
+"""Compare the tensors of a checkpoint, and compute the bytes of tensors and of their storages.
 
-``torch.save`` writes the whole storage of each tensor: a slice of a large tensor has a storage that is
-larger than its elements, and an expanded tensor has one that is smaller. A loader that calls
-``torch.load`` holds the storages, and a model holds the elements. This module uses only the standard
-library.
+``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than the
+slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the storages into memory; a
+model has memory for the elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.unknown_file import unreadable
+
+_PIECE_BYTES: Final = 4 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +22,10 @@ class Footprint:
     """The sizes of a checkpoint in bytes.
 
     Attributes:
-        tensor_bytes: the elements of all tensors, which a model holds; tied tensors count once.
-        storage_bytes: the storages, which ``torch.load`` reads.
-        used_bytes: the parts of the storages to which a tensor refers.
-        repeated: the names of the tensors with more elements than their storage.
+        tensor_bytes: the elements of all tensors; tied tensors count once.
+        storage_bytes: the storages of all tensors.
+        used_bytes: the bytes of the storages that belong to a tensor.
+        repeated: the names of the expanded tensors: their storages have fewer bytes than they.
     """
 
     tensor_bytes: int
@@ -32,12 +35,12 @@ class Footprint:
 
     @property
     def unused_bytes(self) -> int:
-        """The parts of the storages that belong to no tensor."""
+        """The bytes of the storages that belong to no tensor, as of a slice's storage beside the slice."""
         return self.storage_bytes - self.used_bytes
 
 
 def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
-    """Return a dict that maps each tied tensor to the first tensor of the same elements."""
+    """Return a dict from the name of each tied tensor to the first name of the same elements."""
     firsts: dict[object, str] = {}
     found = {}
     for one in slices:
@@ -47,8 +50,32 @@ def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
     return found
 
 
+def are_equal(one: TensorSlice, other: TensorSlice) -> bool:
+    """Tell whether two tensors of the same shape have the same dtype and the same bytes.
+
+    The function reads both tensors up to the first difference.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if (one.file, one.offset) == (other.file, other.offset):
+        return one.stride == other.stride
+    if one.dtype_name != other.dtype_name or one.nbytes != other.nbytes:
+        return False
+    return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
+
+
+def _pieces(where: TensorSlice) -> Iterator[bytes]:
+    try:
+        with where.file.open("rb") as file:
+            file.seek(where.offset)
+            for start in range(0, where.nbytes, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, where.nbytes - start))
+    except OSError as error:
+        raise unreadable(where.file, error) from error
+
+
 def footprint(slices: Sequence[TensorSlice]) -> Footprint:
-    """Return the sizes of these tensors and their storages."""
     tied = ties(slices)
     sizes: dict[tuple[Path, int], int] = {}
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}
@@ -69,7 +96,6 @@ def _blocks(whole: TensorSlice) -> Sequence[TensorSlice]:
 
 
 def _reach(one: TensorSlice) -> int:
-    """Return the number of bytes from a tensor's first to its last element, gaps included."""
     return one.span * ITEM_BYTES[one.dtype_name]
 
 

@@ -1,8 +1,7 @@
 """Write the names, shapes and dtypes of a checkpoint's tensors as one short string, and read it.
 
-Records contain this string as an argument of the model, so that a record alone identifies its
-model. The string is JSON in columns, compressed and in base64: 3 KiB for GPT-2 XL. This module uses
-only the standard library.
+A measurement's record contains this string, so that the record alone identifies the model. The string is
+JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
 """
 
 import base64
@@ -18,12 +17,12 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, is_sizes
 
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
-_MOST_BYTES: Final = 64 * 1024 * 1024  # the longest JSON text, since records may be forged
+_MOST_BYTES: Final = 64 * 1024 * 1024  # of JSON text, because records may be forged
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor. ``tied_to`` is the earlier tensor at the same place in the file, or None."""
+    """One tensor. ``tied_to`` names the earlier tensor at the same place in the file, or is None."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,10 +31,10 @@ class TensorShape:
 
 
 def pack(slices: Sequence[TensorSlice]) -> str:
-    """Return the structure of a checkpoint as a string.
+    """Return the names, shapes, dtypes and ties of a checkpoint's tensors as a string.
 
     Raises:
-        CheckpointError: the checkpoint has no tensors, or too many for a record.
+        CheckpointError: the checkpoint has no tensors, or its string is longer than 96 KiB.
     """
     if not slices:
         raise CheckpointError("the checkpoint has no tensors", "use a checkpoint with weights")

@@ -1,7 +1,6 @@
-"""Describe the values of a pickled checkpoint as plain records: its tensors, and all other objects.
+"""Define the records that stand for the values of a pickled checkpoint: tensors, and other objects.
 
-This module uses only the standard library. An object of a class that tensors do not need becomes an
-``Opaque``. ``pickled_calls`` says which record each call in a pickle makes.
+An object of a class that tensors do not need becomes an ``Opaque``. ``pickled_calls`` makes the records.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ STORAGES: Final = {
 STORED_BYTES: Final = {**ITEM_BYTES, **QUANTISED_BYTES}
 OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 REBUILD: Final = "torch._utils._rebuild_"
-_OF_MODULES: Final = {"_parameters", "_buffers"}  # in the state of every pickled nn.Module
+_OF_MODULES: Final = {"_parameters", "_buffers"}  # keys in the state of every pickled nn.Module
 _TITLES: Final = {
     "_codecs.encode": "bytes",
     "numpy.core.multiarray.scalar": "NumPy scalar",
@@ -31,8 +30,7 @@ _TITLES: Final = {
     "numpy.core.multiarray._reconstruct": "NumPy array",
     "numpy._core.multiarray._reconstruct": "NumPy array",
 }
-"""The names of some objects that a pickle describes by the function that makes them."""
-
+"""The titles of objects that a pickle describes by the name of the function that makes them."""
 
 _SAFE: Final = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
@@ -40,11 +38,11 @@ _SAFE: Final = frozenset({
     "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
     "torch.serialization._get_layout",
 })  # fmt: skip
-"""The names that torch.load(weights_only=True) accepts, beside dtypes, storages and tensors."""
+"""The classes and functions that torch.load(weights_only=True) accepts, without those of tensors."""
 
 
 class NotTensors(Exception):
-    """The pickle refers to a class or function, named by the argument, that tensors do not need."""
+    """The pickle refers to a class or function that tensors do not need; the argument is its name."""
 
 
 class Malformed(Exception):
@@ -60,22 +58,21 @@ class Named:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opaque:
-    """An object that was neither imported nor executed.
+    """An object in a pickle whose class is neither imported nor called.
 
     Attributes:
-        kind: the full name of its class, or of the function that makes it.
-        contents: records of the arguments, the state and the items that the pickle gives it.
+        kind: the full name of the object's class, or of the function that makes the object.
+        contents: records of the arguments, the state and the items in the pickle for this object.
     """
 
     kind: str
     contents: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return self.kind  # crafted contents may have no end
+        return self.kind  # the text of crafted contents may be endless
 
     @property
     def is_module(self) -> bool:
-        """Whether the object is a ``torch.nn.Module``."""
         return any(isinstance(one, dict) and one.keys() >= _OF_MODULES for one in self.contents)
 
     @property
@@ -86,10 +83,10 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OtherTensor(Opaque):
-    """A tensor of a kind that weighin does not read; ``kind`` is its title.
+    """A tensor of a kind that weighin does not read, such as a sparse tensor; ``kind`` names the kind.
 
     Attributes:
-        way: how to save its values as a plain tensor.
+        way: the repair: how to save the values as a plain tensor.
     """
 
     way: str = ""
@@ -107,7 +104,7 @@ class Size(tuple[int, ...]):
 
 @frozen_in_types
 class StorageRef:
-    """A storage: its key in the file, and the dtype and number of its elements."""
+    """A storage: the key in the file, the dtype, and the number of elements."""
 
     key: str
     dtype: str
@@ -129,7 +126,7 @@ class TensorRef:
     stride: tuple[int, ...]
 
     def located(self, name: str, file: Path, start: int) -> TensorSlice:
-        """Return the tensor's place in a file whose byte ``start`` is the first of its storage."""
+        """Return the tensor's place in a file; the tensor's storage begins at the byte ``start``."""
         offset = start + self.offset * ITEM_BYTES[self.dtype]
         return TensorSlice(
             name, self.shape, self.stride, self.dtype, file, offset, start, self.storage.nbytes
@@ -137,13 +134,13 @@ class TensorRef:
 
 
 class StateDict(dict[Any, Any]):
-    """An OrderedDict in a pickle, with the state that the pickle sets on it."""
+    """An OrderedDict in a pickle; ``state`` has the attributes that the pickle sets."""
 
     state: Any = None
 
     @property
     def metadata(self) -> dict[str, dict[str, object]] | None:
-        """The modules' version metadata, which torch sets as an attribute; None without it."""
+        """The modules' version metadata, an attribute of a state dict of torch; None without them."""
         metadata = self.state.get("_metadata") if isinstance(self.state, dict) else None
         if not isinstance(metadata, dict):
             return None
@@ -163,7 +160,7 @@ def is_safe(name: str) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the Python type that a pickled value had."""
+    """Return the name of the Python type of a pickled value, for messages."""
     names = {
         TensorRef: "Tensor", StorageRef: "storage", Named: "class or function",
         StateDict: "OrderedDict", Size: "torch.Size",

@@ -1,8 +1,8 @@
 """Write a file of tensorizer's format with the package tensorizer, for the strategy ``tensorizer``.
 
-weighin leaves this format to the package: ``write`` calls its ``TensorSerializer``, and only the
-strategy reads the file. Tied weights are written once, under the first of their names. The worker
-verifies the loaded model, as with every format.
+``write`` calls the package's ``TensorSerializer``. Only the strategy ``tensorizer`` reads such a file,
+with the same package. A tied weight is written once, under the first of its names. The worker verifies
+the loaded model, as with every format.
 
 ::
 
@@ -25,17 +25,15 @@ NAME: Final = "tensorizer"
 SUFFIX: Final = ".tensors"
 
 _MAGIC: Final = b"|TZR|"
-_INDEX_BYTES: Final = 256 * 1024  # the package reserves this space for its index
-_ENTRY_BYTES: Final = 33  # of a tensor in the index, without its name, torch's dtype and its shape
+_INDEX_BYTES: Final = 256 * 1024  # the package reserves these bytes of each file for its index
+_ENTRY_BYTES: Final = 33  # of a tensor in the index, without the name, the dtype and the shape
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file begins like a file of tensorizer."""
     return first_bytes(path).startswith(_MAGIC)
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint; raise CheckpointError if there is no such file."""
     check_present(path)
     return [path]
 
@@ -54,7 +52,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
     Raises:
         ConfigError: the package is missing.
-        FormatLimit: its index cannot hold as many names.
+        FormatLimit: the names of the tensors do not fit into the package's index.
     """
     try:
         from tensorizer import TensorSerializer, TensorType
@@ -74,7 +72,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
         for number, plan in enumerate(stored):
             values = torch.empty(plan.shape, dtype=plan.dtype)
             _fill(values, plan.name, pieces, progress)
-            index = number % 2**16  # two bytes in the file, which the strategy does not use
+            index = number % 2**16  # two bytes in the file; the strategy does not read them
             writer.write_tensor(index, plan.name, TensorType.STATE_DICT, values)
     finally:
         writer.close()

@@ -1,12 +1,10 @@
-"""Find the newest step in the folder of a training run, by the file in which the trainer names it.
+"""Find the newest step in the folder of a training run. The trainer names this step in a file:
 
 =====================================  ==========================================
 ``latest``                             DeepSpeed: the name of the step's folder
 ``latest_universal``                   DeepSpeed: the name of a universal checkpoint
 ``latest_checkpointed_iteration.txt``  Megatron-LM: the step's number, or "release"
 =====================================  ==========================================
-
-This module uses only the standard library.
 """
 
 from pathlib import Path
@@ -17,9 +15,9 @@ _MOST_BYTES: Final = 1000
 
 
 def named_step(path: Path) -> tuple[Path, Path] | None:
-    """Return the file that names the newest step of a run, and the step's folder; None without one.
+    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
 
-    The folder may be missing. The step is always a folder in ``path``.
+    The step's folder is in ``path``, and may be missing.
     """
     for name in _TAGS:
         text = _text(path / name)
@@ -31,7 +29,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
 
 
 def newest(path: Path) -> Path:
-    """Return the folder of the newest step in the folder of a run; ``path`` itself for any other."""
+    """Return the folder of a run's newest step; ``path`` itself if ``path`` is no folder of a run."""
     step = named_step(path)
     return step[1] if step and step[1].is_dir() else path
 

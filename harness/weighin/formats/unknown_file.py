@@ -1,6 +1,6 @@
-"""Tell what a path is that cannot be loaded, and what a file is by its first bytes.
+"""Say in an error what a path is that is no checkpoint: a missing file, a broken link, a web page.
 
-The module also shortens names for messages. ``unknown_folder`` tells what a folder is.
+``unknown_folder`` does the same for folders. The module also shortens names for messages.
 """
 
 from pathlib import Path
@@ -13,22 +13,22 @@ from weighin.formats.recognise import by_content
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
-"""The repair for a file that ends early. No other fault of a file proves that its copy is at fault."""
+"""The repair for a file that ends too early. Only this fault proves that the copy is incomplete."""
 
 RESAVE: Final = (
     "save it again with the program that wrote it; if that program cannot read it either, the file is"
     " damaged"
 )
-"""The repair for a file that breaks the rules of its format as weighin knows them."""
+"""The repair for a file that breaks a rule of its format."""
 
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
-"""The repair for a file that exceeds a limit of weighin."""
+"""The repair for a file with more tensors, or a longer directory, than weighin reads."""
 
 HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
 
 _MOST_SHOWN: Final = 100
-_MOST_BITS: Final = 256  # of an integer that is shown
+_MOST_BITS: Final = 256  # of the largest integer that an error shows
 _PATH_STARTS: Final = ("./", "../", "/", "~")
 _PATH_ENDS: Final = (
     "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
@@ -37,9 +37,9 @@ _PATH_ENDS: Final = (
 
 
 def looks_like_path(text: str) -> bool:
-    """Tell whether a text can only be a path, because it begins or ends like one.
+    """Tell whether a text can only be a path, and not the id of a model on the Hugging Face Hub.
 
-    "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it is an id of the Hub.
+    "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it may be an id.
     """
     if text.startswith(_PATH_STARTS) or text.endswith(_PATH_ENDS) or text in (".", ".."):
         return True
@@ -47,7 +47,6 @@ def looks_like_path(text: str) -> bool:
 
 
 def missing(path: Path | str) -> CheckpointError:
-    """Return the error for a path that does not exist."""
     return broken_link(Path(path)) or CheckpointError(
         f"{path}: no such file or folder", "check the path"
     )
@@ -59,7 +58,7 @@ def broken_link(path: Path) -> CheckpointError | None:
         if path.exists():
             return None
         target = path.readlink()
-    except (OSError, ValueError):  # no link, or not a valid file name
+    except (OSError, ValueError):  # the path is no link, or no valid file name
         return None
     what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
     if target.parent.name == "blobs" and (name := hub_id(path.parent)):
@@ -78,7 +77,7 @@ def is_file(path: Path) -> bool:
 
 
 def hub_id(snapshot: Path) -> str:
-    """Return the id of the model whose snapshot in the Hub's cache a folder is; else ""."""
+    """Return the model's id, "owner/name", for a snapshot folder in the Hub's cache; else ""."""
     snapshots, entry = snapshot.parent, snapshot.parent.parent.name
     if snapshots.name == "snapshots" and entry.startswith(HUB_ENTRY):
         return entry.removeprefix(HUB_ENTRY).replace("--", "/")
@@ -113,7 +112,7 @@ def check_present(path: Path) -> bytes:
 
 
 def _check_fetched(path: Path, head: bytes) -> None:
-    """Raise CheckpointError for a file in whose place something else was fetched, or nothing."""
+    """Raise CheckpointError for an empty file, a git-lfs pointer or a web page."""
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -129,10 +128,10 @@ def _check_fetched(path: Path, head: bytes) -> None:
 
 
 def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
-    """Return the error for a file whose text is not JSON; ``fault`` and ``repair`` are of the parser.
+    """Return the error for a file whose text is not JSON; ``fault`` is the JSON parser's message.
 
     Raises:
-        CheckpointError: something else was fetched in place of the file, or the text ends early.
+        CheckpointError: the file is empty, or is a git-lfs pointer or a web page.
     """
     _check_fetched(path, text)
     if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
@@ -149,7 +148,6 @@ def unreadable(path: Path | str, error: OSError) -> CheckpointError:
 
 
 def unknown(path: Path, head: bytes) -> CheckpointError:
-    """Return the error for a file of an unknown kind, by its first bytes."""
     return CheckpointError(
         f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
         "save the weights with torch.save or safetensors, with the program that wrote the file",
@@ -157,7 +155,7 @@ def unknown(path: Path, head: bytes) -> CheckpointError:
 
 
 def first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file; the result is empty if the file cannot be read."""
+    """Return the first 512 bytes of a file; b"" if the file cannot be read."""
     try:
         return read_head(path) if path.is_file() else b""  # opening a pipe would block
     except OSError:

@@ -1,4 +1,4 @@
-"""Tell what a folder is that is neither a model nor a checkpoint, by the names in it."""
+"""Say in an error what a folder is that is neither a model nor a checkpoint, by its files' names."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _OTHER_FRAMEWORKS: Final = (
 def no_model(folder: Path) -> CheckpointError:
     """Return the error for a folder that is neither a model nor a checkpoint.
 
-    The message says what lies in the folder, and the repair says what to give instead.
+    The message names the kind of folder, and the repair names the path to give instead.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     for name in names:
@@ -47,7 +47,7 @@ def models_below(folder: Path) -> list[str]:
 
 
 def _recognised(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what a folder may be, each with the next step; the first one decides."""
+    """Yield descriptions of the folder, each with a repair; the first one applies."""
     if not names:
         yield "an empty folder", "give a checkpoint file, or the folder of a model"
     if ADAPTER in names:
@@ -83,7 +83,7 @@ def _recognised(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]
 
 
 def _of_weights(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what a folder with files of weights may be."""
+    """Yield descriptions of a folder with files of weights, each with a repair."""
     if variants := [match for name in names if (match := _VARIANT.fullmatch(name))]:
         variant = variants[0][1]
         yield (
@@ -131,7 +131,7 @@ def _weights(names: Sequence[str]) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder; empty for a file, and if this user must not read the folder."""
+    """Return the names in a folder; none for a file, or for a folder that this user cannot read."""
     with suppress(OSError):
         return [entry.name for entry in folder.iterdir()]
     return []

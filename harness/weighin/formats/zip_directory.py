@@ -1,11 +1,9 @@
-"""Find the records of a zip archive that ``torch.save`` wrote.
+"""Find the records of a zip archive that ``torch.save`` wrote, with the standard library alone.
 
-This module uses only the standard library.
-
-Python's ``zipfile`` is not used because a crafted archive can make it read a directory of any size
-at once. torch's own reader is not used because it would need torch. Only archives like torch's are
-accepted: their records are not compressed, lie within the file, do not overlap, and have unique
-names. Other archives are named for what they are (``recognise.py``).
+This module does not use Python's ``zipfile``, because a crafted archive can make ``zipfile`` read a
+directory of any size at once. This module does not use torch's reader, because the parent process must
+not import torch. The records of an accepted archive are not compressed, lie within the file, do not
+overlap, and have unique names. ``recognise`` names the kind of any other archive.
 """
 
 import os
@@ -13,23 +11,20 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import DEFAULT_BUFFER_SIZE
+from io import DEFAULT_BUFFER_SIZE, RawIOBase
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.late_disk import is_late, read_headers
 from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
 from weighin.formats.unknown_file import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
-if TYPE_CHECKING:
-    from weighin.formats.file_view import FileView
-
 MOST_DIRECTORY_BYTES: Final = 32 * 1024**2
 MOST_RECORDS: Final = 250_000
 
-# Magic, disks, entries, directory's size and start, comment.
+# _END: magic number, disks, entries, size and offset of the directory, length of the comment.
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64: Final = struct.Struct("<4sLQL")
@@ -37,7 +32,7 @@ _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _LONGEST_COMMENT: Final = 65_535
 _ENCRYPTED: Final = 1
-_MOST_AHEAD_BYTES: Final = 1024**2  # of a record that is no tensor: the pickle
+_MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel reads ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,11 @@ class _Entry:
 class Archive:
     """The checked records of one archive. ``file`` must stay open as long as records are read."""
 
-    def __init__(self, path: Path, file: "IO[bytes] | FileView") -> None:
-        """Read the directory; ``path`` is for messages.
+    def __init__(self, path: Path, file: IO[bytes] | RawIOBase) -> None:
+        """Read the archive's directory from ``file``; errors name the file ``path``.
 
         Raises:
-            CheckpointError: the archive is damaged; the message names the file and the place of the
-                damage.
+            CheckpointError: the archive is damaged; the message names the place of the damage.
         """
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
@@ -113,7 +107,6 @@ class Archive:
         return self._read(record.start, record.size)
 
     def _directory(self) -> tuple[int, int]:
-        """Return the offset and the length of the central directory."""
         tail_at = max(0, self._size - _END.size - _LONGEST_COMMENT)
         tail = self._read(tail_at, self._size - tail_at)
         end_at = tail.rfind(b"PK\5\6")
@@ -154,7 +147,7 @@ class Archive:
             yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return the values of an entry, with 64-bit values taken from its extra field."""
+        """Return an entry's values; the entry's extra field has those that need 64 bits."""
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):
@@ -170,7 +163,10 @@ class Archive:
         return values
 
     def _announce(self, entries: Sequence[_Entry], late: bool) -> dict[int, bytes]:
-        """Ask the kernel to read all local headers ahead; on a late disk, read and return them."""
+        """Ask the kernel to read all local headers ahead; on a disk with slow answers, read them here.
+
+        The result maps the offset of each header that was read to the header's bytes.
+        """
         try:
             descriptor = self._file.fileno()
         except OSError:
@@ -186,7 +182,6 @@ class Archive:
         return read_headers(self._path, [one.local_at for one in entries], _LOCAL.size)
 
     def _record(self, name: str, local_at: int, size: int, directory_at: int) -> ZipRecord:
-        """Return the place of a record's bytes, which follow its local header."""
         if local_at + _LOCAL.size <= directory_at:
             text = self._headers.get(local_at, b"")
             if len(text) < _LOCAL.size:
@@ -221,7 +216,7 @@ class Archive:
 
 
 def check_file(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
+    """Raise CheckpointError unless ``path`` is a zip file; the message names the file's kind."""
     head = check_present(path)
     if is_zip(head):
         return

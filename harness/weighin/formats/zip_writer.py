@@ -1,9 +1,9 @@
 """Write the same zip files as ``torch.save``, in bounded memory.
 
 ``torch.save`` itself writes the archive with holes in place of the tensors
-(``torch.serialization.skip_data``), so that the file has exactly torch's structure. Several threads
-then write the tensors piece by piece into the holes, and the tensors' CRC-32s into the zip's
-records. No tensor is ever in memory as a whole.
+(``torch.serialization.skip_data``), so that the file has exactly torch's structure. Threads then write
+the tensors piece by piece into the holes, and the tensors' CRC-32s into the zip's records. No tensor is
+ever in memory as a whole.
 """
 
 import os
@@ -26,19 +26,19 @@ from weighin.formats.base import Pieces, Plans, Progress
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
-_DESCRIPTOR: Final = b"PK\x07\x08"  # of the data descriptor after a record
-_ENTRY: Final = b"PK\x01\x02"  # of a record's entry in the central directory
+_DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
+_ENTRY: Final = b"PK\x01\x02"  # the magic number of an entry in the central directory
 
 
-_holes = False  # whether tensors' values are left out: see leaving_holes
+_holes = False  # whether writers leave out the tensors' values: see leaving_holes
 
 
 @contextmanager
 def leaving_holes() -> Iterator[None]:
     """Make all writes within the context leave holes in place of the tensors' values.
 
-    A file with holes has its whole structure but takes almost no disk space, and its CRC-32s are
-    wrong. Such files are for callers that read no values.
+    A file with holes has its whole structure and almost no blocks on the disk. Its CRC-32s are wrong, so
+    that such files are only for callers that read no values.
     """
     global _holes  # noqa: PLW0603 (else every format would have to pass the flag on)
     _holes = True
@@ -49,18 +49,17 @@ def leaving_holes() -> Iterator[None]:
 
 
 def leaves_holes() -> bool:
-    """Tell whether tensors' values are left out."""
     return _holes
 
 
 def finish(descriptor: int) -> None:
-    """Sync a written file and drop it from the page cache, unless its values were left out."""
+    """Sync a written file and drop it from the page cache, unless the file has holes."""
     if not _holes:
         drop_written(descriptor)
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor whose memory is never touched and so is never resident."""
+    """Return a CPU tensor without values; nothing touches its memory, so that no page is resident."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
@@ -81,8 +80,8 @@ def write_pt(
 ) -> None:
     """Write a state dict as ``torch.save`` does, with each tensor's values from ``pieces``.
 
-    Names whose placeholder is the same tensor share one storage in the file; ``pieces`` is
-    called for the first of these names. The file is synced and dropped from the page cache.
+    Names with the same tensor in ``blanks`` share one storage in the file; ``pieces`` is called for the
+    first of these names. The file is synced and dropped from the page cache.
 
     Raises:
         ValueError: the pieces of a tensor have another total size than its placeholder.
@@ -98,7 +97,7 @@ def write_pt(
 def write_tensor(
     path: Path, tensor: torch.Tensor, pieces: Iterable[torch.Tensor], progress: Progress | None
 ) -> None:
-    """Write one tensor to a file as ``torch.save(tensor, path)`` does, with values from ``pieces``."""
+    """Write the file of ``torch.save(tensor, path)``, with values from ``pieces``."""
     with torch.serialization.skip_data():
         torch.save(tensor, path)
     fill_holes(path, [""], lambda _: pieces, progress)
@@ -131,7 +130,7 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
 
 
 class WrittenRecord:
-    """One ``data/N`` of the archive: the place of its bytes, and the two places of its CRC-32."""
+    """One record ``data/N`` of the archive: the place of its bytes, and the offsets of its CRC-32s."""
 
     def __init__(self, start: int, size: int, entry: int) -> None:
         self.start, self.size = start, size
@@ -144,7 +143,6 @@ class WrittenRecord:
 
 
 def data_records(path: Path, descriptor: int) -> list[WrittenRecord]:
-    """Return the tensor records in the order of their numbers."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         entry_at = archive.start_dir
@@ -189,7 +187,7 @@ def fill(
     pieces: Callable[[], Iterable[torch.Tensor]],
     flusher: "Flusher",
 ) -> None:
-    """Write the values of ``pieces`` into a record, and their CRC-32 into its two places.
+    """Write the values of ``pieces`` into a record, and the CRC-32 of the values beside it.
 
     Raises:
         ValueError: the values have another total size than the record.
@@ -225,7 +223,6 @@ def written(
 
 
 def write_all(descriptor: int, data: memoryview, at: int) -> None:
-    """Write all of ``data`` to a file at the offset ``at``."""
     while data:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
