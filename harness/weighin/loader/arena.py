@@ -1,9 +1,9 @@
 """Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file share one area.
 
-One read can then fill several tensors, and so can have the size that is fastest for the disk or the
-page cache. The tensors of an area share huge pages. Each tensor has its own storage, whose memory
-is freed with the tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own
-allocations, because the memory address affects how some operations round.
+In a shared area, one large read fills several small tensors, which is faster than a read for each. The
+tensors of an area share huge pages. Each tensor has its own storage, whose memory is freed with the
+tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own allocations, because the memory
+address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,10 @@ _CPU: Final = torch.device("cpu")
 
 
 class MemoryNeed(NamedTuple):
-    """A tensor that needs memory, and the place of its values in the checkpoint.
+    """A tensor of the model that needs new memory, and its source in the checkpoint.
 
-    ``tensor`` already has its shape and strides, without gaps. The new memory becomes its data.
+    ``tensor`` already has its final shape and strides, without gaps; ``dtype`` and ``device`` are those
+    of the new memory.
     """
 
     source: TensorSlice
@@ -32,13 +33,13 @@ class MemoryNeed(NamedTuple):
     device: torch.device
 
     def give(self, flat: torch.Tensor) -> Fill:
-        """Set the tensor's data to the flat memory; return the ``Fill`` that reads the values."""
+        """Make flat memory the tensor's data, and return the ``Fill`` that reads its values."""
         self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
         return Fill(self.source, self.tensor.detach())
 
     @property
     def stays(self) -> bool:
-        """Whether the tensor is on the CPU and has the same bytes, in the same order, as the file."""
+        """Whether the bytes of the file can be read into the tensor's memory as they are."""
         source, tensor = self.source, self.tensor
         return (
             self.device == _CPU
@@ -68,7 +69,7 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Adjacent tensors of one file, in the file's order, and the memory area that they share."""
+    """Tensors that are adjacent in a file, and the memory area that they share in the file's order."""
 
     members: tuple[torch.Tensor, ...]
     source: TensorSlice
@@ -105,23 +106,22 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
         if stays:
             run.append(need)
         else:
-            yield need.give(_alone(need, 0))
+            yield need.give(_own_memory(need, 0))
     yield from _together(run)
 
 
-def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
-    """Return memory for one tensor, with the alignment to pages that ``offset`` has."""
+def _own_memory(need: MemoryNeed, offset: int) -> torch.Tensor:
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield one shared area for adjacent large tensors of a file; give small tensors own memory."""
+    """Yield one shared area for adjacent tensors of at least 2 MiB together, else memory for each."""
     if not run:
         return
     start = run[0].source.offset
     size = _end(run[-1].source) - start
     if len(run) == 1 or size < HUGE_PAGE_BYTES:
-        yield from (need.give(_alone(need, need.source.offset)) for need in run)
+        yield from (need.give(_own_memory(need, need.source.offset)) for need in run)
         return
     area = Area(size, start)
     members = []

@@ -1,4 +1,4 @@
-"""Fill tensors from a checkpoint's files: divide them into reads, and run the threads that read."""
+"""Fill tensors from a checkpoint's files: divide the tensors into reads, and run the threads that read."""
 
 import os
 import threading
@@ -27,8 +27,8 @@ from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size in bytes of a thread's reads if no dtype is converted. With large reads, a thread seldom
-takes the lock of the queue of reads."""
+"""The size in bytes of a thread's reads if no dtype is converted. The reads are large so that the
+threads seldom wait for the lock of the queue of reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # reads
@@ -37,7 +37,7 @@ _MOSTLY: Final = 0.75
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill:
-    """One tensor of a checkpoint, and the tensor of the same shape that receives its values."""
+    """A tensor in a checkpoint (``source``), and the tensor of the same shape to fill (``memory``)."""
 
     source: TensorSlice
     memory: torch.Tensor
@@ -68,7 +68,7 @@ class Fill:
             yield from _cut(where, where.offset, target.permute(order), most_bytes)
 
     def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each range of a file, with the part of the tensor that this range holds."""
+        """Yield each block of the file, and the part of ``memory`` that receives the block."""
         if not self.source.parts:
             yield self.source, self.memory
         for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
@@ -79,7 +79,7 @@ class Fill:
 
 
 def is_readable(source: TensorSlice) -> bool:
-    """Tell whether the elements are stored without gaps, in any order of the dimensions."""
+    """Tell whether a tensor's elements are stored without gaps, in any order of the dimensions."""
     if not source.parts:
         return source.contiguous or file_order(source) is not None
     return all(file_order(part.where) is not None for part in source.parts)
@@ -88,7 +88,7 @@ def is_readable(source: TensorSlice) -> bool:
 def file_order(where: TensorSlice) -> list[int] | None:
     """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    The result is None if the elements have gaps between them, or overlap.
+    The result is None if there are gaps between the elements, or the elements overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))
@@ -100,7 +100,7 @@ def file_order(where: TensorSlice) -> list[int] | None:
 def _cut(
     source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
 ) -> Iterator[Piece]:
-    """Yield the reads that fill ``target`` with the file's bytes from ``offset`` on."""
+    """Yield the reads that fill ``target``, strided or contiguous, with the bytes from ``offset`` on."""
     if target.is_contiguous():
         yield from cut(source, offset, target, most_bytes)
         return
@@ -119,11 +119,10 @@ def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[N
     """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
     The ``with`` statement ends after the last read. The first error, in a thread or in the body,
-    stops all threads. The threads and the body share the GIL, so that they delay each other a
-    little. Torch computes on one thread until the ``with`` statement ends.
+    stops all threads. Torch computes on one thread until the ``with`` statement ends.
 
     Args:
-        disk: the threads that read if the files are not cached.
+        disk: chooses the number of threads if the files are not cached.
     """
     if not stretches:
         yield
@@ -160,8 +159,28 @@ def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[N
             future.result()
 
 
+def compute(fills: Iterable[Fill], threads: int | None) -> None:
+    """Call the functions that compute tensors from a file's bytes; the first error ends the load.
+
+    Args:
+        threads: the number of threads, at most one for each processor; each needs a few MiB.
+    """
+    most = min(threads or cache_threads(), cache_threads())
+    largest_first = sorted(fills, key=lambda one: one.memory.nbytes, reverse=True)
+    with one_thread_each, ThreadPoolExecutor(most) as pool:
+        futures = [
+            pool.submit(one.source.fill, one.memory) for one in largest_first if one.source.fill
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers, Lent]:
-    """Return the threads that read, and their reads."""
+    """Return the number of threads that read with the size of their buffers, and all reads."""
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
     with closing(PieceReader()) as reader:
@@ -179,7 +198,7 @@ def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers,
 
 
 def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files; large tensors are divided equally among the threads."""
+    """Yield the reads of cached files; each large tensor becomes equal reads, as many for each thread."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -197,9 +216,10 @@ def cache_threads() -> int:
 
 
 class _OneThreadEach:
-    """Makes torch compute on one thread; otherwise each reading thread would start a thread pool.
+    """Makes torch compute on one thread, because each thread that reads would start a pool of threads.
 
-    The setting applies to the whole process. The last of several concurrent loads restores it.
+    ``torch.set_num_threads`` applies to the whole process. If several loads run at once, the last one
+    restores the number of threads.
     """
 
     def __init__(self) -> None:
@@ -224,21 +244,21 @@ one_thread_each = _OneThreadEach()
 
 
 def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
-    """Tell whether most bytes of these reads are in the page cache.
+    """Tell whether at least 3/4 of the bytes of these reads are in the page cache.
 
-    One missing page is no proof that the file is not cached, because the kernel may have reclaimed
-    single pages of a cached file.
+    A file counts as cached even if pages are missing, because the kernel may reclaim single pages.
     """
     cached_bytes, all_bytes = 0.0, 0
     for piece in pieces:
-        share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
+        opened = reader.opened(piece.source.file)
+        share = opened.cached_share(piece.offset, piece.source_bytes)
         cached_bytes += share * piece.source_bytes
         all_bytes += piece.source_bytes
     return cached_bytes >= _MOSTLY * all_bytes
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of all threads' buffers in bytes, the most memory that filling adds."""
+    """Return the size of all threads' buffers in bytes: an upper bound for the memory beside the model."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

@@ -1,4 +1,4 @@
-"""Read a piece of a file into a piece of memory; convert it and copy it to the GPU if necessary."""
+"""Read a piece of a file into memory, convert its dtype, and copy it to the GPU."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +15,9 @@ from weighin.loader.in_place_cast import read_shrinking, shrinks
 from weighin.loader.mapped_copy import WINDOW_BYTES
 
 MOST_BETWEEN_BYTES: Final = 64 * 1024
-"""The largest gap between two pieces of a file that one read covers, in bytes."""
+"""The largest gap in the file between two pieces of one read, in bytes."""
 
-_MOST_PIECES: Final = (
-    80  # a piece may take three pages of a reader's buffer, and two buffers of a call
-)
+_MOST_PIECES: Final = 80  # of one read: a piece takes up to three pages of the reader's buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +50,7 @@ class Piece:
 
     @property
     def buffered(self) -> bool:
-        """Whether the piece is read through a buffer, which adjacent pieces can share."""
+        """Whether the piece is read through the thread's buffer, together with adjacent pieces."""
         return (
             not self.plain
             and not self.target.is_cuda
@@ -61,7 +59,7 @@ class Piece:
         )
 
     def parts(self, most_bytes: int) -> Iterator["Piece"]:
-        """Yield this read in parts that each read at most ``most_bytes`` of the file."""
+        """Yield this read in parts of at most ``most_bytes`` of the file."""
         if self.source_bytes <= most_bytes:
             yield self
             return
@@ -89,10 +87,10 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int)
 
 
 class Runs:
-    """A queue of pieces, from which several threads take runs of adjacent pieces: one read each.
+    """A queue of pieces that several threads read. A run is several adjacent pieces, for one read.
 
     Args:
-        most_bytes: the largest size of a run that is not converted, in bytes.
+        most_bytes: the largest size in bytes of a run whose pieces keep their dtype.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
@@ -105,8 +103,8 @@ class Runs:
         """Return the next run; an empty list if nothing is left.
 
         Args:
-            most_converted_bytes: the largest size of a run that is converted, in bytes. Such a run
-                must fit into the thread's buffer.
+            most_converted_bytes: the largest size in bytes of a run that changes its dtype, because
+                such a run must fit into the thread's buffer.
         """
         run: list[Piece] = []
         with self._lock:
@@ -160,7 +158,7 @@ class PieceFiller:
 
     @property
     def most_converted_bytes(self) -> int:
-        """The largest size of a run that is converted, in bytes."""
+        """The largest size in bytes of a run whose pieces change their dtype."""
         return self._pieces.piece_bytes
 
     def fill(self, run: Sequence[Piece]) -> None:
@@ -182,7 +180,7 @@ class PieceFiller:
 
     def _convert_run(self, run: Sequence[Piece]) -> None:
         file, start, end = run[0].source.file, _aligned(run[0].offset), run[-1].end
-        if self._pieces.is_cached(file, start, end - start):
+        if self._pieces.opened(file).is_cached(start, end - start):
             for piece in run:
                 self._read(piece)
             return
@@ -196,9 +194,9 @@ class PieceFiller:
             self._pieces.read(source.file, memory_of(target), offset)
         elif offset % source.dtype.itemsize:
             self._convert_copies(piece)  # misaligned elements are copied first
-        elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
+        elif (opened := self._pieces.opened(source.file)).is_cached(offset, piece.source_bytes):
             for part in piece.parts(WINDOW_BYTES):
-                with self._pieces.looking(source.file, part.offset, part.source_bytes) as mapped:
+                with opened.looking(part.offset, part.source_bytes) as mapped:
                     _convert(part, mapped)
         elif not self._borrows and shrinks(source, target):
             done = read_shrinking(self._pieces, source, offset, target)
@@ -213,7 +211,7 @@ class PieceFiller:
 
 
 def _convert(piece: Piece, content: memoryview) -> None:
-    """Copy the elements in ``content`` to the target, converted to its dtype."""
+    """Convert the elements in ``content`` to the target's dtype, and write them to the target."""
     if piece.target.numel():
         values = torch.frombuffer(content, dtype=piece.source.dtype)
         piece.target.copy_(values.view(piece.target.shape))
@@ -248,11 +246,11 @@ class _GpuCopier:
 
 
 class Fillable(Protocol):
-    """Memory and the reads that fill it."""
+    """A block of memory, with the reads that fill it."""
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory to fill: one tensor, or an area of bytes that several tensors share."""
+        """The memory to fill: a tensor, or a tensor of bytes that holds several tensors."""
 
     @property
     def members(self) -> Sequence[torch.Tensor]:
@@ -264,8 +262,7 @@ class Fillable(Protocol):
 
     @property
     def scattered(self) -> bool:
-        """Whether the values lie in several places of the files."""
-        ...
+        """Whether the values are in several ranges of the files."""
 
     @property
     def source_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Fill many small tensors in their present memory: one read for neighbours in a file.
+"""Fill many small tensors in their present memory, hundreds of them by one vectored read.
 
-A small tensor gains nothing from memory of its own in huge pages, and its costs are those of the calls
-for it. So its present memory is filled, and one vectored read fills hundreds of tensors.
+A tensor of at most 64 KiB gains nothing from huge pages. Its load time is mostly the time of function
+calls, so that one call must fill many tensors.
 """
 
 from bisect import bisect_right
@@ -22,14 +22,14 @@ from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.fill import cache_threads, one_thread_each
 
 SMALL_BYTES: Final = 64 * 1024
-_LEAST_TENSORS: Final = 16  # side by side; fewer are read with the large tensors around them
+_LEAST_TENSORS: Final = 16  # fewer adjacent tensors are read together with larger tensors
 _MOST_TENSORS: Final = 500  # in one read: a tensor and a gap are two of the 1024 buffers of preadv
 _MOST_PROBED: Final = 16  # reads
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbours in a file, in its order, and the tensors that receive their bytes."""
+    """A range of a file with the bytes of several tensors, and these tensors in the file's order."""
 
     file: Path
     start: int
@@ -43,7 +43,7 @@ class Group:
         return self.end - self.start
 
     def parts(self, most_bytes: int) -> Iterator["Group"]:
-        """Yield this group in parts that each take a read of at most ``most_bytes``."""
+        """Yield this group in parts whose reads have at most ``most_bytes``."""
         if self.nbytes <= most_bytes:
             yield self
             return
@@ -60,7 +60,7 @@ class Group:
 def divide(
     loads: Sequence[DeferredLoad], device: torch.device, dtype: torch.dtype | None
 ) -> tuple[list[Group], list[DeferredLoad]]:
-    """Return the groups of small tensors that only need their bytes, and all other loads.
+    """Return the groups of small tensors that need no conversion, and all other loads.
 
     Args:
         loads: sorted by file and offset.
@@ -103,7 +103,7 @@ def divide(
 
 
 def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
-    """Tell whether a tensor is small and keeps its dtype, and its bytes lie side by side in the file."""
+    """Tell whether a tensor is small, keeps its dtype, and is contiguous in the file and in memory."""
     target, source = load.target, load.promise
     return (
         load.source is None
@@ -127,7 +127,7 @@ def _group(run: Sequence[DeferredLoad]) -> Group:
 
 
 def buffer_bytes(groups: Sequence[Group], threads: int | None) -> int:
-    """Return the size of all threads' buffers in bytes where no file is cached."""
+    """Return the size of all threads' buffers in bytes if no file is cached."""
     return sum(sorted(group.nbytes for group in groups)[-(threads or DISK_THREADS) :])
 
 
@@ -135,7 +135,7 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
     """Read the values of all groups; the first error ends the load.
 
     Args:
-        disk: the threads that read if the files are not cached.
+        disk: chooses the number of threads if the files are not cached.
     """
     if not groups:
         return
@@ -154,7 +154,7 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
 
 def _is_cached(groups: Sequence[Group], reader: PieceReader) -> bool:
     return all(
-        reader.is_cached(group.file, group.start, group.nbytes)
+        reader.opened(group.file).is_cached(group.start, group.nbytes)
         for group in groups[:: len(groups) // _MOST_PROBED + 1]
     )
 

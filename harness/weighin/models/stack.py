@@ -1,7 +1,7 @@
-"""Define a stack of equal linear layers, to see what a load costs per tensor.
+"""Define a stack of equal linear layers, to measure how the time of a load depends on the tensors.
 
-Two stacks of one size, one with many small tensors and one with few large ones, take the same time
-in a loader whose cost depends only on the number of bytes.
+Compare two stacks with the same number of bytes, one with many small tensors and one with few large
+tensors. If a loader's time depends only on the number of bytes, both loads take the same time.
 """
 
 from collections.abc import Iterator

@@ -159,7 +159,7 @@ def _legacy(ledger: Ledger) -> Any:
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
-    from weighin.loader import computed, fill, small
+    from weighin.loader import fill, small
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.reads import Fillable
 
@@ -189,7 +189,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
-    def fill_all(fills: Sequence[fill.Fill], _threads: int | None) -> None:
+    def compute(fills: Sequence[fill.Fill], _threads: int | None) -> None:
         for one in fills:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes
@@ -204,7 +204,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     with (
         patch.object(fill, "being_filled", being_filled),
         patch.object(small, "fill_all", fill_groups),
-        patch.object(computed, "fill_all", fill_all),
+        patch.object(fill, "compute", compute),
         patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield
