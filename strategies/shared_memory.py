@@ -95,7 +95,7 @@ def _tensor(memory: mmap.mmap, offset: int, dtype: torch.dtype, count: int) -> t
 
 
 def _read(file: int, target: memoryview, offset: int) -> None:
-    """Read a range of the file, and let its pages leave the page cache."""
+    """Read a range of the file, and drop its pages from the page cache."""
     while target:
         size = os.preadv(file, [target[: 2**24]], offset)
         if not size:

@@ -1,4 +1,4 @@
-"""Get the arguments of a model's forward pass from ``example_inputs`` in the builder's module."""
+"""Get the arguments of a model's forward pass from the function ``example_inputs`` of its builder."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Inputs:
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return the builder's example inputs for one forward pass; None if its module has none.
+    """Return the inputs of one forward pass; None if the builder's module has no ``example_inputs``.
 
     ``example_inputs`` may return a tuple or list of positional arguments, a mapping of keyword
     arguments, or one tensor. The inputs are on the CPU, with floating-point tensors of ``dtype``.
@@ -50,7 +50,7 @@ def example_inputs(
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with ``change`` applied to its tensors, even in tuples, lists and dicts."""
+    """Return a value with ``change`` applied to its tensors, also inside tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
