@@ -6,9 +6,9 @@ no code reads is therefore never touched, and takes no RAM. If code reads such m
 executes the writes on which the values depend. The order and the random numbers are those of an
 execution without a log.
 
-The log patches no function, and affects only the recording thread. It also notices the methods in
-``_DIRECT_READS``, which read a tensor's memory without a torch operation. It cannot notice a read through
-``data_ptr()``.
+The log patches no function, and affects only the recording thread. The log also notices the methods in
+``_DIRECT_READS``, which read a tensor's memory without a torch operation. The log cannot notice a read
+through ``data_ptr()``.
 """
 
 from collections import Counter

@@ -11,8 +11,8 @@ import torch
 def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Move parameters and persistent buffers from the meta device to uninitialised CPU memory.
 
-    Each tensor stays the same Python object, so that all references to the tensor stay valid. The
-    exception is a tensor with weak references, which becomes a new object. If the body of the ``with``
+    Each tensor stays the same Python object, so that all references to the tensor stay valid. A
+    tensor with weak references is nevertheless replaced by a new object. If the body of the ``with``
     statement raises, the tensors return to the meta device.
 
     Args:

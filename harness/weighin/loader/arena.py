@@ -7,15 +7,14 @@ address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
 from weighin.formats.base import TensorSlice
-from weighin.loader.fill import Fill, file_order
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area, allocate
-from weighin.loader.reads import MOST_BETWEEN_BYTES, Fillable, Piece, cut
+from weighin.loader.pieces import Fill, file_order
+from weighin.loader.reads import MOST_BETWEEN_BYTES
 
 _CPU: Final = torch.device("cpu")
 
@@ -67,31 +66,7 @@ class MemoryNeed(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Neighbours:
-    """Tensors that are adjacent in a file, and the memory area that they share in the file's order."""
-
-    members: tuple[torch.Tensor, ...]
-    source: TensorSlice
-    memory: torch.Tensor
-
-    @property
-    def converts(self) -> bool:
-        return False
-
-    @property
-    def scattered(self) -> bool:
-        return False
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source.nbytes
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        yield from cut(self.source, self.source.offset, self.memory, most_bytes)
-
-
-def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
+def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fill]:
     """Allocate memory for all tensors, and yield the parts to fill.
 
     Args:
@@ -114,7 +89,7 @@ def _own_memory(need: MemoryNeed, offset: int) -> torch.Tensor:
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
-def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
+def _together(run: Sequence[MemoryNeed]) -> Iterator[Fill]:
     """Yield one shared area for adjacent tensors of at least 2 MiB together, else memory for each."""
     if not run:
         return
@@ -129,7 +104,7 @@ def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
         flat = area.tensor(need.source.offset - start, need.tensor.numel(), need.dtype)
         members.append(need.give(flat).memory)
     source = TensorSlice("", (size,), (1,), "uint8", run[0].source.file, start, start, size)
-    yield Neighbours(tuple(members), source, area.whole)
+    yield Fill(source, area.whole, tuple(members))
 
 
 def _end(source: TensorSlice) -> int:

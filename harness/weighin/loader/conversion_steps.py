@@ -1,7 +1,7 @@
 """Divide the dequantisation of a tensor into steps that each compute some rows of the result.
 
-A matrix has tables beside its codes: scales and zero points. They are small, so that the loader reads
-them once for all steps of the matrix.
+A quantised matrix consists of codes, scales and zero points. The loader reads the scales and the zero
+points only once for all steps of a matrix, because these tensors are small.
 """
 
 import json

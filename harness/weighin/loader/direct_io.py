@@ -3,8 +3,8 @@
 A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``, for
 two reasons: such a read is faster than a read through the page cache, and it adds no page that the
 kernel charges to the process's cgroup. One read fills targets that are adjacent in the file
-(``vectored``). If the file system refuses ``O_DIRECT``, the file is read through the page cache. Its
-pages are then dropped from the page cache as soon as they are read.
+(``vectored``). If the file system refuses ``O_DIRECT``, the file is read through the page cache, and
+each page is dropped from the page cache after its read.
 """
 
 import ctypes

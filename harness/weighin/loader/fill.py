@@ -1,18 +1,16 @@
-"""Fill tensors from a checkpoint's files: divide the tensors into reads, and run the threads that read."""
+"""Run the threads that fill tensors from a checkpoint's files."""
 
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import ceil
 from typing import Final
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import (
     BUFFER_BYTES,
     COPIED_BYTES,
@@ -23,7 +21,8 @@ from weighin.loader.direct_io import (
 )
 from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES
-from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
+from weighin.loader.pieces import Fill, Piece
+from weighin.loader.reads import PieceFiller, Runs
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
@@ -35,87 +34,8 @@ _MOST_PROBED: Final = 16  # reads
 _MOSTLY: Final = 0.75
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
-    """A tensor in a checkpoint (``source``), and the tensor of the same shape to fill (``memory``)."""
-
-    source: TensorSlice
-    memory: torch.Tensor
-
-    @property
-    def members(self) -> Sequence[torch.Tensor]:
-        return (self.memory,)
-
-    @property
-    def converts(self) -> bool:
-        return self.memory.dtype != self.source.dtype
-
-    @property
-    def scattered(self) -> bool:
-        return bool(self.source.parts)
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source.nbytes
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads, block by block; each read fills at most ``most_bytes`` of memory."""
-        if not self.memory.numel():
-            return
-        for where, target in self._blocks():
-            order = file_order(where)
-            assert order is not None
-            yield from _cut(where, where.offset, target.permute(order), most_bytes)
-
-    def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each block of the file, and the part of ``memory`` that receives the block."""
-        if not self.source.parts:
-            yield self.source, self.memory
-        for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
-            place = tuple(
-                slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
-            )
-            yield part.where, self.memory[place]
-
-
-def is_readable(source: TensorSlice) -> bool:
-    """Tell whether a tensor's elements are stored without gaps, in any order of the dimensions."""
-    if not source.parts:
-        return source.contiguous or file_order(source) is not None
-    return all(file_order(part.where) is not None for part in source.parts)
-
-
-def file_order(where: TensorSlice) -> list[int] | None:
-    """Return the dimensions in the file's order, from the outermost to the innermost.
-
-    The result is None if there are gaps between the elements, or the elements overlap.
-    """
-    if where.contiguous:
-        return list(range(len(where.shape)))
-    order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
-    shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
-    return order if replace(where, shape=shape, stride=stride).contiguous else None
-
-
-def _cut(
-    source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
-) -> Iterator[Piece]:
-    """Yield the reads that fill ``target``, strided or contiguous, with the bytes from ``offset`` on."""
-    if target.is_contiguous():
-        yield from cut(source, offset, target, most_bytes)
-        return
-    row_bytes = target[0].numel() * source.dtype.itemsize
-    rows = min(PIECE_BYTES, most_bytes) // max(row_bytes, target[0].nbytes)
-    for first in range(0, len(target), rows or 1):
-        at = offset + first * row_bytes
-        if rows:
-            yield Piece(source, at, target[first : first + rows])
-        else:
-            yield from _cut(source, at, target[first], most_bytes)
-
-
 @contextmanager
-def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
+def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
     """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
     The ``with`` statement ends after the last read. The first error, in a thread or in the body,
@@ -179,7 +99,7 @@ def compute(fills: Iterable[Fill], threads: int | None) -> None:
             raise
 
 
-def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers, Lent]:
+def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Lent]:
     """Return the number of threads that read with the size of their buffers, and all reads."""
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
@@ -197,7 +117,7 @@ def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers,
     return readers, Lent((), chain.from_iterable(reads))
 
 
-def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
+def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
     """Yield the reads of cached files; each large tensor becomes equal reads, as many for each thread."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
@@ -257,7 +177,7 @@ def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
     return cached_bytes >= _MOSTLY * all_bytes
 
 
-def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
+def buffer_bytes(stretches: Iterable[Fill], threads: int | None, *, gpu: bool) -> int:
     """Return the size of all threads' buffers in bytes: an upper bound for the memory beside the model."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)

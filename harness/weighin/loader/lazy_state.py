@@ -17,8 +17,8 @@ from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
-from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
+from weighin.loader.pieces import Fill, file_order, is_readable
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory the loader fills piece by piece. torch fills tensors on any other device

@@ -41,9 +41,8 @@ from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
-from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
-from weighin.loader.reads import Fillable
+from weighin.loader.pieces import Fill, is_readable
 from weighin.loader.state_walk import load_state
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 
@@ -178,7 +177,7 @@ def _load(
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
-        computed = {one for one in fills if isinstance(one, Fill) and one.source.fill}
+        computed = {one for one in fills if one.source.fill}
         with fill.being_filled([one for one in fills if one not in computed], disk):
             pass
         fill.compute(computed, disk.threads)
@@ -282,7 +281,7 @@ class _Placer:
             for tensor in tensors_of(modules_of(module))
         }
 
-    def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
+    def all(self, loads: list[DeferredLoad]) -> Iterator[Fill]:
         """Yield the memory to fill; read every tensor immediately that cannot be read in pieces."""
         needs: list[MemoryNeed] = []
         for load in loads:

@@ -3,87 +3,20 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import LARGEST_ELEMENT_BYTES, PIECE_BYTES, PieceReader
-from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
+from weighin.loader.huge_pages import memory_of
 from weighin.loader.in_place_cast import read_shrinking, shrinks
 from weighin.loader.mapped_copy import WINDOW_BYTES
+from weighin.loader.pieces import Piece
 
 MOST_BETWEEN_BYTES: Final = 64 * 1024
 """The largest gap in the file between two pieces of one read, in bytes."""
 
 _MOST_PIECES: Final = 80  # of one read: a piece takes up to three pages of the reader's buffer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """One read: the file's bytes from ``offset`` on fill ``target``, in row-major order."""
-
-    source: TensorSlice
-    offset: int
-    target: torch.Tensor
-
-    @property
-    def source_bytes(self) -> int:
-        return self.target.numel() * self.source.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """The offset in the file at which the piece ends."""
-        return self.offset + self.source_bytes
-
-    @property
-    def plain(self) -> bool:
-        """Whether the file's bytes can be read into the target as they are."""
-        target = self.target
-        return (
-            target.dtype == self.source.dtype
-            and target.is_contiguous()
-            and not target.is_cuda
-            and target.numel() > 0
-        )
-
-    @property
-    def buffered(self) -> bool:
-        """Whether the piece is read through the thread's buffer, together with adjacent pieces."""
-        return (
-            not self.plain
-            and not self.target.is_cuda
-            and self.target.numel() > 0
-            and self.offset % self.source.dtype.itemsize == 0
-        )
-
-    def parts(self, most_bytes: int) -> Iterator["Piece"]:
-        """Yield this read in parts of at most ``most_bytes`` of the file."""
-        if self.source_bytes <= most_bytes:
-            yield self
-            return
-        size = self.source.dtype.itemsize
-        count = most_bytes // size
-        for number, part in enumerate(torch.split(self.target.view(-1), count)):
-            yield Piece(self.source, self.offset + number * count * size, part)
-
-
-def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
-    """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
-
-    Each read ends where one of the target's huge pages ends, because two threads that touch the
-    same huge page would both clear it. Reads for a GPU are no larger than a pinned buffer.
-    """
-    flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
-    most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
-    page = min(HUGE_PAGE_BYTES, most)
-    first = 0
-    while first < len(flat):
-        end = (start + first * size + most) // page * page
-        last = min((end - start) // size, len(flat))
-        yield Piece(source, offset + first * source.dtype.itemsize, flat[first:last])
-        first = last
 
 
 class Runs:
@@ -243,30 +176,3 @@ class _GpuCopier:
     def finish(self) -> None:
         """Wait until all started copies are complete."""
         self._stream.synchronize()
-
-
-class Fillable(Protocol):
-    """A block of memory, with the reads that fill it."""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The memory to fill: a tensor, or a tensor of bytes that holds several tensors."""
-
-    @property
-    def members(self) -> Sequence[torch.Tensor]:
-        """The tensors in this memory."""
-
-    @property
-    def converts(self) -> bool:
-        """Whether the elements have another dtype in the file than in memory."""
-
-    @property
-    def scattered(self) -> bool:
-        """Whether the values are in several ranges of the files."""
-
-    @property
-    def source_bytes(self) -> int:
-        """The number of bytes that are read from files."""
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
-from weighin.loader.reads import Fillable, Piece, cut
+from weighin.loader.pieces import Fill, Piece, cut
 from weighin.loader.vectored import ALIGNMENT
 
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
@@ -29,7 +29,7 @@ class Lent:
     borrowers: Iterator[Piece]
 
 
-def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
+def lend(stretches: Sequence[Fill], most_bytes: int, threads: int) -> Lent:
     """Divide the reads into lenders, at most one for each thread, and borrowers.
 
     The lenders are parts of the largest tensors that change their dtype. All lenders together have at
@@ -57,7 +57,7 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
             else:
                 own.append(piece)
 
-    def left_of(stretch: Fillable) -> Iterable[Piece]:
+    def left_of(stretch: Fill) -> Iterable[Piece]:
         return others.get(id(stretch), stretch.pieces(most_bytes))
 
     adjacent = (left_of(stretch) for stretch in stretches if not stretch.scattered)

@@ -183,7 +183,7 @@ def _add(nodes: dict[str, _Node], path: str) -> _Node:
 class _Plain:
     """The copies of a load without overrides, hooks, missing or unexpected keys and other shapes.
 
-    Such a load needs no tree of the keys.
+    A plain load needs no tree of the keys.
     """
 
     def __init__(self, state: LazyState) -> None:

@@ -2,8 +2,8 @@
 
 llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
 transformers has a table of the names, and code that undoes the changes of one tensor; this module uses
-both. To find out whether this code only moves rows, this module runs it on the row numbers. If so, the
-loader computes a few rows at a time and writes them directly to the model's tensor.
+both. To find out whether this code only moves rows, this module runs the code on the row numbers. If the code
+only moves rows, the loader computes a few rows at a time and writes them directly to the model's tensor.
 """
 
 from collections.abc import Mapping, Sequence

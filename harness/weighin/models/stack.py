@@ -13,8 +13,8 @@ from torch import nn
 def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
     """Return ``layers`` linear layers without biases, in evaluation mode.
 
-    Each layer is ``width`` x ``width``. With ``inner``, which needs an even number of layers, they are in
-    turn ``width`` x ``inner`` and ``inner`` x ``width``.
+    Each layer is ``width`` x ``width``. With ``inner``, the layers alternate between ``width`` x ``inner``
+    and ``inner`` x ``width``, and their number must be even.
     """
     return nn.Sequential(*_linear_layers(layers, width, inner)).eval()
 

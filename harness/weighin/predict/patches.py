@@ -161,7 +161,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
     from weighin.loader import fill, small
     from weighin.loader.disk_readers import DiskReaders
-    from weighin.loader.reads import Fillable
+    from weighin.loader.pieces import Fill
 
     before = ledger.own_anon_bytes
     from weighin.loader import converting  # which few loads import
@@ -176,7 +176,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["read_direct_bytes"] += sources
 
     @contextmanager
-    def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
+    def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
         yield
         buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
         with ledger.holding(buffers):
@@ -189,7 +189,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
-    def compute(fills: Sequence[fill.Fill], _threads: int | None) -> None:
+    def compute(fills: Sequence[Fill], _threads: int | None) -> None:
         for one in fills:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes

@@ -1,7 +1,7 @@
 """Start one worker for each rank of a cell, and pass messages between these workers and the parent.
 
-The launcher runs inside the cell's isolation. It replaces torchrun for two reasons: torchrun would import
-torch into the cell's cgroup, and it ends all ranks before a parent can see which rank the kernel
+The launcher runs inside the cell's isolation, and replaces torchrun for two reasons. torchrun would import
+torch into the cell's cgroup. torchrun also ends all ranks before a parent can see which rank the kernel
 killed. Each rank gets the environment variables that torchrun sets.
 """
 

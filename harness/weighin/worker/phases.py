@@ -1,7 +1,7 @@
 """Measure phases: read and reset the high-water marks of the kernel and the allocator.
 
-At the end of a phase the worker reads and resets its VmHWM. It then waits until the parent has read and
-reset the cgroup's peak. The worker subtracts the time of these readings from the load time.
+At the end of a phase the worker reads and resets its VmHWM. The worker then waits until the parent has
+read and reset the cgroup's peak. The worker subtracts the time of these readings from the load time.
 """
 
 import re
