@@ -289,7 +289,7 @@ class WriteLog:
         random: bool,
         alone: bool,
     ) -> None:
-        """Record a write with aliases of its tensors, because code may later resize the originals.
+        """Record a write with aliases of its tensors, because code may later give the originals other memory.
 
         ``alone`` tells whether the target is the only tensor among the arguments.
         """

@@ -92,7 +92,7 @@ class PieceReader:
         opened = self.opened(file)
         piece = self._bounce[:size]
         if opened.is_cached(offset, size):
-            opened.read_cached(piece, offset)
+            opened.read_cached([piece], offset)
         elif (direct := self._read_around_cache(opened, offset, size)) is None:
             opened.read_and_drop(piece, offset)
         elif offset % LARGEST_ELEMENT_BYTES:
@@ -135,7 +135,7 @@ class PieceReader:
         for start in range(0, len(target), PIECE_BYTES):
             part, at = target[start : start + PIECE_BYTES], offset + start
             if opened.is_cached(at, len(part)):
-                opened.read_cached(part, at)
+                opened.read_cached([part], at)
             elif not self._read_at_once(opened, [(part, at)]):
                 # Read the whole rest: the kernel's read-ahead makes the next part look cached.
                 opened.read_and_drop(target[start:], at)
@@ -206,7 +206,7 @@ def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]
     start = end = places[0][1]
     for target, offset in places:
         if len(target) >= COPIED_BYTES or offset != end:
-            opened.read_cached_together(group, start)
+            opened.read_cached(group, start)
             group, start = [], offset
         if len(target) >= COPIED_BYTES:
             _copy_cached(opened, target, offset)
@@ -214,13 +214,13 @@ def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]
         else:
             group.append(target)
         end = offset + len(target)
-    opened.read_cached_together(group, start)
+    opened.read_cached(group, start)
 
 
 def _copy_cached(opened: OpenedFile, target: memoryview, offset: int) -> None:
     """Fill a target from the page cache: by memcpy from a mapping where that is faster, else ``read()``."""
     if len(target) < COPIED_BYTES or not copies_by_mapping():
-        opened.read_cached(target, offset)
+        opened.read_cached([target], offset)
         return
     make_present(target)
     with opened.looking(offset, len(target)) as mapped:

@@ -125,18 +125,8 @@ class OpenedFile:
             self.read_and_drop(buffer[:size], offset)
             offset, wanted_bytes = offset + size, wanted_bytes - size
 
-    def read_cached(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache, and keep the pages there.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
-        done = 0
-        while done < len(target):
-            done += self._read_some([target[done:]], offset + done, offset + len(target))
-
-    def read_cached_together(self, targets: Sequence[memoryview], offset: int) -> None:
-        """Fill several targets from one range of the file, as ``read_cached`` fills one target.
+    def read_cached(self, targets: Sequence[memoryview], offset: int) -> None:
+        """Fill targets from one range of the file through the page cache, and keep the pages there.
 
         Raises:
             CheckpointError: the file is too short, or the disk fails.

@@ -32,15 +32,17 @@ class Group:
     """A range of a file with the bytes of several tensors, and these tensors in the file's order."""
 
     file: Path
-    start: int
-    end: int
     offsets: list[int]
     tensors: list[torch.Tensor]
 
     @property
+    def start(self) -> int:
+        return self.offsets[0]
+
+    @property
     def nbytes(self) -> int:
         """The size of the read that fills all tensors, in bytes."""
-        return self.end - self.start
+        return self.offsets[-1] + self.tensors[-1].nbytes - self.start
 
     def parts(self, most_bytes: int) -> Iterator["Group"]:
         """Yield this group in parts whose reads have at most ``most_bytes``."""
@@ -50,10 +52,8 @@ class Group:
         first, count = 0, len(self.tensors)
         ends = [at + one.nbytes for at, one in zip(self.offsets, self.tensors, strict=True)]
         while first < count:
-            start = self.offsets[first]
-            last = bisect_right(ends, start + most_bytes, first + 1)
-            offsets, tensors = self.offsets[first:last], self.tensors[first:last]
-            yield Group(self.file, start, ends[last - 1], offsets, tensors)
+            last = bisect_right(ends, self.offsets[first] + most_bytes, first + 1)
+            yield Group(self.file, self.offsets[first:last], self.tensors[first:last])
             first = last
 
 
@@ -75,7 +75,8 @@ def divide(
         if len(run) < _LEAST_TENSORS:
             others.extend(run)
         else:
-            groups.append(_group(run))
+            offsets = [load.promise.offset for load in run]
+            groups.append(Group(run[0].promise.file, offsets, [load.target for load in run]))
         run.clear()
 
     start = end = 0
@@ -115,14 +116,6 @@ def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
         and not source.encoding
         and target.is_contiguous()
         and bool(source.contiguous)
-    )
-
-
-def _group(run: Sequence[DeferredLoad]) -> Group:
-    offsets = [load.promise.offset for load in run]
-    tensors = [load.target for load in run]
-    return Group(
-        run[0].promise.file, offsets[0], offsets[-1] + tensors[-1].nbytes, offsets, tensors
     )
 
 

@@ -176,10 +176,13 @@ class DequantiseGptq(Operation):
 
 
 def bits_of(words: int, outputs: int, named: int) -> int:
-    """Return the bits of a code: ``named``, if the number of words of zero points confirms it.
+    """Return the bits of a code: the first of ``named``, 2, 3, 4 and 8 with the right number of words.
+
+    Args:
+        words: the number of words that hold the zero points of ``outputs``.
 
     Raises:
-        ValueError: the number of words fits none of 2, 3, 4 and 8 bits.
+        ValueError: none of these numbers of bits fits.
     """
     for bits in (named, 2, 3, 4, 8):
         if -(-outputs * bits // 32) == words:

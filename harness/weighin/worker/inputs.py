@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from weighin.construction.skeleton import Builder
 
@@ -27,7 +28,8 @@ class Inputs:
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        return Inputs(_changed(self.positional, change), _changed(self.keywords, change))
+        only_tensors = partial(tree_map_only, torch.Tensor, change)
+        return Inputs(only_tensors(self.positional), only_tensors(self.keywords))
 
 
 def example_inputs(
@@ -47,14 +49,3 @@ def example_inputs(
     if isinstance(arguments, Mapping):
         return Inputs(keywords=dict(arguments)).as_floating(dtype)
     return Inputs(tuple(arguments)).as_floating(dtype)
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with ``change`` applied to its tensors, also inside tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) is dict:
-        return {key: _changed(item, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(partial(_changed, change=change), value))
-    return value
