@@ -46,7 +46,7 @@ _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
-_LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed at once
+_LARGE_BYTES: Final = 1024**2  # of a constant: a smaller constant is computed immediately
 
 
 @dataclass(slots=True, eq=False)
@@ -78,11 +78,11 @@ class WriteLog:
 
     def __init__(self, make: Callable[[DeferredLoad], None] | None = None) -> None:
         self._make = make
-        self._writes: dict[int, _Write] = {}  # by number, in order
+        self._writes: dict[int, _Write] = {}  # in the order of their numbers
         self._count = 0
-        self._draws = 0  # number of random writes
-        self._pending: dict[int, int] = {}  # number of writes that touch each storage
-        self._own: dict[int, StorageWeakRef] = {}  # a reference prevents the key's reuse
+        self._draws = 0  # the number of recorded writes that draw random numbers
+        self._pending: dict[int, int] = {}  # the number of recorded writes to each storage
+        self._own: dict[int, StorageWeakRef] = {}  # a weak reference prevents the reuse of the key
         self._promised: dict[int, Any] = {}
         self._rng_state = torch.empty(0)
         self._at_once = False
@@ -204,7 +204,7 @@ class WriteLog:
             or not self.owns(tensor)
         ):
             return False
-        with torch._C._DisableTorchDispatch():  # the log's own operations
+        with torch._C._DisableTorchDispatch():  # the log must not record its own operations
             self._note(func, (tensor,), settings, tensor, random=True, alone=True)
         torch.autograd.graph.increment_version(tensor)
         return True
@@ -248,7 +248,7 @@ class WriteLog:
                 self._do(write)
         if before is not None:
             if not torch.equal(before, self._rng_state):
-                torch.set_rng_state(before)  # the caller set another state since the last draw
+                torch.set_rng_state(before)  # the caller has set another random state
             self._rng_state = torch.get_rng_state()
 
     def _append(self, write: _Write) -> None:
@@ -385,7 +385,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
-            return NotImplemented  # the subclass then calls operations on plain tensors
+            return NotImplemented  # the tensor subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
 
 

@@ -27,7 +27,8 @@ from weighin.models.own_dequantiser import (
     state_of,
 )
 
-_WORD_BITS: Final = 32  # of the integers into which GPTQ, AWQ and compressed-tensors pack codes
+# GPTQ, AWQ and compressed-tensors pack codes into integers of 32 bits.
+_WORD_BITS: Final = 32
 _GPTQ_BITS: Final = (2, 3, 4, 8)
 _PACKED_BITS: Final = frozenset({4, 8})
 

@@ -96,7 +96,7 @@ class PieceReader:
         elif (direct := self._read_around_cache(opened, offset, size)) is None:
             opened.read_and_drop(piece, offset)
         elif offset % LARGEST_ELEMENT_BYTES:
-            copy(piece, direct)  # towards the front: memmove allows the overlap
+            copy(piece, direct)  # source and target overlap, which memmove allows
         else:
             piece = direct
         return piece

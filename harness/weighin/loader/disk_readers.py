@@ -23,7 +23,7 @@ LATE_NS: Final = 500_000
 """The time in nanoseconds from which a small read counts as late. Local disks take 50,000 to
 200,000 ns."""
 
-_WANTED_BYTES_PER_S: Final = 10**9  # of all threads together
+_WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
 # The buffers of all threads: half as large as for a local disk, because each thread takes memory too.
 _BUFFER_BYTES: Final = 8 * 1024**2
 _SMALL_BYTES: Final = 4096

@@ -111,7 +111,7 @@ def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Len
         readers = disk.of(reader, first.source.file, first.offset, first.source_bytes)
     if not readers.late:
         return readers, lend(stretches, READ_BYTES, readers.threads)
-    most = readers.piece_bytes  # of memory, and of the file
+    most = readers.piece_bytes  # bytes of memory, and bytes of the file
     sizes = (min(most, most * one.memory.nbytes // max(1, one.source_bytes)) for one in stretches)
     reads = (one.pieces(size) for one, size in zip(stretches, sizes, strict=True))
     return readers, Lent((), chain.from_iterable(reads))

@@ -15,7 +15,7 @@ from weighin.loader.direct_io import PieceReader
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.vectored import ALIGNMENT
 
-_LEAST_BYTES: Final = 1024**2  # of unfilled memory: a smaller read is slow on a disk
+_LEAST_BYTES: Final = 1024**2  # the least unfilled memory, because a smaller read is slow on a disk
 _FIRST_ELEMENTS: Final = 1024  # are converted from a copy, because source and target overlap
 _MOST_ELEMENTS: Final = 256 * 1024  # are converted at a time, so that they fit a processor's cache
 

@@ -120,7 +120,7 @@ def load_streaming(
     loaded, was_meta = _load(
         model, Path(checkpoint), selection, device, dtype, DiskReaders(threads), granularity
     )
-    skeleton.give_back_heap()  # objects that only the load needed
+    skeleton.give_back_heap()  # frees objects that only the load needed
     tensors = tensors_of(modules_of(loaded))
     if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
         loaded.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
@@ -153,7 +153,7 @@ def _load(
                 refuse_codes_left(model, path, slices, mapped)
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
-                if mapped.used is not None:  # for save_pretrained
+                if mapped.used is not None:  # save_pretrained reverses these conversions
                     model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
             if was_meta:
                 dtypes = {source.name: source.dtype for source in slices}

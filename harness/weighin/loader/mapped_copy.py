@@ -14,7 +14,7 @@ unmapping interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
-_POPULATED_BYTES: Final = 16 * 1024**2  # at a time: the call blocks the other threads' mmap calls
+_POPULATED_BYTES: Final = 16 * 1024**2  # in one call, because it blocks mmap of other threads
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 
 # ctypes releases the GIL during these calls; Python's own mmap does not.

@@ -111,7 +111,7 @@ class OpenedFile:
                 return False
             end = done + read
             if end < wanted_bytes:
-                end = down(end, self.alignment)  # the next read must begin aligned
+                end = down(end, self.alignment)  # a direct read must begin aligned
                 if end == done:
                     self._read_rest(_behind(buffers, done), offset + done, wanted_bytes - done)
                     return True

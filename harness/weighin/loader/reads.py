@@ -16,7 +16,8 @@ from weighin.loader.pieces import Piece
 MOST_BETWEEN_BYTES: Final = 64 * 1024
 """The largest gap in the file between two pieces of one read, in bytes."""
 
-_MOST_PIECES: Final = 80  # of one read: a piece takes up to three pages of the reader's buffer
+# A piece of a read takes up to three pages of the reader's buffer.
+_MOST_PIECES: Final = 80
 
 
 class Runs:
@@ -155,7 +156,8 @@ class _GpuCopier:
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # it allocated the memory
+        # The current stream has allocated the target.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers = [
             torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"
         ]

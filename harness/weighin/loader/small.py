@@ -23,7 +23,8 @@ from weighin.loader.fill import cache_threads, one_thread_each
 
 SMALL_BYTES: Final = 64 * 1024
 _LEAST_TENSORS: Final = 16  # fewer adjacent tensors are read together with larger tensors
-_MOST_TENSORS: Final = 500  # in one read: a tensor and a gap are two of the 1024 buffers of preadv
+# preadv takes 1024 buffers, and a tensor and the gap before it take two.
+_MOST_TENSORS: Final = 500
 _MOST_PROBED: Final = 16  # reads
 
 
@@ -157,7 +158,7 @@ def _fill_some(waiting: deque[Group], readers: Readers) -> None:
         while waiting:
             try:
                 group = waiting.popleft()
-            except IndexError:  # another thread took the last
+            except IndexError:  # another thread took the last group
                 return
             places = [
                 (offset, tensor.data_ptr(), tensor.nbytes)

@@ -325,6 +325,6 @@ def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
         and tensor.layout is torch.strided
         and tensor.shape == source.shape
         and (tensor.is_cpu or tensor.is_cuda)
-        and (tensor.is_contiguous() or is_dense(tensor))  # no element twice
+        and (tensor.is_contiguous() or is_dense(tensor))  # no two elements share memory
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin.construction.tensor_memory import storage_key
 
-_FLAG = "_is_hf_initialized"  # transformers' own
+_FLAG = "_is_hf_initialized"  # transformers sets this attribute
 
 
 def finish_load(model: Any) -> None:

@@ -22,7 +22,8 @@ from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_keys import MappedKeys
 
-_COLUMNS: Final = 3  # of the matrix of row numbers; 3 because few numbers of heads divide it
+# The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
+_COLUMNS: Final = 3
 
 
 def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:

@@ -10,7 +10,7 @@ from torch import nn
 
 from weighin.models.parts import named
 
-_BLOCK: int = 32  # values that share one scale
+_BLOCK: int = 32  # the number of values that share one scale
 _BLOCK_BYTES: int = 16
 
 

@@ -23,7 +23,7 @@ from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 
 _TOKENS: Final = 8
-_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option of from_pretrained, named in its error
+_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
 _SAMPLES: Final = 16_000  # one second of sound
 
 
@@ -89,7 +89,7 @@ def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
     """Return the configuration of a class; for a part of a model, that part of ``config.json``."""
     kind, part = kind.config_class, config
     key = kind.base_config_key
-    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # a list in one class
+    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # one class has a list here
         part = config[key]
     if part.get("model_type", kind.model_type) != kind.model_type:
         for value in part.values():
@@ -255,7 +255,7 @@ def finish(model: Any, folder: Path | str | None) -> None:
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
     finish_load(model)
-    del model.keeps_dtypes  # only the construction needs it
+    del model.keeps_dtypes  # only construct() reads this attribute
     if folder is not None and model.can_generate():
         from transformers import GenerationConfig
 

@@ -27,7 +27,7 @@ def imported_again(package: str, error: Exception) -> Any:
     for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORTERS]:
         del sys.modules[name]
     modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # import then fails as if it were not installed
+    modules["torchvision"] = None  # makes "import torchvision" fail
     return import_module(package)
 
 

@@ -236,7 +236,7 @@ def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
         lifeline.send_and_wait("shared", pss_bytes=read_pss())
         checksums |= ranks.checksums_of_sharded(tensors)
     for note in verify.check_values(checksums, worker.manifest, load.dtype):
-        if not job.rank:  # one rank for all
+        if not job.rank:  # only rank 0 sends notes
             lifeline.send("note", text=note)
     del tensors  # would keep the old buffers alive while a use converts the model
     first_use_ns = use(worker, model)

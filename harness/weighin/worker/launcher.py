@@ -34,7 +34,7 @@ def launch(job: Job, lifeline: Lifeline) -> NoReturn:
             time.sleep(_GRACE_S / 50)
         else:
             ranks.report(failed)
-    os._exit(1)  # ends the ranks that still run (``Lifeline``)
+    os._exit(1)  # the other ranks end too, because their standard input ends
 
 
 class _Ranks:
@@ -82,7 +82,7 @@ class _Ranks:
             return None
         if (rank := self._left.pop(pid, None)) is None:
             return None
-        self._relays[rank].join(_GRACE_S)  # the rank's last events
+        self._relays[rank].join(_GRACE_S)  # waits until the rank's last events are passed on
         return None if rank in self._done else (rank, status)
 
     def report(self, failed: tuple[int, int]) -> None:
