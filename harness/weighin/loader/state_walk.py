@@ -26,12 +26,10 @@ from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader.lazy_state import LazyState
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
-_LOAD_MODULE: Final = nn.Module._load_from_state_dict
-_SET_EXTRA_STATE: Final = nn.Module.set_extra_state
-_METHODS: Final = (
-    ("_load_from_state_dict", _LOAD_MODULE),
-    ("set_extra_state", _SET_EXTRA_STATE),
-)
+_METHODS: Final = {
+    "_load_from_state_dict": nn.Module._load_from_state_dict,
+    "set_extra_state": nn.Module.set_extra_state,
+}
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
 
@@ -92,7 +90,8 @@ def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, stric
         RuntimeError: for the same reasons as ``load_state_dict``, and with the same message.
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if swaps or _overrides(model, "load_state_dict", _LOAD_MODEL):
+    own = "load_state_dict" in model.__dict__ or type(model).load_state_dict is not _LOAD_MODEL
+    if swaps or own:
         with log.recording():
             model.load_state_dict(state.all(), strict=strict)
         return
@@ -202,7 +201,7 @@ class _Plain:
 
     def _add(self, module: nn.Module, prefix: str) -> bool:
         """Add the copies of a module and its descendants; return False if the load is no plain one."""
-        if not self._is_plain(module):
+        if module._load_state_dict_post_hooks or not _is_plain(module, self._are_plain):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
         for tensors in (module._parameters, module._buffers):
@@ -219,24 +218,13 @@ class _Plain:
                     return False
         return True
 
-    def _is_plain(self, module: nn.Module) -> bool:
-        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
-            return False
-        kind = type(module)
-        if kind not in self._are_plain:
-            self._are_plain[kind] = all(
-                getattr(kind, name) is original for name, original in _METHODS
-            )
-        own = module.__dict__
-        changed = "_load_from_state_dict" in own or "set_extra_state" in own
-        return self._are_plain[kind] and not changed
-
 
 class _Walk:
     """A load that visits the modules in torch's order, and collects the errors that torch reports."""
 
     def __init__(self, state: LazyState, log: WriteLog) -> None:
         self._state, self._log = state, log
+        self._are_plain: dict[type, bool] = {}
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._errors: list[str] = []
@@ -244,7 +232,7 @@ class _Walk:
     def load(self, module: nn.Module, view: _View, prefix: str) -> None:
         metadata = self._state.metadata
         local = {} if metadata is None else metadata.get(prefix[:-1], {})
-        plain = _is_plain(module)
+        plain = _is_plain(module, self._are_plain)
         copies = self._copies(module, view.node) if plain and view.values is self._state else None
         if copies is not None and not local.get("assign_to_params_buffers", False):
             self._log.load(copies)
@@ -307,15 +295,18 @@ class _Walk:
             raise RuntimeError(f"Error(s) in loading state_dict for {model_name}:\n\t{joined}")
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a module has neither hooks nor overrides that could change its load."""
-    return not module._load_state_dict_pre_hooks and not any(
-        _overrides(module, name, original) for name, original in _METHODS
-    )
+def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
+    """Tell whether a module has neither pre-hooks nor overrides that could change its load.
 
-
-def _overrides(module: nn.Module, method: str, original: Any) -> bool:
-    return method in module.__dict__ or getattr(type(module), method) is not original
+    ``known`` remembers whether a class overrides a method.
+    """
+    if module._load_state_dict_pre_hooks:
+        return False
+    kind = type(module)
+    if kind not in known:
+        known[kind] = all(getattr(kind, name) is _METHODS[name] for name in _METHODS)
+    own = module.__dict__
+    return known[kind] and "_load_from_state_dict" not in own and "set_extra_state" not in own
 
 
 def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
