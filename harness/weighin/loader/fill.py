@@ -87,6 +87,8 @@ def compute(fills: Iterable[Fill], threads: int | None) -> None:
     """
     most = min(threads or cache_threads(), cache_threads())
     largest_first = sorted(fills, key=lambda one: one.memory.nbytes, reverse=True)
+    if not largest_first:
+        return
     with one_thread_each, ThreadPoolExecutor(most) as pool:
         futures = [
             pool.submit(one.source.fill, one.memory) for one in largest_first if one.source.fill
