@@ -158,7 +158,6 @@ class WriteLog:
         return Counter(map(storage_key, held.values()))
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute an operation, or record it."""
         kind = kind_of(func)
         if kind.is_view or self._at_once:
             return func(*args, **kwargs)

@@ -52,7 +52,6 @@ class OperationKind(NamedTuple):
 
 @cache
 def kind_of(func: Any) -> OperationKind:
-    """Return the properties of an operation."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     writes = [

@@ -1,9 +1,9 @@
 """Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
-A *skeleton* is a model on the CPU whose buffers have the constructor's values. The parameters
-of a skeleton take no RAM, because nothing was written to their memory. A skeleton is not built on the meta device for two reasons.
-A model on the meta device has no values in its buffers. The first Python operation on the meta device
-imports 800 modules, which takes 0.75 s and 68 MiB.
+A *skeleton* is a model on the CPU whose buffers have the constructor's values. The parameters of a
+skeleton take no RAM, because nothing was written to their memory. A skeleton is not built on the meta
+device for two reasons. A model on the meta device has no values in its buffers. The first Python
+operation on the meta device imports 800 modules, which takes 0.75 s and 68 MiB.
 """
 
 import ctypes

@@ -69,7 +69,6 @@ def of_rows(
 
 
 def rows_in(step: Step) -> int:
-    """Return the number of rows of the result that a step computes."""
     return int(step.place[0].stop - step.place[0].start)
 
 

@@ -38,7 +38,6 @@ class Area:
 
     @property
     def whole(self) -> torch.Tensor:
-        """The whole area as one tensor of bytes."""
         return torch.frombuffer(
             self._memory, dtype=torch.uint8, count=self._size, offset=self._first
         )

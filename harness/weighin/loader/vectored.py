@@ -72,17 +72,14 @@ def gather(
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of a view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def down(offset: int, alignment: int) -> int:
-    """Return the offset rounded down to a multiple of the alignment."""
     return offset - offset % alignment
 
 
 def up(offset: int, alignment: int) -> int:
-    """Return the offset rounded up to a multiple of the alignment."""
     return down(offset + alignment - 1, alignment)
 
 

@@ -216,7 +216,6 @@ def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor
 
 
 def _values(where: TensorSlice) -> torch.Tensor:
-    """Return all values of a tensor in float32."""
     from weighin.formats.gguf_values import rows  # imports numpy
 
     return torch.cat(list(rows(where))).reshape(where.shape)

@@ -143,7 +143,6 @@ def state_of(parts: Parts) -> dict[str, Any]:
 
 
 def scales_of(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
-    """Return the scale of each block."""
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" not in parts:
         return scales.float()
@@ -234,21 +233,17 @@ class Dequantiser:
         self.quantization_config = SimpleNamespace(dequantize=True)
 
     def get_load_operations(self) -> dict[str, type[Operation]]:
-        """Return the class that dequantises."""
         return {"dequantize": self.operation}
 
     def update_weight_conversions(self, conversions: Sequence[Any], model: Any) -> list[Any]:
-        """Return transformers' conversions, extended by those of quantised tensors."""
         updated: list[Any] = _quantisers().update_weight_conversions(self, conversions, model)
         return updated
 
     def get_weight_conversions(self) -> list[Any]:
-        """Return the conversions of quantised tensors that no other conversion joins to others."""
         made: list[Any] = _quantisers().get_weight_conversions(self)
         return made
 
     def postprocess_model(self, model: Any) -> None:
-        """Remove the quantisation from the model's configuration."""
         _quantisers().remove_quantization_config(self, model)
 
 

@@ -46,7 +46,6 @@ class _Fork:
         raise RuntimeError(f"a forked process {how}")
 
     def close(self) -> None:
-        """Wait for the process's end."""
         if self._pid:
             os.waitpid(self._pid, 0)
         os.close(self._result)

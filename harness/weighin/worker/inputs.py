@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ class Inputs:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return the inputs with every tensor moved to a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def as_floating(self, dtype: torch.dtype) -> "Inputs":
@@ -28,8 +26,9 @@ class Inputs:
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        only_tensors = partial(tree_map_only, torch.Tensor, change)
-        return Inputs(only_tensors(self.positional), only_tensors(self.keywords))
+        arguments = (self.positional, self.keywords)
+        positional, keywords = tree_map_only(torch.Tensor, change, arguments)
+        return Inputs(positional, keywords)
 
 
 def example_inputs(

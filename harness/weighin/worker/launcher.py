@@ -38,8 +38,6 @@ def launch(job: Job, lifeline: Lifeline) -> NoReturn:
 
 
 class _Ranks:
-    """The running ranks of a cell."""
-
     def __init__(self, job: Job, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self._sending = threading.Lock()
@@ -86,7 +84,6 @@ class _Ranks:
         return None if rank in self._done else (rank, status)
 
     def report(self, failed: tuple[int, int]) -> None:
-        """Tell the parent how a rank ended."""
         rank, status = failed
         code = os.waitstatus_to_exitcode(status)
         with self._sending:

@@ -77,7 +77,6 @@ class Marks:
         self._start_ns = time.monotonic_ns()
 
     def memory(self) -> Memory:
-        """Return this process's current memory."""
         memory = memory_of(read_status())
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 

@@ -61,7 +61,6 @@ def sync(target: Path) -> None:
 
 
 def files_in(target: Path) -> list[Path]:
-    """Return every file below ``target``."""
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
