@@ -45,7 +45,7 @@ def read_present(file: Path, target: memoryview, offset: int) -> None:
 def copy_mapped(file: Path, target: memoryview, offset: int) -> None:
     make_present(target)
     reader = PieceReader()
-    with reader.looking(file, offset, len(target)) as mapped:
+    with reader.opened(file).looking(offset, len(target)) as mapped:
         direct_io.copy(target, mapped)
     reader.close()
 

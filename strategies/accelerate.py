@@ -7,8 +7,8 @@ accelerate refuses a safetensors file without the metadata that save_pretrained 
 
 Options: device_map (as in load_checkpoint_and_dispatch; default: the whole model on the cell's
 device), offload_state_dict (writes the weights to the folder for temporary files, and reads them
-back after the last file; needs one copy). No option moves weights to the disk or the CPU for good:
-such a model holds meta tensors, and weighin could not verify their values.
+back after the last file; needs one copy). The strategy has no option for accelerate's offload to the
+disk or the CPU, because such a model has meta tensors, whose values weighin cannot verify.
 """
 
 import torch

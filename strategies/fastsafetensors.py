@@ -9,7 +9,7 @@ the package's own default is true, this strategy's is false).
 import torch
 from fastsafetensors import fastsafe_open
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
@@ -27,14 +27,7 @@ def load(job: Load) -> torch.nn.Module:
             for name in opened.keys():  # noqa: SIM118 (a method; not a mapping)
                 state[name] = opened.get_tensor(name)  # the tensor keeps its block alive
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

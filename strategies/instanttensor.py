@@ -6,7 +6,7 @@ Expected peak: one copy of the weights on the GPU, and a buffer whose size Insta
 import torch
 from instanttensor import safe_open
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 DEVICES = ("cuda",)
@@ -21,14 +21,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"), safe_open(file, framework="pt", device=job.device) as opened:
         state = dict(opened.tensors())  # clones, which stay valid after the buffer is freed
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -9,7 +9,7 @@ default: the cell's device).
 
 import torch
 
-from weighin.strategy import Load, retie, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")
@@ -23,13 +23,7 @@ def load(job: Load) -> torch.nn.Module:
         where = job.options.get("map_location", job.device)
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("assign"):
-        tied = tied_names(model)
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -11,7 +11,7 @@ device).
 
 import torch
 
-from weighin.strategy import Load, retie, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
@@ -28,13 +28,7 @@ def load(job: Load) -> torch.nn.Module:
         if job.options.get("key"):
             state = state[job.options["key"]]
     with job.phase("assign"):
-        tied = tied_names(model)
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weighin.strategy import Load, retie, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")
@@ -20,15 +20,12 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
     with job.phase("map"):
-        state = {}
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, file in read_index(job.checkpoint).items():
-            tensor = torch.load(file, map_location=job.device, weights_only=True, mmap=True)
-            state[name] = tensor.to(dtypes.get(name, tensor.dtype))  # copies only if it differs
+        state = {
+            name: torch.load(file, map_location=job.device, weights_only=True, mmap=True)
+            for name, file in read_index(job.checkpoint).items()
+        }
     with job.phase("assign"):
-        tied = tied_names(model)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -1,9 +1,9 @@
 """Read a safetensors file into the page cache in order, then map it and assign the mapped tensors.
 
-Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The file is read once
-from its beginning to its end, the fastest order for a disk; serving engines use this order on disks
-with slow random reads. If the RAM limit is below the model's size, the kernel drops the file's
-first pages before the model uses them.
+Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The strategy reads the
+file once from its beginning to its end, the fastest order for a disk. Serving engines use this order
+on disks with slow random reads. If the RAM limit is below the model's size, the kernel drops the
+file's first pages before the model uses them.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
@@ -29,14 +29,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("map"):
         state = load_file(job.checkpoint, device=str(job.device))
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

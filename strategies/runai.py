@@ -9,7 +9,7 @@ RUNAI_STREAMER_CONCURRENCY and RUNAI_STREAMER_MEMORY_LIMIT, in the cell's enviro
 import torch
 from runai_model_streamer import SafetensorsStreamer
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
@@ -24,14 +24,7 @@ def load(job: Load) -> torch.nn.Module:
         streamer.stream_file(str(job.checkpoint))
         state = dict(streamer.get_tensors())  # the caller owns each tensor
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -18,5 +18,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"):
         model = job.build_model().to(job.device)  # initialises weights that are overwritten below
     with job.phase("copy"):
-        fill(model, job.checkpoint, device=str(job.device))  # strict, and handles tied weights
+        fill(
+            model, job.checkpoint, device=str(job.device)
+        )  # raises for missing keys; copies tied weights once
     return model

@@ -6,7 +6,7 @@ Expected peak: one copy of the weights. The file is not mapped.
 import torch
 from safetensors.torch import load_file
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
@@ -20,14 +20,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):
         state = load_file(job.checkpoint, device=str(job.device), backend="pread")
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

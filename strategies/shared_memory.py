@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("safetensors",)
 OPTIONS = ()
@@ -24,7 +24,6 @@ SHARES_LOAD = True
 def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
-        tied = tied_names(model)
     with job.phase("share"), Path(job.checkpoint).open("rb", buffering=0) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(start - 8))
@@ -51,9 +50,7 @@ def load(job: Load) -> torch.nn.Module:
                 end += _room(shape)
         dist.barrier()
     with job.phase("assign"):
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
@@ -95,7 +92,7 @@ def _tensor(memory: mmap.mmap, offset: int, dtype: torch.dtype, count: int) -> t
 
 
 def _read(file: int, target: memoryview, offset: int) -> None:
-    """Read a range of the file, and let its pages leave the page cache."""
+    """Read a range of the file, and drop its pages from the page cache."""
     while target:
         size = os.preadv(file, [target[: 2**24]], offset)
         if not size:

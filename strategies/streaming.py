@@ -1,9 +1,9 @@
 """Build without weights, and read every tensor from its offset in the file straight into the model.
 
 Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
-state dict with values, and a read that bypasses the page cache adds no pages to it. Elements are
-converted to the wanted dtype while they are read. Codes of fp8, mxfp4, compressed-tensors,
-bitsandbytes, gptq and awq are dequantised a few rows at a time.
+state dict with values, and its direct reads add no pages to the page cache. Values are converted to
+the wanted dtype while they are read. Weights in fp8, mxfp4, compressed-tensors, bitsandbytes, gptq and
+awq are dequantised a few rows at a time.
 
 Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16, or up to 64 if
 its disk answers late), granularity (which tensors are read together: "all", those of one "module",

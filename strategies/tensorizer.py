@@ -12,7 +12,7 @@ checksums in the file).
 import torch
 from tensorizer import TensorDeserializer
 
-from weighin.strategy import Load, retie, share_missing, tied_names
+from weighin.strategy import Load, assign
 
 FORMATS = ("tensorizer",)
 DEVICES = ("cpu", "cuda")
@@ -34,14 +34,7 @@ def load(job: Load) -> torch.nn.Module:
     ):
         state = {str(name): tensor.detach() for name, tensor in opened.items()}  # of parameters
     with job.phase("assign"):
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for name, tensor in state.items():
-            kind = dtypes.get(name, tensor.dtype)
-            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
-        tied = tied_names(model)
-        share_missing(state, tied)
-        model.load_state_dict(state, assign=True)
-        retie(model, tied)
+        assign(model, state, job.device)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

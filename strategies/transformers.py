@@ -3,7 +3,9 @@
 Expected peak: no anonymous memory for mapped weights, that is, weights on the CPU whose safetensors
 file has the wanted dtype. All other weights take one copy. A tensor that transformers builds from
 several tensors of the file, such as the stacked experts of a layer, needs memory for its sources
-too. Codes of fp8, mxfp4 and compressed-tensors are dequantised, and those of other methods stay codes. The weights of a GGUF file are dequantised, and take one copy and the largest tensor.
+too. Weights in fp8, mxfp4 and compressed-tensors are dequantised, and weights of other quantisation
+methods stay codes. The weights of a GGUF file are dequantised, and take one copy and the largest
+tensor.
 
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     import torch
 
     from weighin.construction.skeleton import without_weights
-    from weighin.construction.tied_weights import retie, share_missing, tied_names
+    from weighin.construction.tied_weights import assign, retie, share_missing, tied_names
     from weighin.formats import files
     from weighin.formats.folder_index import file_name
     from weighin.formats.pretrained_folder import from_pretrained_arguments
@@ -34,6 +34,7 @@ __all__ = [
     "Load",
     "Save",
     "arguments_to_dequantise",
+    "assign",
     "diffusers_class",
     "file_name",
     "files",
@@ -49,6 +50,7 @@ __all__ = [
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",
     "arguments_to_dequantise": "weighin.models.dequantising",
+    "assign": "weighin.construction.tied_weights",
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.folder_index",
     "files": "weighin.formats",

@@ -294,7 +294,7 @@ LAYOUTS: Final = [
     _layout("GGUF in Q2_K", _file("Q2_K", **WIDE), _SKIPPED | _LOAD),
     _layout("GGUF in IQ4_XS", _file("IQ4_XS", **WIDE), _SKIPPED | _LOAD),
     _layout("GGUF in three parts", _in_three_parts, _SKIPPED | _LOAD | refused(
-        "transformers reads one GGUF file", ("transformers", "predict", "recommend", "streaming", "baseline")
+        "transformers reads only whole GGUF files", ("transformers", "predict", "recommend", "streaming", "baseline")
     )),
     _layout("GGUF with a part missing", _a_part_missing, refused("m-00002-of-00003.gguf is missing")),
     _layout("GGUF under the suffix .bin", _under_another_suffix, _SKIPPED | _LOAD),

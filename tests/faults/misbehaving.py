@@ -143,7 +143,7 @@ FAULTS: Final = [
     # Phases.
     *does("nests phases", "with job.phase('a'):\n    with job.phase('b'): pass", "strategy_failed", "do not nest"),
     *does("drops a phase that it began", "job.phase('open').__enter__()\nreturn rightly(job)", "ok"),
-    *does("leaves a phase open", "open_phase = job.phase('open')\nopen_phase.__enter__()\nmodel = job.build_model()\nmodel.load_state_dict(torch.load(job.checkpoint, weights_only=True))\nmodel.open_phase = open_phase\nreturn model", "strategy_failed", "phase 'open' was begun and never ended"),
+    *does("leaves a phase open", "open_phase = job.phase('open')\nopen_phase.__enter__()\nmodel = job.build_model()\nmodel.load_state_dict(torch.load(job.checkpoint, weights_only=True))\nmodel.open_phase = open_phase\nreturn model", "strategy_failed", "phase 'open' began and never ended"),
     *does("names a phase by a number", "with job.phase(7): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase"),
     *does("names a phase None", "with job.phase(None): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase"),
     *does("names a phase with control characters", "with job.phase('\\x1bc\\x00read'): pass\nreturn rightly(job)", "strategy_failed", "(?i)phase"),

@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
         2,
         f"{NOT_LIMITED}making the checkpoint of gpt2-tiny(widht=3)\n"
-        "error: builder weighin.models.gpt2:gpt2 failed: gpt2() got an unexpected keyword argument"
+        "error: builder weighin.models.gpt2:gpt2 failed: GPTModel.__init__() got an unexpected keyword argument"
         " 'widht'\ncorrect the model's arguments: `kwargs` in its YAML, or --kwargs\n",
     ),
     "resuming what is no run": (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weighin.loader import alignment, open_file
-from weighin.loader.alignment import LARGEST_ALIGNMENT, alignment_of
+from weighin.loader import open_file
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
+from weighin.loader.open_file import LARGEST_ALIGNMENT, alignment_of
 from weighin.loader.vectored import ALIGNMENT, address_of
 from weighin.probes import page_cache
 
@@ -58,14 +58,14 @@ class Libc:
 def test_the_alignment_is_what_the_kernel_says_of_the_file(
     libc: object, alignment_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alignment, "_libc", libc)
+    monkeypatch.setattr(open_file, "_libc", libc)
     assert alignment_of(0) == alignment_bytes
 
 
 def test_this_kernel_is_asked_as_it_wants_to_be(file: Path) -> None:
     with file.open("rb") as source:
         assert alignment_of(source.fileno()) in (0, *(ALIGNMENT << n for n in range(5)))
-    assert ctypes.sizeof(alignment._Statx) == 256
+    assert ctypes.sizeof(open_file._Statx) == 256
 
 
 @pytest.mark.parametrize("cold", [True, False])

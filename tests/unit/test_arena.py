@@ -9,11 +9,12 @@ import torch
 from weighin import formats
 from weighin.formats.base import TensorSlice
 from weighin.loader import direct_io, fill
-from weighin.loader.arena import MemoryNeed, Neighbours, provide
+from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.disk_readers import DiskReaders
-from weighin.loader.fill import READ_BYTES, Fill, being_filled
+from weighin.loader.fill import READ_BYTES, being_filled
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
-from weighin.loader.reads import MOST_BETWEEN_BYTES, Piece
+from weighin.loader.pieces import Fill, Piece
+from weighin.loader.reads import MOST_BETWEEN_BYTES
 from weighin.probes import page_cache
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB
@@ -87,7 +88,7 @@ def test_what_lies_apart_or_is_converted_shares_no_memory() -> None:
 
 def test_small_tensors_have_memory_of_their_own() -> None:
     found = list(provide(needs([place("a", 1, 0), place("b", 0.5, MIB)])))
-    assert [type(one) for one in found] == [Fill, Fill]
+    assert [one.neighbours for one in found] == [(), ()]
 
 
 def test_nothing_lies_nowhere() -> None:
@@ -126,7 +127,7 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     slices = formats.read(tmp_path / "some.pt")[1]
     given = needs(slices)
     found = list(provide(given))
-    assert any(isinstance(one, Neighbours) for one in found)
+    assert any(one.neighbours for one in found)
     with being_filled(found, DiskReaders(2)):
         pass
     for need in given:

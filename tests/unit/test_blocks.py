@@ -23,10 +23,11 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats import dcp
 from weighin.formats.base import Part, Slices, TensorSlice
-from weighin.loader import fill
+from weighin.loader import fill, pieces
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import allocate
 from weighin.loader.load import Granularity, load_streaming
+from weighin.loader.pieces import Fill
 from weighin.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
@@ -133,7 +134,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     right = Model().state_dict()
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
-    monkeypatch.setattr(fill, "PIECE_BYTES", most)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", most)
     monkeypatch.setattr(fill, "READ_BYTES", most)
     found = load_streaming(Model, path).state_dict()
     for key, tensor in right.items():
@@ -228,11 +229,11 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
     """A reader's own buffer has that size; cpu tensors themselves are filled by larger reads."""
     numel = PIECE_BYTES + 5
     where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
-    stretch = fill.Fill(where, torch.empty(numel, dtype=dtype))
+    stretch = Fill(where, torch.empty(numel, dtype=dtype))
     tall = torch.empty(2 * numel, dtype=dtype)
     parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
-    for one in (stretch, fill.Fill(split, tall.view(numel, 2))):
+    for one in (stretch, Fill(split, tall.view(numel, 2))):
         pieces = list(one.pieces(fill.READ_BYTES))
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
         assert all(p.target.nbytes <= fill.READ_BYTES for p in pieces)
@@ -258,7 +259,7 @@ def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
     numel = 5 * fill.READ_BYTES // 4
     where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
     memory = allocate(numel, dtype, torch.device("cpu"))
-    pieces = list(fill.Fill(where, memory).pieces(fill.READ_BYTES))
+    pieces = list(Fill(where, memory).pieces(fill.READ_BYTES))
     assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
     assert 1 < len(pieces) <= 1 + -(-memory.nbytes // fill.READ_BYTES)
     assert [p.offset - 66 for p in pieces] == [

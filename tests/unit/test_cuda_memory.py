@@ -226,15 +226,16 @@ def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     allocator.backend = "cudaMallocAsync"
     allocator.peaks[2] = 3 * GIB
     assert memory.notes() == [
-        "Example MIG 1g.10gb has no memory of its own: CUDA memory is part of the RAM, and a RAM"
-        " limit may not include it",
-        "Example MIG 1g.10gb is a partition of a GPU (MIG): the figures are those of this partition,"
-        " and times depend on the load of the other partitions",
-        "the CUDA allocator is cudaMallocAsync: its requested and reserved bytes are those of the"
-        " driver's pool, not of blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
+        "Example MIG 1g.10gb has no memory of its own: CUDA memory is part of the RAM, but a RAM"
+        " limit may not apply to it",
+        "Example MIG 1g.10gb is a partition of a GPU (MIG): all figures are of this partition,"
+        " and times depend on programs in the other partitions",
+        "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
+        " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
     ]
     assert memory.notes_at_end() == [
-        "the load also allocated 3.000 GiB on cuda:2, but all figures are those of cuda:1"
+        "the load also allocated 3.000 GiB on cuda:2, which no figure includes: all figures"
+        " are of cuda:1"
     ]
 
 

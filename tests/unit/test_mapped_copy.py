@@ -56,7 +56,7 @@ def test_a_file_that_ends_before_is_an_error_and_no_signal(
     file: Path, offset: int, size: int
 ) -> None:
     reader = PieceReader()
-    with pytest.raises(CheckpointError) as caught, reader.looking(file, offset, size):
+    with pytest.raises(CheckpointError) as caught, reader.opened(file).looking(offset, size):
         pass
     reader.close()
     assert caught.value.message == f"{file}: truncated: it ends before byte {offset + size:,}"

@@ -122,7 +122,7 @@ def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) ->
     marks.refuse_open()
     held = marks.phase("open")
     held.__enter__()
-    with pytest.raises(RuntimeError, match="phase 'open' was begun and never ended"):
+    with pytest.raises(RuntimeError, match="phase 'open' began and never ended"):
         marks.refuse_open()
 
 

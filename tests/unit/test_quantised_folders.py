@@ -185,8 +185,8 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
         load_pretrained(tmp_path)
     kind = str(dtype).removeprefix("torch.")
     words = (
-        f"{name}.weight is {kind} in the file, and the model has no {name}.step: such"
-        " tensors are codes that mean something only with their scales"
+        f"{name}.weight is {kind} in the file, and the model has no {name}.step: the values are"
+        " codes, which need this scale"
     )
     assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
     target = tmp_path / "written.safetensors"

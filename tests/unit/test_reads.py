@@ -9,7 +9,8 @@ import torch
 
 from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import PieceReader
-from weighin.loader.reads import Piece, PieceFiller, Runs
+from weighin.loader.pieces import Piece
+from weighin.loader.reads import PieceFiller, Runs
 from weighin.probes import page_cache
 
 MOST_BYTES = 4096

@@ -9,10 +9,10 @@ import torch
 from weighin import formats
 from weighin.formats.base import Part, TensorSlice
 from weighin.loader import fill
-from weighin.loader.fill import READ_BYTES, Fill
+from weighin.loader.fill import READ_BYTES
 from weighin.loader.huge_pages import allocate, memory_of
 from weighin.loader.load import load_streaming
-from weighin.loader.reads import Fillable, Piece
+from weighin.loader.pieces import Fill, Piece
 from weighin.loader.scratch import LENT_BYTES, Lent, buffer_in, lend
 from weighin.loader.vectored import ALIGNMENT
 from weighin.probes import page_cache
@@ -145,7 +145,7 @@ def test_what_was_read_by_way_of_lent_memory_is_right_and_so_is_the_lender(
 ) -> None:
     lenders: list[int] = []
 
-    def noting(given: Sequence[Fillable], most_bytes: int, count: int) -> Lent:
+    def noting(given: Sequence[Fill], most_bytes: int, count: int) -> Lent:
         lent = lend(given, most_bytes, count)
         lenders.append(len(lent.lenders))
         for one in lent.lenders:

@@ -18,7 +18,7 @@ from weighin.formats.base import Slices
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
-from weighin.loader.reads import Fillable
+from weighin.loader.pieces import Fill
 from weighin.probes import page_cache
 
 
@@ -62,7 +62,7 @@ def test_reading_a_part_ends_before_the_next_begins(
     found: list[int] = []
     being_filled = fill.being_filled
 
-    def noting(fills: Sequence[Fillable], disk: DiskReaders) -> AbstractContextManager[None]:
+    def noting(fills: Sequence[Fill], disk: DiskReaders) -> AbstractContextManager[None]:
         found.append(sum(len(one.members) for one in fills))
         return being_filled(fills, disk)
 

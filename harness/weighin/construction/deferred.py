@@ -1,14 +1,14 @@
 """Defer a constructor's writes to tensors until their values are read, or skip them.
 
-A constructor initialises weights that a checkpoint then replaces. While a ``WriteLog`` records, each
-in-place write to memory that was allocated since the recording began is recorded but not executed.
-Memory that is never read is therefore never touched, and takes no RAM. Code that reads such memory
-gets the same values as without the log: the log first executes the writes that these values depend
-on, in their original order and with the same random numbers.
+A constructor initialises weights that a checkpoint then replaces. A ``WriteLog`` records in-place
+writes instead of executing them, if their memory was allocated since the recording began. Memory that
+no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log first
+executes the writes on which the values depend. The order and the random numbers are those of an
+execution without a log.
 
-The log patches no function, and affects only the recording thread. If code reads a tensor's memory
-without a torch operation, the log notices the methods in ``_DIRECT_READS``, but not reads by
-address.
+The log patches no function, and affects only the recording thread. The log also notices the methods in
+``_DIRECT_READS``, which read a tensor's memory without a torch operation. The log cannot notice a read
+through ``data_ptr()``.
 """
 
 from collections import Counter
@@ -40,22 +40,24 @@ _DRAWS: Final = {
     torch.ops.aten.rand.default: torch.ops.aten.uniform_.default,
 }
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations that are equivalent to an allocation and one write; the write can be deferred."""
+"""Operations that are equivalent to an allocation and one write. The log can defer this write."""
 
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
-_LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed at once
+_LARGE_BYTES: Final = 1024**2  # of a constant: a smaller constant is computed immediately
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
     """One deferred write: an operation, or a load.
 
-    ``touched`` are the storages that the write reads or writes. ``held`` are all tensors that it
-    refers to, ``target`` included. ``rng_state`` is the random generator's state before the write;
-    None means the state after the previous random write.
+    Attributes:
+        touched: the storages that the write reads or writes.
+        held: all tensors among the arguments of the write, ``target`` included.
+        rng_state: the state of torch's random generator before the write; None means the state after
+            the previous random write.
     """
 
     target: torch.Tensor
@@ -71,21 +73,21 @@ class WriteLog:
     """The deferred writes of one thread.
 
     Args:
-        make: a function that executes a ``DeferredLoad`` at once.
+        make: a function that executes a ``DeferredLoad``.
     """
 
     def __init__(self, make: Callable[[DeferredLoad], None] | None = None) -> None:
         self._make = make
-        self._writes: dict[int, _Write] = {}  # by number, in order
+        self._writes: dict[int, _Write] = {}  # in the order of their numbers
         self._count = 0
-        self._draws = 0  # number of random writes
-        self._pending: dict[int, int] = {}  # number of writes that touch each storage
-        self._own: dict[int, StorageWeakRef] = {}  # a reference prevents the key's reuse
+        self._draws = 0  # the number of recorded writes that draw random numbers
+        self._pending: dict[int, int] = {}  # the number of recorded writes to each storage
+        self._own: dict[int, StorageWeakRef] = {}  # a weak reference prevents the reuse of the key
         self._promised: dict[int, Any] = {}
         self._rng_state = torch.empty(0)
         self._at_once = False
         self.initialised_bytes = 0
-        """The size in bytes of all tensors that were initialised because code read their values."""
+        """The size in bytes of all tensors that were initialised because code read them."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -94,16 +96,16 @@ class WriteLog:
             yield
 
     def promise(self, tensor: torch.Tensor, source: Any) -> None:
-        """Declare that ``source`` describes the values of ``tensor``, whose memory is untouched."""
+        """Declare that a load from ``source`` will give ``tensor`` its values."""
         key, alias = storage_key(tensor), tensor.detach()
         self._own[key] = _weak(tensor)
         self._promised[key] = source
         self._append_load(DeferredLoad(alias, alias, source))
 
     def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """Record copies to dense tensors from sources of the same shapes, as ``copy_`` is recorded.
+        """Record copies to dense tensors from sources of the same shapes, without a call of ``copy_``.
 
-        The promised tensors are not made; nothing may be recording.
+        No recording may be active.
         """
         for tensor, source in copies:
             self._append_load(DeferredLoad(tensor.detach(), None, source))
@@ -117,11 +119,11 @@ class WriteLog:
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
     ) -> list[DeferredLoad]:
-        """Execute the necessary writes, and return the remaining loads in their original order.
+        """Execute the necessary writes, and return the remaining loads.
 
-        The loads can be executed in any order. A write is unnecessary if loads replace all of its
-        values, or if its values are only in unwanted or freed tensors. The ``unwanted`` tensors
-        need no values, unless they share memory with ``wanted`` tensors.
+        The caller may execute the loads in any order. A write is unnecessary if loads replace all
+        values that it writes, or if these values are only in ``unwanted`` or freed tensors. An unwanted
+        tensor needs no values unless it shares memory with a ``wanted`` tensor.
         """
         loads, live, touched, random = IndependentLoads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
@@ -151,12 +153,11 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return the number of tensors on each storage to which the recorded writes refer."""
+        """Return for each storage the number of its tensors among the arguments of recorded writes."""
         held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute an operation now, or record it for a later execution."""
         kind = kind_of(func)
         if kind.is_view or self._at_once:
             return func(*args, **kwargs)
@@ -180,7 +181,7 @@ class WriteLog:
         return result
 
     def allocate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Call ``torch.empty``; without other modes, not through the log's own mode, which is slow."""
+        """Call ``torch.empty``, past the log's own slow dispatch mode if no other mode is active."""
         if self._at_once or "out" in kwargs or torch._C._len_torch_dispatch_stack() != 1:
             return torch.empty(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
@@ -190,9 +191,10 @@ class WriteLog:
         return tensor
 
     def initialise(self, func: Any, tensor: torch.Tensor, settings: dict[str, Any]) -> bool:
-        """Record a call of a function of ``torch.nn.init``; return False if it must be made now.
+        """Record a call of a function of ``torch.nn.init``; return False if the caller must make it.
 
-        A call that torch would refuse is not recorded: the constructor gets the exception.
+        A call for which torch would raise an exception is not recorded, so that the constructor gets
+        the exception.
         """
         if (
             self._at_once
@@ -201,16 +203,16 @@ class WriteLog:
             or not self.owns(tensor)
         ):
             return False
-        with torch._C._DisableTorchDispatch():  # the log's own operations
+        with torch._C._DisableTorchDispatch():  # the log must not record its own operations
             self._note(func, (tensor,), settings, tensor, random=True, alone=True)
         torch.autograd.graph.increment_version(tensor)
         return True
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
-        """Execute the writes that these tensors' values depend on, because the values will be read.
+        """Execute the writes on which the values of these tensors depend, before code reads them.
 
-        With ``random``, also execute all writes that draw random numbers, because the caller is
-        about to draw random numbers.
+        With ``random``, also execute all writes that draw random numbers, because the caller will draw
+        the next random numbers.
         """
         keys = {key for tensor in tensors if (key := storage_key(tensor)) in self._pending}
         if not keys and not random:
@@ -228,7 +230,7 @@ class WriteLog:
         self._run(reversed(chosen))
 
     def _run(self, numbers: Iterable[int]) -> None:
-        """Execute these writes in this order, each with the random state that it needs."""
+        """Execute these writes in this order, each with its recorded random state."""
         before = None
         with torch.no_grad(), self._making():
             for number in list(numbers):
@@ -245,7 +247,7 @@ class WriteLog:
                 self._do(write)
         if before is not None:
             if not torch.equal(before, self._rng_state):
-                torch.set_rng_state(before)  # the caller set another state since the last draw
+                torch.set_rng_state(before)  # the caller has set another random state
             self._rng_state = torch.get_rng_state()
 
     def _append(self, write: _Write) -> None:
@@ -286,9 +288,9 @@ class WriteLog:
         random: bool,
         alone: bool,
     ) -> None:
-        """Record a write with aliases of its tensors, because the originals may change later.
+        """Record a write with aliases of its tensors, because code may later give the originals other memory.
 
-        ``alone``: the target is the only tensor among the arguments.
+        ``alone`` tells whether the target is the only tensor among the arguments.
         """
         if (load := self._as_load(func, args)) is not None:
             self._append_load(load)
@@ -315,7 +317,7 @@ class WriteLog:
         self._append(write)
 
     def _as_load(self, func: Any, args: tuple[Any, ...]) -> DeferredLoad | None:
-        """Return the load that equals a copy from a promised tensor; None for other copies."""
+        """Return the load for a ``copy_`` from a promised tensor; None for any other operation."""
         if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
         target, source = args[:2]
@@ -332,12 +334,12 @@ class WriteLog:
         fits = all(
             _is_plain(tensor) and (tensor is target or _fits(tensor, target)) for tensor in tensors
         )
-        return fits and self.owns(target)  # else the operation will raise: execute it at once
+        return fits and self.owns(target)  # torch raises for an operation that does not fit
 
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the equivalent write into fresh memory; None if it must not be deferred."""
+        """Return the equivalent write into newly allocated memory; None if it cannot be deferred."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None
@@ -370,7 +372,7 @@ class WriteLog:
 
 
 class _Operations(TorchDispatchMode):
-    """Passes every operation to the log, including operations that C++ code calls."""
+    """Passes every torch operation to the log, also operations that C++ code calls."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -382,12 +384,12 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
-            return NotImplemented  # a tensor subclass then calls operations on plain tensors
+            return NotImplemented  # the tensor subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
 
 
 class _DirectReads(TorchFunctionMode):
-    """Notifies the log when Python reads a tensor's memory without an operation."""
+    """Tells the log when Python reads a tensor's memory without a torch operation."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()

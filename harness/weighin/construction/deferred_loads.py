@@ -1,4 +1,4 @@
-"""Choose the loads that replace the values of tensors, and can be executed together in any order."""
+"""Choose the loads that can be executed in any order, and drop those whose values are overwritten."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,10 +9,11 @@ from weighin.construction.tensor_memory import extent, is_dense, is_whole_storag
 
 
 class DeferredLoad(NamedTuple):
-    """A deferred copy from a promised tensor, which has no values yet, to ``target``.
+    """A deferred copy to ``target`` from a promised tensor, which has no values yet.
 
-    ``source`` is a view of the promised tensor, or None for the whole of it. ``promise`` is the
-    argument ``source`` with which ``WriteLog.promise`` was called for the promised tensor.
+    Attributes:
+        source: a view of the promised tensor; None for the whole tensor.
+        promise: the argument ``source`` of ``WriteLog.promise`` for the promised tensor.
     """
 
     target: torch.Tensor
@@ -22,11 +23,12 @@ class DeferredLoad(NamedTuple):
 
 @dataclass(slots=True)
 class IndependentLoads:
-    """Loads that can be executed together, in any order, chosen from the last one to the first.
+    """Loads that can be executed in any order, chosen from the last recorded load to the first.
 
-    ``whole`` has the storages that the loads replace completely. For all other storages,
-    ``reached`` has the byte ranges of storages that the loads span; ``filled`` has the ranges that
-    the loads fill completely.
+    Attributes:
+        whole: the storages that a load replaces completely.
+        reached: for each other storage, the byte ranges that the loads span.
+        filled: for each other storage, the byte ranges that the loads fill without gaps.
     """
 
     chosen: list[DeferredLoad] = field(default_factory=list)
@@ -35,7 +37,7 @@ class IndependentLoads:
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def covers(self, key: int, start: int, end: int) -> bool:
-        """Tell whether the loads fill every byte from ``start`` to ``end`` of a storage."""
+        """Tell whether the chosen loads fill every byte from ``start`` to ``end`` of a storage."""
         for first, last in sorted(self.filled.get(key, ())):
             if first > start:
                 return False
@@ -43,13 +45,13 @@ class IndependentLoads:
         return start >= end
 
     def meets(self, key: int, start: int, end: int) -> bool:
-        """Tell whether a load may fill any byte from ``start`` to ``end`` of a storage."""
+        """Tell whether a chosen load may fill any byte from ``start`` to ``end`` of a storage."""
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
     def add(self, key: int, load: DeferredLoad) -> bool:
-        """Add an earlier load; return False if it must be executed before these loads.
+        """Add an earlier load; return False if it must be executed before the chosen loads.
 
-        The load is dropped if these loads fill its target completely.
+        The method drops the load if the chosen loads overwrite its whole target.
         """
         if key not in self.reached and is_whole_storage(load.target):
             self.chosen.append(load)

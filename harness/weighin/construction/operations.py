@@ -1,4 +1,4 @@
-"""Describe the operations of torch by their schemas: which tensors they take, write and return."""
+"""Read from the schemas of torch's operations which tensors an operation takes, writes and returns."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -18,8 +18,9 @@ _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"}
 class OperationKind(NamedTuple):
     """The properties of an operation, derived from its schema.
 
-    ``given`` are the arguments that may be tensors; ``written`` is the argument that the operation
-    writes and returns.
+    Attributes:
+        given: the position and name of each argument that may be a tensor.
+        written: the position and name of the argument that the operation writes and returns.
     """
 
     is_view: bool
@@ -51,7 +52,6 @@ class OperationKind(NamedTuple):
 
 @cache
 def kind_of(func: Any) -> OperationKind:
-    """Return the properties of an operation."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     writes = [

@@ -1,9 +1,9 @@
 """Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
-A *skeleton* is a model on the CPU whose parameters are in memory that was never written, and so
-take no RAM; its buffers have the constructor's values. A skeleton is not built on the meta device
-for two reasons: the buffers' values would be lost, and the first Python operation on the meta
-device imports 800 modules (0.75 s, 68 MiB).
+A *skeleton* is a model on the CPU whose buffers have the constructor's values. The parameters of a
+skeleton take no RAM, because nothing was written to their memory. A skeleton is not built on the meta
+device for two reasons. A model on the meta device has no values in its buffers. The first Python
+operation on the meta device imports 800 modules, which takes 0.75 s and 68 MiB.
 """
 
 import ctypes
@@ -82,11 +82,11 @@ def build_skeleton(
 def without_weights(
     build: Callable[[], Model], *, real_buffers: RealBuffers = "non_persistent"
 ) -> Model:
-    """Build a model with uninitialised weights, for callers that load them or need only shapes.
+    """Build a model with uninitialised weights, for callers that load the weights or need only shapes.
 
-    Parameters are uninitialised, except parameters whose values the constructor reads. Persistent
-    buffers are uninitialised too, unless ``real_buffers="all"``. All other tensors have the values
-    of a normal construction. GPT-2 XL takes 0.1 s and no memory.
+    Parameters are uninitialised, except those that the constructor reads. Persistent buffers are
+    uninitialised too, unless ``real_buffers="all"``. All other tensors have the values of a normal
+    construction. The construction of GPT-2 XL takes 0.1 s, and no memory for weights.
     """
     log = WriteLog()
     with on_cpu(), log.recording():
@@ -105,10 +105,10 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
     """Build a model with ``dtype`` as torch's default dtype.
 
     Tensors that the constructor creates in another floating-point dtype are converted to ``dtype``,
-    unless the model has an attribute ``keeps_dtypes`` that is true. If torch does not support an
-    operation of the constructor in ``dtype``, such as an orthogonal matrix in half precision, the
-    model is built in float32 and converted. Each call uses the same random numbers; the caller's
-    random state does not change.
+    unless the model has an attribute ``keeps_dtypes`` that is true. torch lacks some operations of
+    constructors in half precision, such as an orthogonal initialisation. The model is then built in
+    float32 and converted. Each call uses the same random numbers, and the caller's random state does not
+    change.
     """
     try:
         with _constructing(dtype):
@@ -129,7 +129,7 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert floating-point tensors to ``dtype``.
 
-    ``Module.to`` is not used because it would untie buffers and convert complex tensors.
+    ``Module.to`` would untie buffers and convert complex tensors.
     """
     converted: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -169,8 +169,7 @@ def on_cpu() -> AbstractContextManager[object]:
 def give_back_heap() -> None:
     """Return free pages of the heap to the kernel, if the C library is glibc.
 
-    Freed temporary tensors of a few MiB, such as a constructor's masks, leave free pages in the
-    heap.
+    glibc keeps the memory of freed tensors of a few MiB, such as the masks of a constructor.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -178,11 +177,11 @@ def give_back_heap() -> None:
 
 
 def map_large_tensors() -> None:
-    """Make this process return tensors of 1 MiB or more to the kernel when they are freed.
+    """Make glibc return the memory of tensors of 1 MiB or more to the kernel when they are freed.
 
-    By default glibc raises the threshold of 1 MiB to as much as 32 MiB, so that freed temporary
-    tensors leave pages in the heap. A worker must not call this function, because users' programs
-    do not call it either. The function has no effect without glibc.
+    By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller freed
+    tensors. A worker must not call this function, because users' programs do not call it. The
+    function does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -219,8 +218,9 @@ def reset_buffers(
 ) -> None:
     """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
-    The model is built in ``dtype``, see ``construct``. Persistent buffers do not change, because the checkpoint has
-    their values. Buffers that share one tensor in the builder's model still share it afterwards.
+    ``construct`` builds the model once more in ``dtype``. Persistent buffers do not change, because the
+    checkpoint has their values. Buffers that share one tensor in the builder's model share one tensor
+    afterwards.
 
     Raises:
         ConfigError: the builder's model lacks one of these buffers.
@@ -252,7 +252,10 @@ def constructed_buffers(
     """Construct the model with all its weights, and return its non-persistent buffers.
 
     ``dtype`` is torch's default dtype during the construction, and the dtype of the returned
-    floating-point buffers. The function raises ConfigError as ``build_skeleton`` does.
+    floating-point buffers.
+
+    Raises:
+        ConfigError: for the same reasons as ``build_skeleton``.
     """
     with on_cpu():
         model = construct(partial(_call, builder, kwargs), dtype)
@@ -264,7 +267,7 @@ def constructed_buffers(
 
 
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield the full name of each non-persistent buffer, and its module and name within that module."""
+    """Yield (full name, (module, name in the module)) of each non-persistent buffer."""
     for prefix, module in model.named_modules():
         # Iterate in the order of registration: the order of a set differs between processes.
         for leaf, buffer in module._buffers.items():

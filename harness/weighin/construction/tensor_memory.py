@@ -1,4 +1,4 @@
-"""Tell where the elements of a tensor lie in its storage, and who else uses the storage."""
+"""Tell which bytes of its storage a tensor uses, and how many tensors use the storage."""
 
 import torch
 
@@ -27,7 +27,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements fill a range of its storage without gaps, in any order."""
+    """Tell whether a tensor's elements fill one range of its storage without gaps, in any order."""
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != expected:

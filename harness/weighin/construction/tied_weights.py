@@ -28,10 +28,28 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
             setattr(model.get_submodule(owner), attribute, tensor)
 
 
-def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of each group to a state dict, with the tensor of an existing name.
+def assign(
+    model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device | str
+) -> None:
+    """Make the tensors of a state dict the model's tensors, on ``device`` and in the model's dtypes.
 
-    Formats without shared tensors, such as safetensors, store only one name of each group.
+    Tied weights stay tied. ``state`` gets the converted tensors in place of the original ones, so that
+    each original tensor is freed before the next one is converted.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
+        kind = dtypes.get(name, tensor.dtype)
+        state[name] = tensor.to(device, kind)  # copies only if device or dtype differs
+    tied = tied_names(model)
+    share_missing(state, tied)
+    model.load_state_dict(state, assign=True)
+    retie(model, tied)
+
+
+def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+    """Add the missing names of tied weights to a state dict.
+
+    Formats that cannot store shared tensors, such as safetensors, store only one name of each group.
     """
     for names in groups:
         present = [name for name in names if name in state]

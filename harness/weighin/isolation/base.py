@@ -160,6 +160,7 @@ class Isolation(Protocol):
 
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
         """Do slow work that all cells share, such as building an image; call ``progress`` at each step."""
+        return None  # workers on this machine share no such work
 
     def added_code(self, _job: Job, /) -> list[str]:
         """Return a line for each installed package that the isolation mounts for a worker.

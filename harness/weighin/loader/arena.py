@@ -1,29 +1,29 @@
 """Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file share one area.
 
-One read can then fill several tensors, and so can have the size that is fastest for the disk or the
-page cache. The tensors of an area share huge pages. Each tensor has its own storage, whose memory
-is freed with the tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own
-allocations, because the memory address affects how some operations round.
+In a shared area, one large read fills several small tensors, which is faster than a read for each. The
+tensors of an area share huge pages. Each tensor has its own storage, whose memory is freed with the
+tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own allocations, because the memory
+address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
 from weighin.formats.base import TensorSlice
-from weighin.loader.fill import Fill, file_order
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area, allocate
-from weighin.loader.reads import MOST_BETWEEN_BYTES, Fillable, Piece, cut
+from weighin.loader.pieces import Fill, file_order
+from weighin.loader.reads import MOST_BETWEEN_BYTES
 
 _CPU: Final = torch.device("cpu")
 
 
 class MemoryNeed(NamedTuple):
-    """A tensor that needs memory, and the place of its values in the checkpoint.
+    """A tensor of the model that needs new memory, and its source in the checkpoint.
 
-    ``tensor`` already has its shape and strides, without gaps. The new memory becomes its data.
+    ``tensor`` already has its final shape and strides, without gaps; ``dtype`` and ``device`` are those
+    of the new memory.
     """
 
     source: TensorSlice
@@ -32,13 +32,13 @@ class MemoryNeed(NamedTuple):
     device: torch.device
 
     def give(self, flat: torch.Tensor) -> Fill:
-        """Set the tensor's data to the flat memory; return the ``Fill`` that reads the values."""
+        """Make flat memory the tensor's data, and return the ``Fill`` that reads its values."""
         self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
         return Fill(self.source, self.tensor.detach())
 
     @property
     def stays(self) -> bool:
-        """Whether the tensor is on the CPU and has the same bytes, in the same order, as the file."""
+        """Whether the bytes of the file can be read into the tensor's memory as they are."""
         source, tensor = self.source, self.tensor
         return (
             self.device == _CPU
@@ -66,31 +66,7 @@ class MemoryNeed(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Neighbours:
-    """Adjacent tensors of one file, in the file's order, and the memory area that they share."""
-
-    members: tuple[torch.Tensor, ...]
-    source: TensorSlice
-    memory: torch.Tensor
-
-    @property
-    def converts(self) -> bool:
-        return False
-
-    @property
-    def scattered(self) -> bool:
-        return False
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source.nbytes
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        yield from cut(self.source, self.source.offset, self.memory, most_bytes)
-
-
-def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
+def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fill]:
     """Allocate memory for all tensors, and yield the parts to fill.
 
     Args:
@@ -105,23 +81,22 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
         if stays:
             run.append(need)
         else:
-            yield need.give(_alone(need, 0))
+            yield need.give(_own_memory(need, 0))
     yield from _together(run)
 
 
-def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
-    """Return memory for one tensor, with the alignment to pages that ``offset`` has."""
+def _own_memory(need: MemoryNeed, offset: int) -> torch.Tensor:
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
-def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield one shared area for adjacent large tensors of a file; give small tensors own memory."""
+def _together(run: Sequence[MemoryNeed]) -> Iterator[Fill]:
+    """Yield one shared area for adjacent tensors of at least 2 MiB together, else memory for each."""
     if not run:
         return
     start = run[0].source.offset
     size = _end(run[-1].source) - start
     if len(run) == 1 or size < HUGE_PAGE_BYTES:
-        yield from (need.give(_alone(need, need.source.offset)) for need in run)
+        yield from (need.give(_own_memory(need, need.source.offset)) for need in run)
         return
     area = Area(size, start)
     members = []
@@ -129,7 +104,7 @@ def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
         flat = area.tensor(need.source.offset - start, need.tensor.numel(), need.dtype)
         members.append(need.give(flat).memory)
     source = TensorSlice("", (size,), (1,), "uint8", run[0].source.file, start, start, size)
-    yield Neighbours(tuple(members), source, area.whole)
+    yield Fill(source, area.whole, tuple(members))
 
 
 def _end(source: TensorSlice) -> int:

@@ -1,4 +1,4 @@
-"""Refuse codes that would be loaded without their scales, by the keys that the model leaves out."""
+"""Refuse quantised tensors (codes) whose scales the load would leave out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 def refuse_left_out_scales(
     model: torch.nn.Module, slices: Sequence[TensorSlice], mapped: "MappedKeys", checkpoint: Path
 ) -> None:
-    """Raise CheckpointError if codes would be loaded without the keys beside them.
+    """Raise CheckpointError if the model has no tensor for the scales of quantised tensors.
 
-    Integers or 8-bit floats in the file that become wider floats in the model mean nothing without a
-    scale. The scale is then a key of the same module that the model does not have. Where the model's
-    quantiser dequantises, what it does not convert keeps the dtype of the file. ``slices`` are the
-    tensors under the names in the file, ``mapped`` those under the names in the model.
+    Integers or 8-bit floats in the file are codes if the model has wider floats under their name. Their
+    scale is then a key of the same module in the file, which the model lacks. If the model has a
+    quantiser, a tensor that the quantiser does not convert keeps the dtype of the file.
+
+    Args:
+        slices: the tensors under their names in the file.
+        mapped: the tensors under their names in the model.
     """
     left_out = {_module(name): name for name in mapped.unexpected}
     names = {(one.file, one.offset): one.name for one in slices}
@@ -41,7 +44,7 @@ def refuse_left_out_scales(
         ):
             raise CheckpointError(
                 f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has no"
-                f" {plain(scale)}: such tensors are codes that mean something only with their scales",
+                f" {plain(scale)}: the values are codes, which need this scale",
                 "load the model with the library that quantised it",
             )
 
@@ -49,10 +52,7 @@ def refuse_left_out_scales(
 def refuse_codes_left(
     model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice], mapped: "MappedKeys"
 ) -> None:
-    """Raise CheckpointError if the model's quantiser does not convert all codes with their scales.
-
-    ``slices`` are the tensors under the names in the file. A model without a quantiser has no codes.
-    """
+    """Raise CheckpointError if the model's quantiser leaves codes unconverted; ``slices`` are the file's."""
     if not quantiser_of(model):
         return
     groups = {

@@ -1,10 +1,10 @@
-"""Choose how many threads read from a disk, and how much each reads at a time, by its first reads.
+"""Measure the first reads from a disk, and choose the number of threads and the size of their reads.
 
-A local disk answers a small read within some tenths of a millisecond, and is fastest with few, large
-reads. Storage behind a network answers after some milliseconds, and a large read may be a chain of
-requests: FUSE makes requests of 128 KiB, one after the other. One thread then gets the size of a
-request per latency, so many threads must read at once. Their reads are small: the last large read
-would be one chain, for which the whole load waits. All buffers together are smaller.
+A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage behind a
+network answers after some milliseconds. FUSE also divides a large read into requests of 128 KiB, which
+it makes one after the other. One thread therefore receives only 128 KiB per latency, and up to 64
+threads must read at once. The reads from such a disk are small, because the whole load waits for the
+last read.
 """
 
 import time
@@ -20,11 +20,11 @@ MOST_THREADS: Final = 64
 """The largest number of threads that read from a disk."""
 
 LATE_NS: Final = 500_000
-"""The time of a small read from which a disk answers late, in nanoseconds. Local disks take 50,000 to
+"""The time in nanoseconds from which a small read counts as late. Local disks take 50,000 to
 200,000 ns."""
 
-_WANTED_BYTES_PER_S: Final = 10**9  # of all threads together, if the disk's rate allows it
-# Of all threads: half as large as for a local disk, because more threads take more memory.
+_WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
+# The buffers of all threads: half as large as for a local disk, because each thread takes memory too.
 _BUFFER_BYTES: Final = 8 * 1024**2
 _SMALL_BYTES: Final = 4096
 _SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
@@ -32,11 +32,11 @@ _SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The threads that read from a disk.
+    """The number of threads that read from a disk, and the size of their reads.
 
     Attributes:
         piece_bytes: the size of each thread's buffer.
-        late: whether the disk answers late, so that no read may be larger than ``piece_bytes``.
+        late: whether a small read takes 0.5 ms or more; no read is then larger than ``piece_bytes``.
     """
 
     threads: int
@@ -45,17 +45,17 @@ class Readers:
 
 
 class TimedRead(NamedTuple):
-    """The size of a read that one thread made while no other read was under way, and its time."""
+    """The size and the time of a read that ran alone."""
 
     nbytes: int
     ns: int
 
 
 def choose(reads: Sequence[TimedRead]) -> Readers:
-    """Return the readers for a disk, by the first reads of it.
+    """Return the readers for a disk, from the times of the first reads.
 
-    The quickest read counts as the disk's latency: a single read may be late by chance. The largest
-    read shows what one thread gets per second.
+    The time of the quickest read is taken as the disk's latency, because a single read may be late by
+    chance. The largest read gives the bytes per second of one thread.
     """
     if min(read.ns for read in reads) < LATE_NS:
         return Readers(DISK_THREADS)
@@ -67,11 +67,11 @@ def choose(reads: Sequence[TimedRead]) -> Readers:
 
 
 class DiskReaders:
-    """The readers of one load, which the first read of at least 128 KiB decides.
+    """The readers of one load, chosen at the first read of at least 128 KiB.
 
     Args:
-        threads: the number of threads that the caller wants; None leaves it to the disk. One thread
-            reads as from a local disk, without a look.
+        threads: the number of threads; None chooses it from the disk's latency. With one thread, the
+            latency is not measured, and the reads are those for a local disk.
     """
 
     def __init__(self, threads: int | None) -> None:
@@ -79,7 +79,7 @@ class DiskReaders:
         self._readers: Readers | None = None
 
     def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
-        """Return the readers, after a look at how soon the disk answers in this range of a file."""
+        """Return the readers; the first call measures the disk's latency in this range of a file."""
         if self._readers is None:
             if self.threads == 1 or size < _SAMPLE_BYTES:
                 return Readers(self.threads or DISK_THREADS)
@@ -90,8 +90,8 @@ class DiskReaders:
 
 
 def first_reads(reader: PieceReader, file: Path, offset: int) -> Iterator[TimedRead]:
-    """Make a small read and, if it was late, one of 128 KiB; yield the time of each."""
-    reader.is_cached(file, offset, _SMALL_BYTES)  # opens the file before the clock
+    """Time a read of 4 KiB and, if it takes 0.5 ms or more, a read of 128 KiB."""
+    reader.opened(file)  # before the clock starts
     for size in (_SMALL_BYTES, _SAMPLE_BYTES):
         start = time.monotonic_ns()
         reader.piece(file, offset, size)

@@ -1,7 +1,7 @@
 """Rebuild the values of a state dict that are no tensors, for ``Module.set_extra_state``.
 
-Only plain values and a few kinds of objects are rebuilt, each by code of this module. No class that a
-checkpoint names is imported.
+This module rebuilds only plain values and a few kinds of objects, by its own code. The module imports
+no class that a checkpoint names, so that a malicious file cannot execute code.
 """
 
 import logging
@@ -30,13 +30,13 @@ _log = logging.getLogger("weighin")
 
 
 def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> dict[str, Any]:
-    """Return the values to add to a state dict of tensors before ``load_state_dict``.
+    """Return the values that are no tensors, for the state dict of ``load_state_dict``.
 
-    An extra state that no module of the model takes is left out. Any other value that the model lacks
-    is None in the result, so that torch reports its name as unexpected.
+    The result lacks each extra state whose module defines no ``set_extra_state``. Any other value that
+    the model lacks is None in the result, so that torch reports its name as unexpected.
 
     Raises:
-        CheckpointError: a module takes an extra state that holds an object of another class.
+        CheckpointError: an extra state holds an object that this module cannot rebuild.
     """
     values = slices.values
     if not values:
@@ -57,7 +57,7 @@ def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> di
 
 
 class _Rebuilder:
-    """Turns the records of one value into objects; each record becomes one object."""
+    """Turns the records of one value, as the pickle reader made them, into objects."""
 
     def __init__(self, checkpoint: Path, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
@@ -136,7 +136,10 @@ class _Rebuilder:
         return numpy.frombuffer(self._counted(self._object(data)), dtype=order + name).astype(name)
 
     def _counted(self, made: Any) -> Any:
-        """Return a copy that was made; refuse a record that would be copied again and again."""
+        """Return ``made``; raise CheckpointError if all copies together are larger than ``MOST_BYTES``.
+
+        A small file can refer to one record many times, and each reference makes a copy.
+        """
         self._left -= len(made)
         if self._left < 0:
             raise self._refusal(f"values of more than {MOST_BYTES:,} bytes")

@@ -1,18 +1,16 @@
-"""Fill tensors from a checkpoint's files: divide them into reads, and run the threads that read."""
+"""Run the threads that fill tensors from a checkpoint's files."""
 
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import ceil
 from typing import Final
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import (
     BUFFER_BYTES,
     COPIED_BYTES,
@@ -23,107 +21,28 @@ from weighin.loader.direct_io import (
 )
 from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES
-from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
+from weighin.loader.pieces import Fill, Piece
+from weighin.loader.reads import PieceFiller, Runs
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size in bytes of a thread's reads if no dtype is converted. With large reads, a thread seldom
-takes the lock of the queue of reads."""
+"""The size in bytes of a thread's reads if no dtype is converted. The reads are large so that the
+threads seldom wait for the lock of the queue of reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # reads
 _MOSTLY: Final = 0.75
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
-    """One tensor of a checkpoint, and the tensor of the same shape that receives its values."""
-
-    source: TensorSlice
-    memory: torch.Tensor
-
-    @property
-    def members(self) -> Sequence[torch.Tensor]:
-        return (self.memory,)
-
-    @property
-    def converts(self) -> bool:
-        return self.memory.dtype != self.source.dtype
-
-    @property
-    def scattered(self) -> bool:
-        return bool(self.source.parts)
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source.nbytes
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads, block by block; each read fills at most ``most_bytes`` of memory."""
-        if not self.memory.numel():
-            return
-        for where, target in self._blocks():
-            order = file_order(where)
-            assert order is not None
-            yield from _cut(where, where.offset, target.permute(order), most_bytes)
-
-    def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each range of a file, with the part of the tensor that this range holds."""
-        if not self.source.parts:
-            yield self.source, self.memory
-        for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
-            place = tuple(
-                slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
-            )
-            yield part.where, self.memory[place]
-
-
-def is_readable(source: TensorSlice) -> bool:
-    """Tell whether the elements are stored without gaps, in any order of the dimensions."""
-    if not source.parts:
-        return source.contiguous or file_order(source) is not None
-    return all(file_order(part.where) is not None for part in source.parts)
-
-
-def file_order(where: TensorSlice) -> list[int] | None:
-    """Return the dimensions in the file's order, from the outermost to the innermost.
-
-    The result is None if the elements have gaps between them, or overlap.
-    """
-    if where.contiguous:
-        return list(range(len(where.shape)))
-    order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
-    shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
-    return order if replace(where, shape=shape, stride=stride).contiguous else None
-
-
-def _cut(
-    source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
-) -> Iterator[Piece]:
-    """Yield the reads that fill ``target`` with the file's bytes from ``offset`` on."""
-    if target.is_contiguous():
-        yield from cut(source, offset, target, most_bytes)
-        return
-    row_bytes = target[0].numel() * source.dtype.itemsize
-    rows = min(PIECE_BYTES, most_bytes) // max(row_bytes, target[0].nbytes)
-    for first in range(0, len(target), rows or 1):
-        at = offset + first * row_bytes
-        if rows:
-            yield Piece(source, at, target[first : first + rows])
-        else:
-            yield from _cut(source, at, target[first], most_bytes)
-
-
 @contextmanager
-def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
+def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
     """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
     The ``with`` statement ends after the last read. The first error, in a thread or in the body,
-    stops all threads. The threads and the body share the GIL, so that they delay each other a
-    little. Torch computes on one thread until the ``with`` statement ends.
+    stops all threads. Torch computes on one thread until the ``with`` statement ends.
 
     Args:
-        disk: the threads that read if the files are not cached.
+        disk: chooses the number of threads if the files are not cached.
     """
     if not stretches:
         yield
@@ -160,8 +79,30 @@ def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[N
             future.result()
 
 
-def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers, Lent]:
-    """Return the threads that read, and their reads."""
+def compute(fills: Iterable[Fill], threads: int | None) -> None:
+    """Call the functions that compute tensors from a file's bytes; the first error ends the load.
+
+    Args:
+        threads: the number of threads, at most one for each processor; each needs a few MiB.
+    """
+    most = min(threads or cache_threads(), cache_threads())
+    largest_first = sorted(fills, key=lambda one: one.memory.nbytes, reverse=True)
+    if not largest_first:
+        return
+    with one_thread_each, ThreadPoolExecutor(most) as pool:
+        futures = [
+            pool.submit(one.source.fill, one.memory) for one in largest_first if one.source.fill
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Lent]:
+    """Return the number of threads that read with the size of their buffers, and all reads."""
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
     with closing(PieceReader()) as reader:
@@ -172,14 +113,14 @@ def _divided(stretches: Sequence[Fillable], disk: DiskReaders) -> tuple[Readers,
         readers = disk.of(reader, first.source.file, first.offset, first.source_bytes)
     if not readers.late:
         return readers, lend(stretches, READ_BYTES, readers.threads)
-    most = readers.piece_bytes  # of memory, and of the file
+    most = readers.piece_bytes  # bytes of memory, and bytes of the file
     sizes = (min(most, most * one.memory.nbytes // max(1, one.source_bytes)) for one in stretches)
     reads = (one.pieces(size) for one, size in zip(stretches, sizes, strict=True))
     return readers, Lent((), chain.from_iterable(reads))
 
 
-def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files; large tensors are divided equally among the threads."""
+def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
+    """Yield the reads of cached files; each large tensor becomes equal reads, as many for each thread."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -197,9 +138,10 @@ def cache_threads() -> int:
 
 
 class _OneThreadEach:
-    """Makes torch compute on one thread; otherwise each reading thread would start a thread pool.
+    """Makes torch compute on one thread, because each thread that reads would start a pool of threads.
 
-    The setting applies to the whole process. The last of several concurrent loads restores it.
+    ``torch.set_num_threads`` applies to the whole process. If several loads run at once, the last one
+    restores the number of threads.
     """
 
     def __init__(self) -> None:
@@ -224,21 +166,21 @@ one_thread_each = _OneThreadEach()
 
 
 def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
-    """Tell whether most bytes of these reads are in the page cache.
+    """Tell whether at least 3/4 of the bytes of these reads are in the page cache.
 
-    One missing page is no proof that the file is not cached, because the kernel may have reclaimed
-    single pages of a cached file.
+    A file counts as cached even if pages are missing, because the kernel may reclaim single pages.
     """
     cached_bytes, all_bytes = 0.0, 0
     for piece in pieces:
-        share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
+        opened = reader.opened(piece.source.file)
+        share = opened.cached_share(piece.offset, piece.source_bytes)
         cached_bytes += share * piece.source_bytes
         all_bytes += piece.source_bytes
     return cached_bytes >= _MOSTLY * all_bytes
 
 
-def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of all threads' buffers in bytes, the most memory that filling adds."""
+def buffer_bytes(stretches: Iterable[Fill], threads: int | None, *, gpu: bool) -> int:
+    """Return the size of all threads' buffers in bytes: an upper bound for the memory beside the model."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

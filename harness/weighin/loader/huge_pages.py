@@ -13,23 +13,23 @@ from weighin.loader.vectored import ALIGNMENT
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
-"""The alignment in bytes of torch's own allocations, which affects how some operations round."""
+"""The alignment of torch's own allocations in bytes. The alignment affects how some operations round."""
 
 MAP_NORESERVE: Final = 0x4000
-"""A flag from linux/mman.h: the kernel's overcommit heuristic ignores a mapping with this flag."""
+"""A flag of linux/mman.h, with which the kernel does not count a mapping's size as promised memory."""
 
 
 class Area:
-    """Fresh memory in huge pages for adjacent tensors, in the same order as in a range of a file.
+    """Newly allocated memory in huge pages for tensors that are adjacent in a file.
 
-    Each tensor has its own storage, so that saving one tensor writes no other tensor. Pages that
-    hold only one tensor are freed with that tensor; shared pages are freed with the area's last
-    tensor.
+    Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other tensor. A page
+    that holds only one tensor is freed with this tensor. All other pages are freed with the last tensor
+    of the area.
 
     Args:
-        size: the size of the range, in bytes.
-        offset: the range's offset in its file. The memory has the same offset within its page,
-            rounded down to ``TENSOR_ALIGNMENT``, so that a disk can write into it without a buffer.
+        size: the size of the range of the file, in bytes.
+        offset: the range's offset in the file. The memory gets the same offset within its page, rounded
+            down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:
@@ -38,13 +38,12 @@ class Area:
 
     @property
     def whole(self) -> torch.Tensor:
-        """The whole area as one tensor of bytes, to be filled."""
         return torch.frombuffer(
             self._memory, dtype=torch.uint8, count=self._size, offset=self._first
         )
 
     def tensor(self, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor whose elements begin ``at`` bytes after the start of the range."""
+        """Return a flat tensor that begins ``at`` bytes after the start of the area."""
         first = self._first + at
         last = first + numel * dtype.itemsize
         view = memoryview(self._memory)[first:last]
@@ -59,10 +58,10 @@ class Area:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return a flat uninitialised tensor, in huge pages if it is large and on the CPU.
+    """Return a flat uninitialised tensor, in huge pages if it has 2 MiB or more and is on the CPU.
 
-    Without huge pages, page faults on fresh 4 KiB pages take most of the time of a load from the
-    page cache. The tensor has its own storage, which is freed with the tensor.
+    The huge pages matter for a load from the page cache: page faults on pages of 4 KiB would take most
+    of its time.
 
     Args:
         offset: the tensor's offset in its file, as for an ``Area``.
@@ -80,22 +79,19 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _lead(offset: int) -> int:
-    """Return the offset within a page for memory that is read from ``offset`` of a file, in bytes.
-
-    The result is ``offset`` modulo the page size, rounded down to ``TENSOR_ALIGNMENT``.
-    """
+    """Return ``offset`` modulo 4096, rounded down to a multiple of ``TENSOR_ALIGNMENT``."""
     within = offset % ALIGNMENT
     return within - within % TENSOR_ALIGNMENT
 
 
 def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:
-    """Map ``size`` bytes that begin ``lead`` bytes after a huge page's start.
+    """Map ``size`` bytes that begin ``lead`` bytes after the start of a huge page.
 
-    Return the mapping, and the offset in it at which these bytes begin.
+    Return the mapping, and the offset of these bytes in the mapping.
     """
     flags = mmap.MAP_PRIVATE | MAP_NORESERVE
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
-    # Whole huge pages only: a partly used huge page at the end would be charged in full.
+    # Only whole huge pages, because the kernel charges a partly used huge page in full.
     ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return area, skip + lead

@@ -1,9 +1,9 @@
-"""Convert a tensor to a smaller dtype inside the memory of the smaller result, without a second copy.
+"""Convert a tensor to a smaller dtype inside the memory of the result, without a second copy.
 
-Example: a load of float32 elements as bfloat16. The first half of the elements fills the whole
-memory of the bfloat16 tensor; converted, these elements take the front half of that memory. Then
-half of the remaining elements are read into the back half of the memory and converted, and so on.
-Reads are as large as without a conversion; only the last MiB needs a buffer.
+Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the whole
+memory of the bfloat16 tensor. After the conversion these elements take the front half of that memory.
+Then half of the remaining elements are read into the back half and converted, and so on. The
+reads are large and need no buffer, except the read of the last MiB.
 """
 
 from typing import Final
@@ -15,9 +15,9 @@ from weighin.loader.direct_io import PieceReader
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.vectored import ALIGNMENT
 
-_LEAST_BYTES: Final = 1024**2  # of unfilled memory: below this, reads are too small for a disk
-_FIRST_ELEMENTS: Final = 1024  # converted from a copy, because source and target overlap
-_MOST_ELEMENTS: Final = 256 * 1024  # converted at a time: they fit a processor's cache
+_LEAST_BYTES: Final = 1024**2  # the least unfilled memory, because a smaller read is slow on a disk
+_FIRST_ELEMENTS: Final = 1024  # are converted from a copy, because source and target overlap
+_MOST_ELEMENTS: Final = 256 * 1024  # are converted at a time, so that they fit a processor's cache
 
 
 def shrinks(source: TensorSlice, target: torch.Tensor) -> bool:
@@ -30,8 +30,8 @@ def read_shrinking(
 ) -> int:
     """Fill the front of a contiguous CPU ``target``; return the number of elements filled.
 
-    Less than 1 MiB of the target stays unfilled. The ``offset`` must be a multiple of an element's
-    size.
+    Less than 1 MiB at the end of the target stays unfilled. ``offset`` must be a multiple of the size
+    of an element in the file.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -39,7 +39,7 @@ def read_shrinking(
     width, flat, done = source.dtype.itemsize, target.view(-1), 0
     while (rest := flat[done:]).nbytes >= _LEAST_BYTES:
         at = offset + done * width
-        lead = (at - rest.data_ptr()) % ALIGNMENT  # so that file and memory have the same alignment
+        lead = (at - rest.data_ptr()) % ALIGNMENT  # gives memory the alignment of the file
         count = (rest.nbytes - lead) // width
         count -= (at + count * width) % ALIGNMENT // width  # end with a page of the file
         memory = memory_of(rest)[lead : lead + count * width]
@@ -50,7 +50,7 @@ def read_shrinking(
 
 
 def _convert(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Convert ``source``, which lies in ``target``'s memory, into ``target``, front to back."""
+    """Convert ``source`` into ``target``, front to back; ``source`` lies in the memory of ``target``."""
     done = 0
     while done < len(target):
         free_bytes = source[done:].data_ptr() - target[done:].data_ptr()

@@ -17,30 +17,31 @@ from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
-from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
+from weighin.loader.pieces import Fill, file_order, is_readable
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
-"""The devices whose memory is filled piece by piece. torch fills tensors on any other device from a
-copy on the CPU."""
+"""The devices whose memory the loader fills piece by piece. torch fills tensors on any other device
+from a copy on the CPU."""
 
 
 class LazyState(Mapping[str, Any]):
-    """The state dict of a checkpoint, of tensors without values, each made when it is first asked for.
+    """The state dict of a checkpoint, whose tensors have no values.
 
-    The tensors reserve address space, and take memory only if a module's code reads them; ``log``
-    records the places of their values.
+    The state dict creates a tensor when the tensor is first looked up. The tensor reserves address
+    space, and takes memory only if a module's code reads its values.
 
     Args:
-        values: the values that are no tensors.
+        log: gets the source of each created tensor.
+        values: the state dict's values that are no tensors.
 
     Attributes:
-        sources: the places of the tensors, in the order of the keys; None for other values.
+        sources: the file and offset of each tensor, in the order of the keys; None for other values.
         metadata: the modules' version metadata; None if the checkpoint has none.
 
     Raises:
-        CheckpointError: a tensor is quantised, or a block of a tensor has gaps between its elements,
-            which ``torch.distributed.checkpoint`` never writes.
+        CheckpointError: a tensor is quantised in a way that no function dequantises, or a block of a
+            tensor has gaps between its elements, as ``torch.distributed.checkpoint`` writes none.
     """
 
     def __init__(self, log: WriteLog, slices: Slices, values: Mapping[str, Any]) -> None:
@@ -71,7 +72,7 @@ class LazyState(Mapping[str, Any]):
         return len(self._numbers)
 
     def all(self) -> dict[str, Any]:
-        """Return the whole state dict, in the form in which torch gives it to the first module."""
+        """Return the whole state dict as an ``OrderedDict`` with the attribute ``_metadata``."""
         state = OrderedDict(self)
         if self.metadata is not None:
             state._metadata = self.metadata  # type: ignore[attr-defined]
@@ -106,7 +107,7 @@ class LazyState(Mapping[str, Any]):
 
 
 def read_at_once(load: DeferredLoad) -> None:
-    """Read one tensor's values now, even if it is loaded from a view of a tensor in the file."""
+    """Read the values of one tensor, even if they are a view of a tensor in the file."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
     if direct and source is not None and is_readable(source) and not source.encoding:
@@ -125,7 +126,7 @@ def read_at_once(load: DeferredLoad) -> None:
         _fill(promised, flat.view(promised.shape))
     else:
         _fill(replace(promised, shape=(count,), stride=(1,)), flat)
-    if torch._debug_has_internal_overlap(target) == 1:  # the tensor of the file itself, expanded
+    if torch._debug_has_internal_overlap(target) == 1:  # an expanded tensor of the state dict
         target = target.as_strided((count,), (1,), target.storage_offset())
         target.copy_(flat)
         return
@@ -141,10 +142,9 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 
 
 def source_of(load: DeferredLoad) -> TensorSlice | None:
-    """Return the place in the file from which one tensor is loaded.
+    """Return the range of the file from which one tensor is loaded.
 
-    The result is None if the tensor is loaded from a view that spans several blocks or has another
-    dtype than the file.
+    The result is None for a view that spans several blocks or has another dtype than the file.
     """
     promised: TensorSlice = load.promise
     view = load.source
@@ -165,7 +165,7 @@ def read_whole(source: TensorSlice) -> torch.Tensor:
 
 
 def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
-    """Read one tensor into ``target``, which has its shape, and return ``target``."""
+    """Read one tensor into ``target``, a tensor of the same shape, and return ``target``."""
     if source.fill:
         source.fill(target)
     else:

@@ -1,14 +1,16 @@
 """Load a checkpoint straight into a model, without a second copy of the weights.
 
-torch's own ``load_state_dict`` runs, with every hook and override, on a state dict without values,
-and its copies are recorded instead of made (``construction/deferred.py``). Then several threads make all
-recorded copies, piece by piece: each tensor is read from its place in the file into fresh memory
-that uses huge pages and has the file's alignment. A tensor whose dtype changes is converted
-directly from the page cache if it is cached. If it is not, the memory of tensors that are filled
-last serves as the buffer. Tensors for a GPU pass through two pinned buffers.
+torch's own ``load_state_dict`` runs, with every hook and override, on a state dict whose tensors have
+no values. ``construction/deferred.py`` records the copies that ``load_state_dict`` would make. Several
+threads then make these copies piece by piece. Each tensor is read from its offset in the file into
+newly allocated memory in huge pages, with the alignment that the tensor has in the file.
 
-Peak: the model, and a few MiB for each thread. Cached pages are mapped while they are copied, and
-so count in the RSS: up to 400 MiB for each thread.
+A cached tensor whose dtype changes is converted directly from the page cache. A tensor that is not
+cached is first read into a buffer: the memory of the tensors that are filled last. Tensors for a GPU
+pass through two pinned buffers.
+
+The peak is the model and a few MiB for each thread. While a thread copies from the page cache, it maps
+up to 400 MiB of the file, which count in the resident set size.
 """
 
 import gc
@@ -34,14 +36,13 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import computed, fill, small
+from weighin.loader import fill, small
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
-from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
-from weighin.loader.reads import Fillable
+from weighin.loader.pieces import Fill, is_readable
 from weighin.loader.state_walk import load_state
 from weighin.models.dequantising import detach_quantiser, quantiser_of
 
@@ -55,15 +56,15 @@ _EXACT: Final = frozenset({
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Pairs of dtypes between which the conversion is exact. A tensor that would be converted
-twice, first between such dtypes, is converted once, from the original values."""
+"""Pairs of dtypes (from, to) whose conversion loses nothing. After such a conversion, a second one
+rounds as if it were the only one, so that the loader leaves the first one out."""
 
 _log = logging.getLogger("weighin")
 
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Turn off Python's garbage collection, which stops all threads to visit torch's objects."""
+    """Turn off Python's garbage collector, which would stop all threads while it visits the tensors."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -88,39 +89,40 @@ def load_streaming(
     """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model`` and return it.
 
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
-    ``model.to(device, dtype)``. If ``model`` is a function that builds the model, the weights are not
-    initialised, except weights whose values the constructor reads; a warning logs their size. If
-    ``model`` is a module, its tensors that already have the right device and dtype are filled in
-    place. Tensors on the meta device get the checkpoint's dtype.
+    ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only weights that the
+    constructor reads are initialised; a warning logs the size of these weights. If ``model`` is a
+    module, the load fills each tensor in place that already has the right device and dtype. Tensors on
+    the meta device get the checkpoint's dtype.
 
-    A model of the transformers library is loaded as ``from_pretrained`` loads it: keys are renamed
+    A model of the transformers library is loaded as ``from_pretrained`` loads it. Keys are renamed
     and converted by transformers' own tables, unexpected keys are ignored, and tied weights may be
     missing.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
-        threads: the number of threads that read. None means one for each processor, at most 4, if the
-            checkpoint is cached, and 16 if it is not; up to 64 if the disk answers late, as storage
-            behind a network does.
+        threads: the number of threads that read. By default, one thread for each processor, at most 4,
+            reads a cached checkpoint. From a local disk 16 threads read, and up to 64 from storage
+            behind a network.
         granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
             all tensors concurrently.
-        key: the key of the state dict in a checkpoint that holds more, such as a training
-            checkpoint: "model", or "state.model" in nested dicts. Only the tensors under this key
-            are read. Objects elsewhere in the checkpoint are neither executed nor imported.
-        strip_prefix: a prefix of the checkpoint's names that the model's names lack: "module.".
+        key: the key of the state dict in a training checkpoint: "model", or "state.model" in nested
+            dicts. Only the tensors under this key are read. No object elsewhere in the checkpoint is
+            executed or imported.
+        strip_prefix: a prefix that the checkpoint's names have and the model's names lack: "module.".
 
     Raises:
         CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
-            unexpected keys, other shapes), its tensors are codes for whose scales the model has no
-            place, or the model has a tensor on the meta device that is not in the checkpoint.
+            unexpected keys, other shapes), the model has no parameters for the scales of quantised
+            tensors, or the model has a tensor on the meta device that is not in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
     loaded, was_meta = _load(
         model, Path(checkpoint), selection, device, dtype, DiskReaders(threads), granularity
     )
-    skeleton.give_back_heap()  # objects that only the load needed
-    if dtype is not None or was_meta or _is_elsewhere(loaded, device):
+    skeleton.give_back_heap()  # frees objects that only the load needed
+    tensors = tensors_of(modules_of(loaded))
+    if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
         loaded.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
     return loaded
 
@@ -134,7 +136,7 @@ def _load(
     disk: DiskReaders,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
-    """Return the filled model, and whether any of its tensors was on the meta device."""
+    """Return the filled model, and whether a tensor of the model was on the meta device."""
     fmt, slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
@@ -151,14 +153,14 @@ def _load(
                 refuse_codes_left(model, path, slices, mapped)
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
-                if mapped.used is not None:  # for save_pretrained
+                if mapped.used is not None:  # save_pretrained reverses these conversions
                     model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
             if was_meta:
                 dtypes = {source.name: source.dtype for source in slices}
                 undone.enter_context(real_memory(model, dtypes))
             optional = _optional(model, mapped, path) if mapped else None
             values = {} if mapped else extra_values(model, slices, path)
-        # No name for the state: it would keep every tensor's source alive to the end of the load.
+        # A variable for the LazyState would keep it in memory until the end of the load.
         load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
         if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
@@ -175,10 +177,10 @@ def _load(
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
-        plain, to_compute = computed.split(fills)
-        with fill.being_filled(plain, disk):
+        computed = {one for one in fills if one.source.fill}
+        with fill.being_filled([one for one in fills if one not in computed], disk):
             pass
-        computed.fill_all(to_compute, disk.threads)
+        fill.compute(computed, disk.threads)
     if mapped and mapped.conversions:
         from weighin.loader import (
             converting,  # imports transformers' functions, which few loads need
@@ -192,7 +194,7 @@ def _load(
 
 
 def _merge(model: torch.nn.Module) -> None:
-    """Merge the adapter that the model's builder named, if it named one."""
+    """Merge the adapter whose folder ``from_config`` stored in the model, if there is one."""
     if adapter := getattr(model, "adapter_to_merge", ""):
         from weighin.loader.merge import merge_adapter  # few loads need this import
 
@@ -201,12 +203,12 @@ def _merge(model: torch.nn.Module) -> None:
 
 
 def _names(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the names in the model's state dict, which is made only if somebody asks for a name."""
+    """Yield the names in the model's state dict; calls ``state_dict`` only for the first name."""
     yield from model.state_dict(keep_vars=True)
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
-    """Return the tensors, renamed for a model of a library; None for any other model."""
+    """Return the tensors under the names of a model of transformers, diffusers or timm, else None."""
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 
     if module_for(model) is None:
@@ -221,11 +223,10 @@ def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> 
 
 
 def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) -> set[str]:
-    """Return the names that the checkpoint need not have: tied weights, buffers, converted tensors.
+    """Return the model's names that the checkpoint may lack: tied weights, buffers, converted tensors.
 
     Raises:
-        CheckpointError: another weight is missing, which ``from_pretrained`` would initialise
-            randomly.
+        CheckpointError: the checkpoint lacks a weight that ``from_pretrained`` would initialise randomly.
     """
     mapped.refuse_missing(model, checkpoint)
     wanted = model.state_dict(keep_vars=True)
@@ -255,7 +256,7 @@ def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Mo
 
 
 class _Placer:
-    """Decides for each tensor whether it is filled in its present memory or gets fresh memory."""
+    """Decides for each tensor whether the load fills its present memory or allocates new memory."""
 
     def __init__(
         self,
@@ -280,8 +281,8 @@ class _Placer:
             for tensor in tensors_of(modules_of(module))
         }
 
-    def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
-        """Yield the memory to fill; read at once any tensor that cannot be read in pieces."""
+    def all(self, loads: list[DeferredLoad]) -> Iterator[Fill]:
+        """Yield the memory to fill; read every tensor immediately that cannot be read in pieces."""
         needs: list[MemoryNeed] = []
         for load in loads:
             source = source_of(load)
@@ -296,10 +297,10 @@ class _Placer:
         yield from provide(needs)
 
     def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
-        """Return the fresh memory that a tensor needs; None if its present memory must be filled.
+        """Return the new memory that a tensor needs; None if the tensor must keep its present memory.
 
-        The present memory must be filled if other tensors share it, if torch's conversion would
-        untie the names of a buffer, or if a module overrides the conversion.
+        A tensor keeps its memory in three cases: other tensors share the memory, torch's conversion
+        would untie the names of a buffer, or a module overrides the conversion.
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
@@ -341,7 +342,7 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
         and tensor.storage_offset() == target.storage_offset() == 0
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and is_dense(tensor)
-        and use_count(tensor) == 2  # the model's tensor and the load's target
+        and use_count(tensor) == 2  # the tensor of the model, and ``target``
     )
 
 
@@ -361,8 +362,3 @@ def _on_meta(model: torch.nn.Module, checkpoint: Path) -> CheckpointError:
         f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
         "pass load_streaming the function that builds the model, not a model on the meta device",
     )
-
-
-def _is_elsewhere(model: torch.nn.Module, device: torch.device) -> bool:
-    """Tell whether a tensor of the model is on another device."""
-    return any(tensor.device != device for tensor in tensors_of(modules_of(model)))

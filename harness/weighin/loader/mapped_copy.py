@@ -1,4 +1,4 @@
-"""Map cached pages of a file to copy them, and populate the memory that they are copied to."""
+"""Map cached pages of a file for a copy, and populate the pages of the copy's target."""
 
 import ctypes
 import errno
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
-"""The size in bytes of the part of a file that is mapped at a time. Larger parts need fewer
-unmappings, each of which interrupts every processor."""
+"""The size in bytes of the part of a file that is mapped at a time. The parts are large because each
+unmapping interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
-_POPULATED_BYTES: Final = 16 * 1024**2  # at a time: the call blocks the other threads' mmap calls
+_POPULATED_BYTES: Final = 16 * 1024**2  # in one call, because it blocks mmap of other threads
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 
 # ctypes releases the GIL during these calls; Python's own mmap does not.
@@ -28,7 +28,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Window:
-    """A mapping of a whole file, of which only the pages in use are resident (file-backed)."""
+    """A mapping of a whole file; only the pages inside ``looking`` are resident, as file-backed memory."""
 
     def __init__(self, descriptor: int) -> None:
         self._size = os.fstat(descriptor).st_size
@@ -43,10 +43,10 @@ class Window:
 
     @contextmanager
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Yield the bytes at ``offset``, which are read-only and valid until the context ends.
+        """Yield the bytes at ``offset``, read-only; the context must be open while they are used.
 
-        If another process truncates the file meanwhile, SIGBUS kills this process, as with any
-        mapping.
+        If another process truncates the file while the context is open, SIGBUS kills this process, as
+        for any mapping.
 
         Raises:
             EOFError: the file is too short.
@@ -55,13 +55,13 @@ class Window:
             raise EOFError
         start = self._address + offset - offset % mmap.PAGESIZE
         length = self._address + offset + size - start
-        # Maps all pages in one call. Older kernels refuse it; then each access faults its page in.
+        # Maps all pages by one call. Before Linux 5.14 the call fails, and page faults map the pages.
         if _libc.madvise(start, length, _MADV_POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
             raise EOFError  # the file was truncated
         try:
             yield memoryview((ctypes.c_ubyte * size).from_address(self._address + offset))
         finally:
-            # Unmap all pages: the kernel may also have mapped adjacent pages of the same huge page.
+            # Unmap the whole file: the kernel may have mapped more pages of the same huge page.
             _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
@@ -72,16 +72,15 @@ class Window:
 
 
 def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
-    """Ask the kernel for huge pages in a part of a mapping; a kernel without them ignores it."""
+    """Ask the kernel for huge pages in a part of a mapping; no error if the kernel has none."""
     with suppress(AttributeError, OSError):
         area.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def make_present(memory: memoryview) -> None:
-    """Populate all pages of anonymous memory before it is written to.
+    """Populate all pages of anonymous memory before a copy, which page faults would slow down.
 
-    Page faults in the middle of a copy would slow it down. On kernels before Linux 5.14, which do
-    not know ``MADV_POPULATE_WRITE``, the copy takes these page faults.
+    Kernels before Linux 5.14 do not have ``MADV_POPULATE_WRITE``: there, this function does nothing.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     first, end = address - address % mmap.PAGESIZE, address + len(memory)

@@ -1,7 +1,8 @@
 """Merge an adapter of LoRA into a model's weights, as peft's ``merge_and_unload`` does.
 
-peft computes the product of the two matrices in float32 and adds it in place. It then multiplies a copy
-of the product, which this module does not make: the peak is the model and its largest product.
+Like peft, this module multiplies the adapter's two matrices in float32 and adds the product to the
+weight in place. peft scales a copy of the product. This module scales the product itself, so that the
+peak is the model and the largest product.
 """
 
 from math import prod
@@ -17,7 +18,8 @@ from weighin.loader.huge_pages import TENSOR_ALIGNMENT, allocate
 from weighin.loader.lazy_state import read_into, read_whole
 
 _FEW_ELEMENTS: Final = 32 * 1024
-"""The elements that are added at once: torch widens 16-bit weights in further memory of that size."""
+"""The number of elements that are added at once, small because torch converts 16-bit weights to a
+temporary float32 tensor of as many elements."""
 
 _LINE_ELEMENTS: Final = TENSOR_ALIGNMENT // torch.float32.itemsize
 
@@ -43,7 +45,11 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
 
 
 def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, Any]]:
-    """Return what an adapter adds, each with its module of ``model``; raise as ``merge_adapter``."""
+    """Return each addition of an adapter with the module of ``model`` to whose weight it is added.
+
+    Raises:
+        CheckpointError: for the same reasons as ``merge_adapter``.
+    """
     additions = lora.read(adapter)
     modules = [
         (additions.pop(name), module) for name, module in model.named_modules() if name in additions
@@ -55,7 +61,7 @@ def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, An
 
 
 def fits(one: Addition, module: Any) -> bool:
-    """Tell whether a module has a weight of the sizes of the product, in a dtype that peft widens."""
+    """Tell whether the product has the shape of the module's weight, and both have float dtypes."""
     kinds = (torch.nn.Embedding,) if one.is_embedding else (torch.nn.Linear, _conv1d())
     if not isinstance(module, kinds):
         return False
@@ -73,7 +79,7 @@ def fits(one: Addition, module: Any) -> bool:
 
 
 def is_turned(one: Addition, module: Any) -> bool:
-    """Tell whether the rows of the product are the columns of the module's weight."""
+    """Tell whether the product must be transposed before it is added to the module's weight."""
     return one.is_embedding or isinstance(module, _conv1d())
 
 
@@ -86,7 +92,7 @@ def _conv1d() -> Any:
 
 
 def elements(one: Addition) -> int:
-    """Return the number of float32 elements of the memory that ``add`` needs."""
+    """Return the number of float32 elements for the product and both matrices in ``add``."""
     rows, columns = one.b.shape[0], one.a.shape[1]
     return _aligned(rows * columns) + _aligned(prod(one.b.shape)) + _aligned(prod(one.a.shape))
 
@@ -96,10 +102,10 @@ def _aligned(elements: int) -> int:
 
 
 def add(one: Addition, weight: torch.Tensor, memory: torch.Tensor, *, is_turned: bool) -> None:
-    """Add the product to a weight in place, in float32, with the roundings of peft.
+    """Add the product to a weight in place, in float32, with the same rounding as peft.
 
-    ``memory`` is for the product and its matrices: one memory for all products, because the C library
-    would keep what it frees of each.
+    ``memory`` holds the product and the two matrices. All products use the same memory, because the C
+    library would not return the memory of each product to the kernel.
     """
     rows, columns = one.b.shape[0], one.a.shape[1]
     product = memory[: rows * columns].view(rows, columns)

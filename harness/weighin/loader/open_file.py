@@ -1,7 +1,8 @@
-"""Read an open file through the page cache, past it, or by mapping its cached pages."""
+"""Read an open file through the page cache, with ``O_DIRECT``, or by mapping its cached pages."""
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 from array import array
@@ -12,11 +13,16 @@ from typing import Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.unknown_file import AGAIN, unreadable
-from weighin.loader.alignment import alignment_of
 from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
+LARGEST_ALIGNMENT: Final = 64 * 1024
+"""The largest alignment in bytes that a reader's buffer supports: that of file systems with blocks of
+64 KiB."""
+
+_AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
+_STATX_DIOALIGN: Final = 0x2000  # linux/stat.h; Linux 6.1
 _PASSED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _preadv: Final = _libc.preadv  # os.preadv needs an object for each buffer
@@ -25,11 +31,23 @@ _preadv.restype = ctypes.c_ssize_t
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
+class _Statx(ctypes.Structure):
+    """``struct statx`` of linux/stat.h, with only the fields that this module uses."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("others", ctypes.c_uint8 * 148),
+        ("dio_mem_align", ctypes.c_uint32),
+        ("dio_offset_align", ctypes.c_uint32),
+        ("rest", ctypes.c_uint8 * 96),
+    )
+
+
 class OpenedFile:
-    """A file open for reading, whose methods raise a CheckpointError with its name if reading fails.
+    """A file open for reading. If a read fails, the method raises a CheckpointError that names the file.
 
     Attributes:
-        alignment: the alignment, in the file and in memory, that direct reads need, in bytes.
+        alignment: the alignment in bytes that direct reads need, in the file and in memory.
 
     Raises:
         CheckpointError: the file cannot be opened.
@@ -48,12 +66,12 @@ class OpenedFile:
 
     @property
     def _any(self) -> int:
-        """A descriptor of the file. Opening a file again is a request for which a network is waited."""
+        """An open descriptor of the file. Opening the file once more would cost a round trip to a server."""
         return self._direct if self.direct else self._buffered
 
     @property
     def _buffered(self) -> int:
-        """The descriptor for reads through the page cache, which many loads do not need."""
+        """The descriptor for reads through the page cache, opened at its first use."""
         if self._opened_buffered < 0:
             try:
                 self._opened_buffered = os.open(self.path, os.O_RDONLY)
@@ -63,19 +81,19 @@ class OpenedFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads can bypass the page cache; a failed read sets it to False."""
+        """Whether reads can bypass the page cache; False after the file system refused one."""
         return self._direct >= 0
 
     def is_cached(self, offset: int, size: int) -> bool:
-        """Tell whether all of this range is known to be in the page cache."""
+        """Tell whether the kernel reports all pages of this range as cached."""
         return page_cache.is_cached(self._any, offset, size)
 
     def cached_share(self, offset: int, size: int) -> float:
-        """Return the share of this range that is known to be in the page cache, from 0 to 1."""
+        """Return the share of this range's pages that the kernel reports as cached, from 0 to 1."""
         return page_cache.cached_share(self._any, offset, size)
 
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
-        """Read ``wanted_bytes`` into aligned buffers in turn, past the page cache.
+        """Fill aligned buffers one after the other with ``wanted_bytes``, past the page cache.
 
         Return False if the file system refuses ``O_DIRECT``; ``direct`` is False from then on.
 
@@ -93,7 +111,7 @@ class OpenedFile:
                 return False
             end = done + read
             if end < wanted_bytes:
-                end = down(end, self.alignment)  # the next read must begin aligned
+                end = down(end, self.alignment)  # a direct read must begin aligned
                 if end == done:
                     self._read_rest(_behind(buffers, done), offset + done, wanted_bytes - done)
                     return True
@@ -101,24 +119,14 @@ class OpenedFile:
         return True
 
     def _read_rest(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> None:
-        """Read through the page cache the bytes that a direct read left out, as at a file's end."""
+        """Read the last bytes of a file, which no direct read can return, through the page cache."""
         for buffer in buffers:
             size = min(len(buffer), wanted_bytes)
             self.read_and_drop(buffer[:size], offset)
             offset, wanted_bytes = offset + size, wanted_bytes - size
 
-    def read_cached(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache and leave the pages there.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
-        done = 0
-        while done < len(target):
-            done += self._read_some([target[done:]], offset + done, offset + len(target))
-
-    def read_cached_together(self, targets: Sequence[memoryview], offset: int) -> None:
-        """Fill targets that lie side by side in the file, as ``read_cached`` fills one.
+    def read_cached(self, targets: Sequence[memoryview], offset: int) -> None:
+        """Fill targets from one range of the file through the page cache, and keep the pages there.
 
         Raises:
             CheckpointError: the file is too short, or the disk fails.
@@ -129,15 +137,16 @@ class OpenedFile:
             done += self._read_some(_behind(targets, done), offset + done, end)
 
     def read_scattered(self, buffers: "array[int]", offset: int, size: int) -> bool:
-        """Fill buffers, given by their addresses and sizes in turn, by one read through the page cache.
+        """Fill buffers by one read through the page cache; return False if it gave too few bytes.
 
-        Return False if fewer than ``size`` bytes were read: the caller then reads them in another way.
+        ``buffers`` has the address of the first buffer, its size, the address of the second one, and so
+        on, of together ``size`` bytes.
         """
         first, _ = buffers.buffer_info()
         return bool(_preadv(self._buffered, first, len(buffers) // 2, offset) == size)
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache, piece by piece, and drop the pages of each piece.
+        """Read 1 MiB after the other through the page cache, and drop the pages of each MiB.
 
         Raises:
             CheckpointError: the file is too short, or the disk fails.
@@ -173,10 +182,10 @@ class OpenedFile:
         self._close_direct()
 
     def _drop_behind(self, start: int, end: int) -> None:
-        """Drop the pages from ``start`` to ``end``, and once more the pages of the previous call.
+        """Drop the pages from ``start`` to ``end``, and the pages of the previous call again.
 
-        The kernel keeps a page, or a group of pages that it manages as one, if the range to drop
-        covers only a part of it. The end of the previous range may lie in such a page.
+        The kernel keeps a page, or a folio of several pages, of which the range covers only a part. The
+        previous call may have ended inside such a folio.
         """
         first, last = self._dropped
         first = first if start == last else down(start, mmap.PAGESIZE)
@@ -202,7 +211,7 @@ class OpenedFile:
 
 
 def _behind(buffers: Sequence[memoryview], filled: int) -> list[memoryview]:
-    """Return the parts of the buffers after the first ``filled`` bytes."""
+    """Return the buffers without their first ``filled`` bytes."""
     rest = list(buffers)
     while rest and filled >= len(rest[0]):
         filled -= len(rest.pop(0))
@@ -214,3 +223,22 @@ def _open_direct(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:  # tmpfs, some network file systems; other errors show at the first read
         return -1
+
+
+def alignment_of(descriptor: int) -> int:
+    """Return the alignment for direct reads of an open file, in bytes; 0 if it allows no direct reads.
+
+    The result is a multiple of ``ALIGNMENT``. If neither the C library nor the kernel reports an
+    alignment, the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
+    """
+    status = _Statx()
+    statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5
+    if statx is None:
+        return ALIGNMENT
+    failed = statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(status))
+    if failed or not status.mask & _STATX_DIOALIGN:
+        return ALIGNMENT
+    if not status.dio_offset_align or ALIGNMENT % max(1, status.dio_mem_align):
+        return 0
+    alignment = math.lcm(ALIGNMENT, status.dio_offset_align)
+    return alignment if alignment <= LARGEST_ALIGNMENT else 0

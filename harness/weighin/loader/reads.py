@@ -1,98 +1,30 @@
-"""Read a piece of a file into a piece of memory; convert it and copy it to the GPU if necessary."""
+"""Read a piece of a file into memory, convert its dtype, and copy it to the GPU."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import LARGEST_ELEMENT_BYTES, PIECE_BYTES, PieceReader
-from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
+from weighin.loader.huge_pages import memory_of
 from weighin.loader.in_place_cast import read_shrinking, shrinks
 from weighin.loader.mapped_copy import WINDOW_BYTES
+from weighin.loader.pieces import Piece
 
 MOST_BETWEEN_BYTES: Final = 64 * 1024
-"""The largest gap between two pieces of a file that one read covers, in bytes."""
+"""The largest gap in the file between two pieces of one read, in bytes."""
 
-_MOST_PIECES: Final = (
-    80  # a piece may take three pages of a reader's buffer, and two buffers of a call
-)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """One read: the file's bytes from ``offset`` on fill ``target``, in row-major order."""
-
-    source: TensorSlice
-    offset: int
-    target: torch.Tensor
-
-    @property
-    def source_bytes(self) -> int:
-        return self.target.numel() * self.source.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """The offset in the file at which the piece ends."""
-        return self.offset + self.source_bytes
-
-    @property
-    def plain(self) -> bool:
-        """Whether the file's bytes can be read into the target as they are."""
-        target = self.target
-        return (
-            target.dtype == self.source.dtype
-            and target.is_contiguous()
-            and not target.is_cuda
-            and target.numel() > 0
-        )
-
-    @property
-    def buffered(self) -> bool:
-        """Whether the piece is read through a buffer, which adjacent pieces can share."""
-        return (
-            not self.plain
-            and not self.target.is_cuda
-            and self.target.numel() > 0
-            and self.offset % self.source.dtype.itemsize == 0
-        )
-
-    def parts(self, most_bytes: int) -> Iterator["Piece"]:
-        """Yield this read in parts that each read at most ``most_bytes`` of the file."""
-        if self.source_bytes <= most_bytes:
-            yield self
-            return
-        size = self.source.dtype.itemsize
-        count = most_bytes // size
-        for number, part in enumerate(torch.split(self.target.view(-1), count)):
-            yield Piece(self.source, self.offset + number * count * size, part)
-
-
-def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
-    """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
-
-    Each read ends where one of the target's huge pages ends, because two threads that touch the
-    same huge page would both clear it. Reads for a GPU are no larger than a pinned buffer.
-    """
-    flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
-    most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
-    page = min(HUGE_PAGE_BYTES, most)
-    first = 0
-    while first < len(flat):
-        end = (start + first * size + most) // page * page
-        last = min((end - start) // size, len(flat))
-        yield Piece(source, offset + first * source.dtype.itemsize, flat[first:last])
-        first = last
+# A piece of a read takes up to three pages of the reader's buffer.
+_MOST_PIECES: Final = 80
 
 
 class Runs:
-    """A queue of pieces, from which several threads take runs of adjacent pieces: one read each.
+    """A queue of pieces that several threads read. A run is several adjacent pieces, for one read.
 
     Args:
-        most_bytes: the largest size of a run that is not converted, in bytes.
+        most_bytes: the largest size in bytes of a run whose pieces keep their dtype.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
@@ -105,8 +37,8 @@ class Runs:
         """Return the next run; an empty list if nothing is left.
 
         Args:
-            most_converted_bytes: the largest size of a run that is converted, in bytes. Such a run
-                must fit into the thread's buffer.
+            most_converted_bytes: the largest size in bytes of a run that changes its dtype, because
+                such a run must fit into the thread's buffer.
         """
         run: list[Piece] = []
         with self._lock:
@@ -160,7 +92,7 @@ class PieceFiller:
 
     @property
     def most_converted_bytes(self) -> int:
-        """The largest size of a run that is converted, in bytes."""
+        """The largest size in bytes of a run whose pieces change their dtype."""
         return self._pieces.piece_bytes
 
     def fill(self, run: Sequence[Piece]) -> None:
@@ -182,7 +114,7 @@ class PieceFiller:
 
     def _convert_run(self, run: Sequence[Piece]) -> None:
         file, start, end = run[0].source.file, _aligned(run[0].offset), run[-1].end
-        if self._pieces.is_cached(file, start, end - start):
+        if self._pieces.opened(file).is_cached(start, end - start):
             for piece in run:
                 self._read(piece)
             return
@@ -196,9 +128,9 @@ class PieceFiller:
             self._pieces.read(source.file, memory_of(target), offset)
         elif offset % source.dtype.itemsize:
             self._convert_copies(piece)  # misaligned elements are copied first
-        elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
+        elif (opened := self._pieces.opened(source.file)).is_cached(offset, piece.source_bytes):
             for part in piece.parts(WINDOW_BYTES):
-                with self._pieces.looking(source.file, part.offset, part.source_bytes) as mapped:
+                with opened.looking(part.offset, part.source_bytes) as mapped:
                     _convert(part, mapped)
         elif not self._borrows and shrinks(source, target):
             done = read_shrinking(self._pieces, source, offset, target)
@@ -213,7 +145,7 @@ class PieceFiller:
 
 
 def _convert(piece: Piece, content: memoryview) -> None:
-    """Copy the elements in ``content`` to the target, converted to its dtype."""
+    """Convert the elements in ``content`` to the target's dtype, and write them to the target."""
     if piece.target.numel():
         values = torch.frombuffer(content, dtype=piece.source.dtype)
         piece.target.copy_(values.view(piece.target.shape))
@@ -224,7 +156,8 @@ class _GpuCopier:
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # it allocated the memory
+        # The current stream has allocated the target.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers = [
             torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"
         ]
@@ -245,31 +178,3 @@ class _GpuCopier:
     def finish(self) -> None:
         """Wait until all started copies are complete."""
         self._stream.synchronize()
-
-
-class Fillable(Protocol):
-    """Memory and the reads that fill it."""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The memory to fill: one tensor, or an area of bytes that several tensors share."""
-
-    @property
-    def members(self) -> Sequence[torch.Tensor]:
-        """The tensors in this memory."""
-
-    @property
-    def converts(self) -> bool:
-        """Whether the elements have another dtype in the file than in memory."""
-
-    @property
-    def scattered(self) -> bool:
-        """Whether the values lie in several places of the files."""
-        ...
-
-    @property
-    def source_bytes(self) -> int:
-        """The number of bytes that are read from files."""
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""

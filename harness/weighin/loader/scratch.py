@@ -1,7 +1,7 @@
 """Use the memory of tensors that are filled last as buffers for tensors that are converted first.
 
-Large reads are the fastest for a disk, but a load that converts dtypes would need large buffers for
-them. The memory of the largest tensors serves as these buffers until these tensors are filled.
+A disk is fastest with large reads, but a read whose values change their dtype needs a buffer of the
+read's size. Until the largest tensors of the model are filled, their memory serves as buffers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,28 +12,28 @@ from typing import Final
 
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
-from weighin.loader.reads import Fillable, Piece, cut
+from weighin.loader.pieces import Fill, Piece, cut
 from weighin.loader.vectored import ALIGNMENT
 
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
-"""The largest size of a lent buffer, and so of a thread's reads, in bytes."""
+"""The largest size in bytes of a buffer in a tensor's memory; a thread's reads are no larger."""
 
-_LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller lent buffer is no better than a reader's own
+_LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller buffer is no faster than a reader's own of 1 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All reads of a load: ``borrowers``, made first, use the memory of ``lenders`` as buffers."""
+    """All reads of a load. The ``borrowers`` run first, with the memory of the ``lenders`` as buffers."""
 
     lenders: tuple[Piece, ...]
     borrowers: Iterator[Piece]
 
 
-def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
+def lend(stretches: Sequence[Fill], most_bytes: int, threads: int) -> Lent:
     """Divide the reads into lenders, at most one for each thread, and borrowers.
 
-    The lenders are parts of the largest tensors that are converted. Together they have at most half
-    of the size of all converted tensors.
+    The lenders are parts of the largest tensors that change their dtype. All lenders together have at
+    most half of the bytes of all tensors that change their dtype.
 
     Args:
         most_bytes: the largest size of the memory that one borrower fills.
@@ -57,7 +57,7 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
             else:
                 own.append(piece)
 
-    def left_of(stretch: Fillable) -> Iterable[Piece]:
+    def left_of(stretch: Fill) -> Iterable[Piece]:
         return others.get(id(stretch), stretch.pieces(most_bytes))
 
     adjacent = (left_of(stretch) for stretch in stretches if not stretch.scattered)
@@ -67,12 +67,12 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
 
 
 def _place(piece: Piece) -> tuple[str, int]:
-    """Return the place of a read in the files: one read can fill adjacent parts of several tensors."""
+    """Return a key that sorts reads by file and offset, so that adjacent parts of tensors are one read."""
     return str(piece.source.file), piece.offset
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read; divide it if it passes through a buffer, so that its parts fill the buffer."""
+    """Yield a read, in parts of 2 MiB if it passes through a buffer, so that runs fill the buffer."""
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:
@@ -80,5 +80,5 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def buffer_in(lender: Piece) -> memoryview:
-    """Return a piece's memory from its first page boundary on."""
+    """Return the memory of a piece's target from its first page boundary on."""
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]

@@ -1,8 +1,8 @@
 """Load a sentence-transformers folder of several parts as the package does, through weighin's loader.
 
-The package's own code builds the parts. Only the two functions in which it reads weights are replaced:
-``from_pretrained`` of transformers by ``load_pretrained``, and ``load_torch_weights`` of the other parts
-by ``load_streaming``. The model is in memory once.
+The package's own code builds the parts. weighin replaces the two functions with which the package reads
+weights: ``from_pretrained`` of transformers by ``load_pretrained``, and ``load_torch_weights`` of all
+other parts by ``load_streaming``. The peak is therefore one copy of the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,20 +36,18 @@ def load_whole(
 ) -> Any:
     """Return the model that ``SentenceTransformer(folder, device=device)`` returns.
 
-    A ``dtype`` is passed on in ``model_kwargs``; "auto" and None are the package's own default.
+    ``dtype`` goes to the package's ``model_kwargs``; "auto" and None choose the package's own default.
 
     Raises:
         ConfigError: sentence-transformers is missing, or cannot build the parts.
         CheckpointError: a part's files do not fit it.
     """
     names = ", ".join(part.path.name for part in sentence_parts.parts(folder))
-    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names}"
+    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
     try:
         import sentence_transformers as package
     except ImportError as error:
-        raise ConfigError(
-            f"{what}; it needs this package: {error}", install.command(EXTRA)
-        ) from None
+        raise ConfigError(f"{what} needs this package: {error}", install.command(EXTRA)) from None
     options: dict[str, Any] = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
     with torch.random.fork_rng(devices=[]), _streamed(load_part, threads):
         try:
@@ -60,7 +58,7 @@ def load_whole(
             AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError,
         ) as error:  # fmt: skip
             raise ConfigError(
-                f"{what}; sentence-transformers {package.__version__} cannot build it:"
+                f"{what} is a model that sentence-transformers {package.__version__} cannot build:"
                 f" {type(error).__name__}: {error}",
                 f"give one part: {sentence_parts.parts(folder)[0].path}",
             ) from error
@@ -68,7 +66,7 @@ def load_whole(
 
 @contextmanager
 def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
-    """Let weighin's loader read the weights wherever the package reads them."""
+    """Replace the package's two functions that read weights, until the context ends."""
     import transformers
     from sentence_transformers.base.modules.module import Module
 
@@ -105,7 +103,7 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
     ) -> Any:
         part = Path(model_name_or_path) / subfolder
         file = next((part / name for name in _FILES if (part / name).is_file()), None)
-        # The part wants the tensors, or the package says what is missing.
+        # Without a model, the package wants the tensors; without a file, it raises its own error.
         if model is None or file is None:
             return own_weights.__get__(None, cls)(
                 model_name_or_path, subfolder=subfolder, model=model, **options
@@ -122,10 +120,10 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
 
 
 def _give_settings(model: Any, config: Any, part: Path) -> None:
-    """Give a transformer the settings of the package, which turns its cache off, and its name.
+    """Make the two changes that the package makes to a model's configuration: no cache, and the name.
 
     Raises:
-        CheckpointError: the package changes more than that, so that another model could come of it.
+        CheckpointError: the package would change another setting, which could change the model.
     """
     from sentence_transformers.base.modules.transformer import Transformer
     from transformers import AutoConfig, PretrainedConfig
@@ -138,9 +136,8 @@ def _give_settings(model: Any, config: Any, part: Path) -> None:
     changed = [key for key in wanted.keys() | own.keys() if wanted.get(key) != own.get(key)]
     if type(plain) is not type(config) or set(changed) - {_NAME}:
         raise CheckpointError(
-            f"{part / 'config.json'}: weighin does not follow the settings that"
-            " sentence-transformers changes before it loads this model:"
-            f" {one_line(', '.join(sorted(changed)))}",
+            f"{part / 'config.json'}: sentence-transformers changes settings before it loads this model,"
+            f" which weighin does not do: {one_line(', '.join(sorted(changed)))}",
             "load this folder alone, with the settings of its config.json:"
             f" load_pretrained({str(part)!r})",
         )

@@ -1,7 +1,7 @@
-"""Fill many small tensors in their present memory: one read for neighbours in a file.
+"""Fill many small tensors in their present memory, hundreds of them by one vectored read.
 
-A small tensor gains nothing from memory of its own in huge pages, and its costs are those of the calls
-for it. So its present memory is filled, and one vectored read fills hundreds of tensors.
+A tensor of at most 64 KiB gains nothing from huge pages. Its load time is mostly the time of function
+calls, so that one call must fill many tensors.
 """
 
 from bisect import bisect_right
@@ -22,45 +22,46 @@ from weighin.loader.disk_readers import DiskReaders, Readers
 from weighin.loader.fill import cache_threads, one_thread_each
 
 SMALL_BYTES: Final = 64 * 1024
-_LEAST_TENSORS: Final = 16  # side by side; fewer are read with the large tensors around them
-_MOST_TENSORS: Final = 500  # in one read: a tensor and a gap are two of the 1024 buffers of preadv
+_LEAST_TENSORS: Final = 16  # fewer adjacent tensors are read together with larger tensors
+# preadv takes 1024 buffers, and a tensor and the gap before it take two.
+_MOST_TENSORS: Final = 500
 _MOST_PROBED: Final = 16  # reads
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbours in a file, in its order, and the tensors that receive their bytes."""
+    """A range of a file with the bytes of several tensors, and these tensors in the file's order."""
 
     file: Path
-    start: int
-    end: int
     offsets: list[int]
     tensors: list[torch.Tensor]
 
     @property
+    def start(self) -> int:
+        return self.offsets[0]
+
+    @property
     def nbytes(self) -> int:
         """The size of the read that fills all tensors, in bytes."""
-        return self.end - self.start
+        return self.offsets[-1] + self.tensors[-1].nbytes - self.start
 
     def parts(self, most_bytes: int) -> Iterator["Group"]:
-        """Yield this group in parts that each take a read of at most ``most_bytes``."""
+        """Yield this group in parts whose reads have at most ``most_bytes``."""
         if self.nbytes <= most_bytes:
             yield self
             return
         first, count = 0, len(self.tensors)
         ends = [at + one.nbytes for at, one in zip(self.offsets, self.tensors, strict=True)]
         while first < count:
-            start = self.offsets[first]
-            last = bisect_right(ends, start + most_bytes, first + 1)
-            offsets, tensors = self.offsets[first:last], self.tensors[first:last]
-            yield Group(self.file, start, ends[last - 1], offsets, tensors)
+            last = bisect_right(ends, self.offsets[first] + most_bytes, first + 1)
+            yield Group(self.file, self.offsets[first:last], self.tensors[first:last])
             first = last
 
 
 def divide(
     loads: Sequence[DeferredLoad], device: torch.device, dtype: torch.dtype | None
 ) -> tuple[list[Group], list[DeferredLoad]]:
-    """Return the groups of small tensors that only need their bytes, and all other loads.
+    """Return the groups of small tensors that need no conversion, and all other loads.
 
     Args:
         loads: sorted by file and offset.
@@ -75,7 +76,8 @@ def divide(
         if len(run) < _LEAST_TENSORS:
             others.extend(run)
         else:
-            groups.append(_group(run))
+            offsets = [load.promise.offset for load in run]
+            groups.append(Group(run[0].promise.file, offsets, [load.target for load in run]))
         run.clear()
 
     start = end = 0
@@ -103,7 +105,7 @@ def divide(
 
 
 def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
-    """Tell whether a tensor is small and keeps its dtype, and its bytes lie side by side in the file."""
+    """Tell whether a tensor is small, keeps its dtype, and is contiguous in the file and in memory."""
     target, source = load.target, load.promise
     return (
         load.source is None
@@ -118,16 +120,8 @@ def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
     )
 
 
-def _group(run: Sequence[DeferredLoad]) -> Group:
-    offsets = [load.promise.offset for load in run]
-    tensors = [load.target for load in run]
-    return Group(
-        run[0].promise.file, offsets[0], offsets[-1] + tensors[-1].nbytes, offsets, tensors
-    )
-
-
 def buffer_bytes(groups: Sequence[Group], threads: int | None) -> int:
-    """Return the size of all threads' buffers in bytes where no file is cached."""
+    """Return the size of all threads' buffers in bytes if no file is cached."""
     return sum(sorted(group.nbytes for group in groups)[-(threads or DISK_THREADS) :])
 
 
@@ -135,7 +129,7 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
     """Read the values of all groups; the first error ends the load.
 
     Args:
-        disk: the threads that read if the files are not cached.
+        disk: chooses the number of threads if the files are not cached.
     """
     if not groups:
         return
@@ -154,7 +148,7 @@ def fill_all(groups: Sequence[Group], disk: DiskReaders) -> None:
 
 def _is_cached(groups: Sequence[Group], reader: PieceReader) -> bool:
     return all(
-        reader.is_cached(group.file, group.start, group.nbytes)
+        reader.opened(group.file).is_cached(group.start, group.nbytes)
         for group in groups[:: len(groups) // _MOST_PROBED + 1]
     )
 
@@ -164,7 +158,7 @@ def _fill_some(waiting: deque[Group], readers: Readers) -> None:
         while waiting:
             try:
                 group = waiting.popleft()
-            except IndexError:  # another thread took the last
+            except IndexError:  # another thread took the last group
                 return
             places = [
                 (offset, tensor.data_ptr(), tensor.nbytes)

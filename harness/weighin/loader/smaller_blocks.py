@@ -1,9 +1,9 @@
-"""Let transformers dequantise matrices of fp8 whose last block of rows or columns is smaller.
+"""Let transformers dequantise fp8 matrices whose last block of rows or columns is smaller.
 
-transformers divides a matrix equally among its scales: with a smaller last block, it gives wrong values
-or fails. Such a matrix is therefore filled up with zeros to whole blocks, and the values of these zeros
-are cut off afterwards. Each code is then multiplied by the scale of its own block, as in the code of
-DeepSeek, where the format comes from.
+transformers divides a matrix equally among its scales. If the last block is smaller than the others,
+transformers gives wrong values or fails. The loader therefore pads the matrix with zeros to whole blocks
+before the conversion, and cuts the padding off afterwards. Each code is then multiplied by the scale
+of its own block, as in the code of DeepSeek, which introduced the format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _OF_SCALES = "_scale_inv"
 
 
 def sizes_of(operation: Any) -> tuple[int, ...]:
-    """Return the rows and columns of a block of the quantiser; () for an operation without blocks."""
+    """Return the numbers of rows and columns of a block, or () for an operation without blocks."""
     quantiser = getattr(operation, "hf_quantizer", None)
     sizes = getattr(getattr(quantiser, "quantization_config", None), "weight_block_size", None)
     return tuple(sizes or ())
@@ -26,7 +26,12 @@ def sizes_of(operation: Any) -> tuple[int, ...]:
 def whole_sizes(
     shape: Sequence[int], scales: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the size of a matrix in whole blocks: larger than its own, if a last block is smaller."""
+    """Return the shape of a matrix after padding to whole blocks.
+
+    Args:
+        scales: the shape of the scales: one scale for each block.
+        sizes: the numbers of rows and columns of a block; empty for no padding.
+    """
     if len(shape) != 2 or len(scales) != 2 or not sizes:
         return tuple(shape)
     return tuple(
@@ -36,7 +41,7 @@ def whole_sizes(
 
 
 def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]) -> bool:
-    """Tell whether a matrix of a conversion has a smaller last block."""
+    """Tell whether the last block of a matrix of a conversion is smaller than the others."""
     groups: dict[str, list[TensorSlice]] = {}
     for pattern, source in sources:
         groups.setdefault(pattern, []).append(source)
@@ -48,7 +53,7 @@ def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]
 
 
 def convert(operation: Any, collected: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return what an operation of transformers makes of values by their patterns."""
+    """Return the results of an operation of transformers; ``collected`` has its inputs by pattern."""
     sizes = sizes_of(operation)
     if not sizes:
         return dict(operation.convert(collected, **more))
@@ -85,5 +90,5 @@ def _cut_off(values: Any, codes: Sequence[torch.Tensor]) -> Any:
     if isinstance(values, list):
         return [_cut_off(one, [code]) for one, code in zip(values, codes, strict=True)]
     if codes[0].dtype is torch.int8:
-        return values  # two codes in a byte
+        return values  # each byte holds two codes
     return values[..., : codes[0].shape[-2], : codes[0].shape[-1]]

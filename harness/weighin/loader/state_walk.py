@@ -1,13 +1,12 @@
 """Load a state dict into a model as torch's ``load_state_dict`` does, with the keys indexed once.
 
-torch looks through all keys of a module's state dict for each of its children. Its time therefore grows
-with the square of the number of children: 20,000 layers side by side take half a minute. Here each
-module gets its keys from a tree.
+torch looks through all keys of a module's state dict for each child of the module. The time therefore
+grows with the square of the number of children: 20,000 layers in one module take half a minute. This
+module puts the keys into a tree, in which each module finds its own keys at once.
 
-A module that changes nothing about its load only gets its own keys. A module with an override or a
-hook gets the whole state dict that torch gives it, as a dict that it may change. Both load with
-torch's own ``_load_from_state_dict``. The exception is a module whose tensors are all plain and fit:
-there nothing remains to be decided, and the copies are recorded without a call for each tensor.
+A module with an override or a hook gets the same state dict as from torch, as a dict that it may
+change. Any other module gets only its own keys. In both cases torch's own ``_load_from_state_dict`` does
+the load. If a module has no override and all its tensors fit, its copies are recorded without this call.
 """
 
 import re
@@ -27,12 +26,10 @@ from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader.lazy_state import LazyState
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
-_LOAD_MODULE: Final = nn.Module._load_from_state_dict
-_SET_EXTRA_STATE: Final = nn.Module.set_extra_state
-_METHODS: Final = (
-    ("_load_from_state_dict", _LOAD_MODULE),
-    ("set_extra_state", _SET_EXTRA_STATE),
-)
+_METHODS: Final = {
+    "_load_from_state_dict": nn.Module._load_from_state_dict,
+    "set_extra_state": nn.Module.set_extra_state,
+}
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
 
@@ -60,9 +57,9 @@ def load_state(
     except Exception as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise CheckpointError(
-                f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
-                "choose the model that this checkpoint was saved from; to debug the module's own code, run "
-                "model.load_state_dict(torch.load(...))",
+                f"{checkpoint}: the code of a module of this model failed: {type(error).__name__}: {error}",
+                "choose the model that this checkpoint was saved from; to debug the module, run"
+                " model.load_state_dict(torch.load(...))",
             ) from error
         with log.recording():
             wanted = {
@@ -80,20 +77,21 @@ def load_state(
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    """Return a tensor's shape; () for an extra state that is no tensor, and for a lazy tensor."""
+    """Return a tensor's shape; () for a value that is no tensor, and for an uninitialised parameter."""
     if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
         return ()
     return tuple(value.shape)
 
 
 def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, strict: bool) -> None:
-    """Do what ``model.load_state_dict(state, strict)`` does; ``log`` records the copies.
+    """Record in ``log`` the copies that ``model.load_state_dict(state, strict)`` would make.
 
     Raises:
-        RuntimeError: for the same reasons, and with the same message.
+        RuntimeError: for the same reasons as ``load_state_dict``, and with the same message.
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if swaps or _overrides(model, "load_state_dict", _LOAD_MODEL):
+    own = "load_state_dict" in model.__dict__ or type(model).load_state_dict is not _LOAD_MODEL
+    if swaps or own:
         with log.recording():
             model.load_state_dict(state.all(), strict=strict)
         return
@@ -107,7 +105,7 @@ def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, stric
 
 @dataclass(slots=True)
 class _Node:
-    """The keys of one module, as numbers: its own by their names, and those of its children."""
+    """The keys of one module as numbers: ``leaves`` for its tensors, ``children`` for its modules."""
 
     leaves: dict[str, int] = field(default_factory=dict)
     children: dict[str, "_Node"] = field(default_factory=dict)
@@ -135,7 +133,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _View:
-    """The state dict of one module: those of the ``keys`` whose numbers ``node`` has.
+    """The state dict of one module: the ``keys`` whose numbers are in ``node``.
 
     ``values`` is the checkpoint, or a dict that the code of a module may have changed.
     """
@@ -169,7 +167,7 @@ class _View:
 
 
 def _add(nodes: dict[str, _Node], path: str) -> _Node:
-    """Return a new node for ``path``, with all nodes above it; each part of it begins with a dot."""
+    """Add a node for ``path``, such as ".blocks.0", and for each missing node above it; return it."""
     missing = []
     while path not in nodes:
         missing.append(path)
@@ -182,9 +180,9 @@ def _add(nodes: dict[str, _Node], path: str) -> _Node:
 
 
 class _Plain:
-    """The copies of a load in which no module has anything to decide, and every key its place.
+    """The copies of a load without overrides, hooks, missing or unexpected keys and other shapes.
 
-    Such a load needs no tree of the keys.
+    A plain load needs no tree of the keys.
     """
 
     def __init__(self, state: LazyState) -> None:
@@ -197,13 +195,13 @@ class _Plain:
         self._copies: list[tuple[torch.Tensor, TensorSlice]] = []
 
     def copies(self, model: nn.Module) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return the tensors and their sources in torch's order; None if anything must be decided."""
+        """Return the tensors and their sources in torch's order; None if the load is no plain one."""
         plain = not self._assigns and self._add(model, "") and not self._left
         return self._copies if plain else None
 
     def _add(self, module: nn.Module, prefix: str) -> bool:
-        """Add the copies of a module and those in it; return False if anything must be decided."""
-        if not self._is_plain(module):
+        """Add the copies of a module and its descendants; return False if the load is no plain one."""
+        if module._load_state_dict_post_hooks or not _is_plain(module, self._are_plain):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
         for tensors in (module._parameters, module._buffers):
@@ -220,24 +218,13 @@ class _Plain:
                     return False
         return True
 
-    def _is_plain(self, module: nn.Module) -> bool:
-        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
-            return False
-        kind = type(module)
-        if kind not in self._are_plain:
-            self._are_plain[kind] = all(
-                getattr(kind, name) is original for name, original in _METHODS
-            )
-        own = module.__dict__
-        changed = "_load_from_state_dict" in own or "set_extra_state" in own
-        return self._are_plain[kind] and not changed
-
 
 class _Walk:
-    """One load: the modules in torch's order, and what torch reports at its end."""
+    """A load that visits the modules in torch's order, and collects the errors that torch reports."""
 
     def __init__(self, state: LazyState, log: WriteLog) -> None:
         self._state, self._log = state, log
+        self._are_plain: dict[type, bool] = {}
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._errors: list[str] = []
@@ -245,7 +232,7 @@ class _Walk:
     def load(self, module: nn.Module, view: _View, prefix: str) -> None:
         metadata = self._state.metadata
         local = {} if metadata is None else metadata.get(prefix[:-1], {})
-        plain = _is_plain(module)
+        plain = _is_plain(module, self._are_plain)
         copies = self._copies(module, view.node) if plain and view.values is self._state else None
         if copies is not None and not local.get("assign_to_params_buffers", False):
             self._log.load(copies)
@@ -268,7 +255,7 @@ class _Walk:
     def _copies(
         self, module: nn.Module, node: _Node
     ) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return the module's tensors and their sources; None if anything must be decided or reported."""
+        """Return the module's tensors and their sources; None if torch's own code must load them."""
         if not node.children.keys() <= module._modules.keys():
             return None
         copies = []
@@ -295,7 +282,7 @@ class _Walk:
                     )
 
     def report(self, model_name: str, *, strict: bool) -> None:
-        """Raise torch's exception if anything was wrong."""
+        """Raise the exception that torch raises for missing and unexpected keys and other errors."""
         errors = self._errors
         if strict:
             kinds = (("Unexpected", self._unexpected), ("Missing", self._missing))
@@ -308,24 +295,27 @@ class _Walk:
             raise RuntimeError(f"Error(s) in loading state_dict for {model_name}:\n\t{joined}")
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a module changes nothing about its load."""
-    return not module._load_state_dict_pre_hooks and not any(
-        _overrides(module, name, original) for name, original in _METHODS
-    )
+def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
+    """Tell whether a module has neither pre-hooks nor overrides that could change its load.
 
-
-def _overrides(module: nn.Module, method: str, original: Any) -> bool:
-    return method in module.__dict__ or getattr(type(module), method) is not original
+    ``known`` remembers whether a class overrides a method.
+    """
+    if module._load_state_dict_pre_hooks:
+        return False
+    kind = type(module)
+    if kind not in known:
+        known[kind] = all(getattr(kind, name) is _METHODS[name] for name in _METHODS)
+    own = module.__dict__
+    return known[kind] and "_load_from_state_dict" not in own and "set_extra_state" not in own
 
 
 def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
-    """Tell whether torch would copy a plain tensor in the file to this tensor, and do nothing else."""
+    """Tell whether torch's load of this tensor is only a copy of the tensor in the file."""
     return (
         type(tensor) in _PLAIN_TENSORS
         and tensor.layout is torch.strided
         and tensor.shape == source.shape
         and (tensor.is_cpu or tensor.is_cuda)
-        and (tensor.is_contiguous() or is_dense(tensor))  # no element twice
+        and (tensor.is_contiguous() or is_dense(tensor))  # no two elements share memory
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )

@@ -1,10 +1,10 @@
-"""Fill several targets by one vectored read: large targets directly, small ones through a buffer.
+"""Fill several targets by one vectored read: large targets directly, small targets through a buffer.
 
-A direct read transfers whole pages of a file to whole pages of memory. The pages that lie wholly in a
-large target receive its bytes without a buffer. If a target lies otherwise to pages in memory than in the
-file, these bytes are then moved to their place, by less than a page. The bytes at the ends of a target,
-and small targets, are read into a buffer by the same call, because a separate small read would wait for
-the large reads that were submitted before it.
+A direct read (``O_DIRECT``) transfers whole pages of a file to whole pages of memory. The kernel writes
+directly to the pages that lie wholly in a large target. If the target has another offset within a page
+in memory than in the file, its bytes are afterwards moved by less than a page. The first and last bytes
+of a target, and small targets, pass through a buffer. The same system call reads both kinds, because a
+separate small read would wait for the large reads before it.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ from itertools import pairwise
 from typing import Final
 
 ALIGNMENT: Final = 4096
-"""The alignment of O_DIRECT reads, in bytes. 512 suffices for most files, 4096 for nearly
-all files."""
+"""The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""
 
 _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast through the buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A read at ``offset`` into all ``buffers`` in turn; the file must have ``wanted_bytes`` there.
+    """A read of ``wanted_bytes`` at ``offset`` of a file, which fills ``buffers`` one after the other.
 
-    ``copies`` must be made after the read, in their order. Each copy is a part of a target, and its bytes:
-    in the buffer, or in the target itself, less than a page away.
+    The read is followed by the ``copies``, in their order. Each copy is (destination, source): the
+    destination is a part of a target. The source is in the buffer, or in the same target less than a
+    page away.
     """
 
     offset: int
@@ -37,11 +37,11 @@ class Gathered:
 def gather(
     places: Sequence[tuple[memoryview, int]], bounce: memoryview, alignment: int = ALIGNMENT
 ) -> Gathered | None:
-    """Return the read that fills all targets; None if it needs a larger buffer.
+    """Return the read that fills all targets; None if the buffer is too small for it.
 
     Args:
         places: the targets with their offsets in the file, in the file's order, without overlaps.
-        bounce: the buffer, which begins at a page boundary.
+        bounce: the buffer for small targets; it begins at a page boundary.
         alignment: the alignment that direct reads of the file need, in bytes.
     """
     start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
@@ -72,25 +72,22 @@ def gather(
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of a view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def down(offset: int, alignment: int) -> int:
-    """Return the offset rounded down to a multiple of the alignment."""
     return offset - offset % alignment
 
 
 def up(offset: int, alignment: int) -> int:
-    """Return the offset rounded up to a multiple of the alignment."""
     return down(offset + alignment - 1, alignment)
 
 
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
-    """Return the start and end in the file, and the memory, of a target's part for direct reads.
+    """Return the range of the file (start, end) to read directly into a target, and the memory for it.
 
-    The memory is whole pages of the target. The part belongs there, or less than a page away. The result
-    is None if the part is small.
+    The memory is whole pages of the target, at most one page from the range's final place. The result is
+    None if the range has less than 64 KiB.
     """
     target, offset = place
     first, page = up(offset, alignment), -address_of(target) % alignment

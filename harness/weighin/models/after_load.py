@@ -1,8 +1,8 @@
-"""Do what ``from_pretrained`` does after it has read the weights of a model of transformers.
+"""Change a loaded model of transformers as ``from_pretrained`` changes it after reading the weights.
 
-``from_pretrained`` initialises a model that is already loaded. The functions in ``_init_weights`` skip
-each tensor that was loaded, but not a part of one, such as the row of the padding token: the class
-sets this row to zero, whatever the file holds.
+After the load, ``from_pretrained`` calls the model's ``_init_weights``. This method skips each tensor
+that was loaded, but it may write to a part of such a tensor. An example is the row of the padding token:
+the class sets this row to zero, whatever values the file has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin.construction.tensor_memory import storage_key
 
-_FLAG = "_is_hf_initialized"  # transformers' own
+_FLAG = "_is_hf_initialized"  # transformers sets this attribute
 
 
 def finish_load(model: Any) -> None:
-    """Change a loaded model as ``from_pretrained`` changes it; torch's random state stays."""
+    """Initialise a loaded model as ``from_pretrained`` does; torch's random state does not change."""
     with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)):
         model.initialize_weights()
 
 
 def written_after_load(model: Any) -> set[str]:
-    """Return the names in the state dict of the tensors that ``finish_load`` writes, without writing."""
+    """Return the state dict's names of the tensors that ``finish_load`` would write."""
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
     with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)), writes:
@@ -33,7 +33,7 @@ def written_after_load(model: Any) -> set[str]:
 
 
 class _Writes(TorchDispatchMode):
-    """Records the storages that operations would write, and leaves these writes out."""
+    """Records the storages to which operations would write, and skips these operations."""
 
     def __init__(self, storages: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class _Writes(TorchDispatchMode):
 
 @contextmanager
 def as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Mark tensors of a model as loaded, and no module as initialised, as ``from_pretrained`` does."""
+    """Set transformers' flag on loaded tensors, and remove it from all modules, until the context ends."""
     for tensor in tensors:
         setattr(tensor, _FLAG, True)
     for module in model.modules():

@@ -1,27 +1,27 @@
 """Compute weights from the codes and scales of bitsandbytes, GPTQ and AWQ, with operations of torch alone.
 
-Each function gives the values in float32; its caller rounds them once. They then equal those of
-bitsandbytes, and those of gptqmodel, in each dtype.
+Each function returns values in float32, which its caller rounds once to the wanted dtype. The rounded
+values are equal to those of bitsandbytes and of gptqmodel.
 """
 
 import torch
 
 _WORD: int = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of AWQ of each of its 8 columns."""
+"""For each of 8 columns, the index of its 4 bits in a 32-bit word of AWQ."""
 
 _OF_INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
 
 def int8_rows(codes: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return the values of bitsandbytes' int8: ``largest`` is the largest magnitude of each row."""
+    """Return the values of int8 codes of bitsandbytes; ``largest`` has the largest magnitude of each row."""
     return codes * largest.view(-1, 1) * _OF_INT8
 
 
 def four_bits(
     codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return the values of bitsandbytes' nf4 and fp4, one after the other: two of each byte.
+    """Return the values of nf4 or fp4 codes of bitsandbytes as a flat tensor: two from each byte.
 
     ``scales`` has one number for each ``block`` values. The last block may be smaller.
     """
@@ -33,15 +33,15 @@ def four_bits(
 def nested_scales(
     codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, offset: float
 ) -> torch.Tensor:
-    """Return the scales of bitsandbytes that are codes of 8 bits themselves (double quantisation)."""
+    """Return scales that bitsandbytes quantised to 8 bits (double quantisation)."""
     values = table.index_select(0, codes.reshape(-1).int())
     return values.mul_(scales.repeat_interleave(block)[: len(values)]).add_(offset)
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the values of ``bits`` bits that the words of each column hold, the lowest bits first.
+    """Unpack integers of ``bits`` bits from the 32-bit words of each column, the lowest bits first.
 
-    3 words hold 32 values of 3 bits, of which two begin in one word and end in the next.
+    3 words hold 32 integers of 3 bits; two of these integers begin in one word and end in the next.
     """
     mask = (1 << bits) - 1
     if _WORD % bits == 0:
@@ -64,11 +64,11 @@ def gptq(
     bits: int,
     stored_less: int,
 ) -> torch.Tensor:
-    """Return the values of GPTQ, one row for each input of the layer.
+    """Return the weights of GPTQ, one row for each input of the layer.
 
     Args:
-        groups: the number of the group of each input: its row in ``zeros`` and ``scales``.
-        stored_less: what the file's zero points are less than the true ones: 1 in the first version.
+        groups: for each input of the layer, the number of its row in ``zeros`` and ``scales``.
+        stored_less: the number to add to the zero points in the file: 1 in the first version of GPTQ.
     """
     outputs = scales.shape[1]
     of_groups = unpacked(zeros.t(), bits).t()[:, :outputs]
@@ -79,7 +79,7 @@ def gptq(
 def awq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """Return the values of AWQ in its layout "gemm", one row for each input of the layer."""
+    """Return the weights of AWQ in the layout "gemm", one row for each input of the layer."""
     return _scaled(_awq_columns(words), _awq_columns(zeros), scales, groups)
 
 

@@ -1,8 +1,8 @@
 """Define the tensors of DeepSeek-V3 as they are in the files that DeepSeek published (2024).
 
-The matrices of the layers are fp8 there, with one float32 scale for each block of 128 x 128 values.
-No load converts the matrices, their scales, or the float32 bias of the router. All other tensors are
-bfloat16. The last layer is for multi-token prediction. The model has no forward pass.
+The matrices of the layers are fp8, with one float32 scale for each block of 128 x 128 values. All other
+tensors are bfloat16, except the bias of the router, which is float32. No load converts the matrices,
+the scales or this bias. The last layer is for multi-token prediction. The model has no forward pass.
 """
 
 from dataclasses import dataclass
@@ -112,10 +112,10 @@ def _layer(sizes: Sizes, number: int) -> nn.ModuleDict:
 
 
 def deepseek_v3(*, dtype: str, **sizes: int) -> nn.Module:
-    """Return the model in evaluation mode, in torch's default dtype apart from the kept tensors.
+    """Return the model in evaluation mode; its bfloat16 tensors get torch's default dtype.
 
-    ``sizes`` are the fields of ``Sizes``. ``dtype`` is the dtype of the other tensors in the
-    published files, which weighin takes for ``--dtype auto``.
+    ``sizes`` are the fields of ``Sizes``. ``dtype`` is not used here: weighin reads this argument for
+    ``--dtype auto``.
     """
     del dtype
     known = Sizes(**sizes)

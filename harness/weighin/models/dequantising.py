@@ -1,9 +1,8 @@
-"""Let a quantiser say how the codes of a folder become the weights of its model.
+"""Attach a quantiser to the model of a quantised folder, and remove the quantiser after the load.
 
-It is transformers' own quantiser, or that of ``own_dequantiser`` for a method that transformers does not
-dequantise. The quantiser adds entries to the tables by which ``from_pretrained`` renames and
-converts tensors. This module attaches it to a model that is built for such a folder, and removes it
-after the load.
+A quantiser adds conversions to the tables with which ``from_pretrained`` renames and converts tensors.
+The quantiser is transformers' own, or the one of ``own_dequantiser`` for a method that transformers
+does not dequantise.
 """
 
 from collections.abc import Mapping
@@ -27,10 +26,10 @@ _KEY = "quantization_config"
 def attach_quantiser(
     model: Any, config: Mapping[str, Any], quantised: Mapping[str, Any] | None
 ) -> None:
-    """Attach transformers' quantiser, which dequantises, to a model that was built from its configuration.
+    """Attach a quantiser that dequantises to a model.
 
-    ``config`` and ``quantised`` are the arguments of ``from_config``. Nothing is attached for a method
-    that weighin does not dequantise: the load then refuses the codes.
+    ``config`` and ``quantised`` are the arguments of ``from_config``. For a method that weighin does not
+    dequantise, the model gets no quantiser, and the load raises a CheckpointError.
 
     Raises:
         ConfigError: transformers refuses the configuration, or a package of the method.
@@ -56,9 +55,9 @@ def attach_quantiser(
 
 
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments by which ``from_pretrained`` dequantises on every device.
+    """Return the arguments with which ``from_pretrained`` dequantises on every device.
 
-    The arguments are empty for a checkpoint in a folder whose codes it does not dequantise.
+    The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
     """
     config = object_in(folder_of(checkpoint) / CONFIG)
     named = named_in(folder_of(checkpoint), config)
@@ -69,7 +68,7 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 
 def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of the quantisation in a configuration, with the wish to dequantise."""
+    """Return the quantisation config of a configuration, with ``dequantize`` set to true."""
     found = description_in(config)
     return {} if found is None else {**found, "dequantize": True}
 
@@ -80,13 +79,13 @@ def quantiser_of(model: Any) -> Any | None:
 
 
 def detach_quantiser(model: Any) -> None:
-    """Leave a loaded model as ``from_pretrained`` leaves it: without any sign of the quantisation."""
+    """Remove the quantiser from a loaded model, as ``from_pretrained`` does after dequantising."""
     if (quantiser := quantiser_of(model)) is not None:
         quantiser.postprocess_model(model)
 
 
 def set_dtypes(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give tensors of a model, which have no values yet, other dtypes; no parameter has integers."""
+    """Set the dtypes of tensors that have no values yet; integer dtypes are ignored."""
     for name, dtype in dtypes.items():
         if tensors[name].dtype != dtype and dtype.is_floating_point:
             tensors[name].data = torch.empty_like(tensors[name].data, dtype=dtype)

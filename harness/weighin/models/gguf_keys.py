@@ -1,9 +1,9 @@
-"""Give the tensors of a GGUF file the keys and values of the model that transformers makes of it.
+"""Give the tensors of a GGUF file the names and values of the model of transformers.
 
-llama.cpp renames a model's tensors, and for some architectures reorders or changes their values.
-transformers has a table of the names and the code that undoes the changes, for one tensor after the
-other; this module applies both. Where the code only moves rows, it is run on the numbers of the rows,
-so that the values can be computed a few rows at a time, straight into place.
+llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
+transformers has a table of the names, and code that undoes the changes of one tensor; this module uses
+both. To find out whether this code only moves rows, this module runs the code on the row numbers. If the code
+only moves rows, the loader computes a few rows at a time and writes them directly to the model's tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,15 @@ from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_keys import MappedKeys
 
-_COLUMNS: Final = 3  # of a probe of a matrix: few heads divide it, and an exchange of columns shows
+# The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
+_COLUMNS: Final = 3
 
 
 def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     """Return the tensors of a GGUF file under the names of ``model``, a model of transformers.
 
     Raises:
-        CheckpointError: transformers converts this architecture in another way.
+        CheckpointError: transformers has no table and code for this architecture.
     """
     file = slices[0].file
     reading = _Reading.of(model, file, gguf.architecture(file))
@@ -57,7 +58,7 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The names that transformers gives a file's tensors, and its code that undoes llama.cpp's changes."""
+    """transformers' names for a file's tensors, and its ``processor`` that undoes llama.cpp's changes."""
 
     names: Mapping[str, str]
     processor: Any
@@ -68,7 +69,7 @@ class _Reading:
 
         if _has_code_of_its_own(architecture):
             raise CheckpointError(
-                f"{file}: transformers converts the architecture {architecture!r} only while it loads",
+                f"{file}: transformers can convert the architecture {architecture!r} only in its own load",
                 f"let transformers load it: from_pretrained(FOLDER, gguf_file={file.name!r})",
             )
         kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
@@ -81,10 +82,10 @@ class _Reading:
     def converted(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> TensorSlice:
-        """Return one tensor of the model: a place in the file, or the function that computes it."""
+        """Return one tensor of the model, as a range of the file or with a function that computes it."""
         first = sources[0]
         moves = self._moves(target, shape, sources)
-        if moves is None:  # its values change, in float32, as those of norms and of states of Mamba
+        if moves is None:  # values change, as those of norms do; transformers computes in float32
             fill = partial(self._whole, target, shape, sources)
             dtype_name = "float32"
         elif moves.same and len(sources) == 1 and not first.encoding:
@@ -104,10 +105,9 @@ class _Reading:
     def _moves(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> "_Moves | None":
-        """Return to which rows the code of transformers moves the rows of the file.
+        """Return the rows to which transformers moves the rows of the file; None if it changes values.
 
-        The result is None if it does more than to move whole rows, which its results for the numbers
-        of the rows show.
+        The method passes the row numbers to the code of transformers in place of the values.
         """
         import numpy as np
 
@@ -116,7 +116,7 @@ class _Reading:
             return None
         width = columns if len(shape) == 1 else _COLUMNS
         counts = [prod(where.shape[:-1]) for where in sources]
-        probes, start = [], 1  # 0 is what the code writes where it moves nothing to
+        probes, start = [], 1  # from 1, because 0 marks a row to which nothing was moved
         for where, count in zip(sources, counts, strict=True):
             numbers = np.arange(start * width, (start + count) * width, dtype=np.int64)
             probes.append(numbers.reshape(*where.shape[:-1], width))
@@ -152,15 +152,15 @@ class _Reading:
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)
             raise CheckpointError(
-                f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, and"
-                f" {target!r} of the model is {shape}",
+                f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape {found}, and"
+                f" {target!r} of the model has the shape {shape}",
                 "list the tensors of the file: weighin inspect FILE; then try another version of"
                 " transformers",
             )
         memory.copy_(made)
 
     def _process(self, sources: Sequence[TensorSlice], arrays: Sequence[Any]) -> dict[str, Any]:
-        """Return what transformers makes of a tensor's values, by the names in the model."""
+        """Return the results of transformers' code for ``arrays``, by their names in the model."""
         made: dict[str, torch.Tensor] = {}
         for where, array in zip(sources, arrays, strict=True):
             result = self.processor.process(
@@ -184,21 +184,21 @@ def _has_code_of_its_own(architecture: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moves:
-    """The rows of the model's tensor to which the rows of its sources move, one source after the other.
+    """How the rows of the file's tensors become the rows of the model's tensor.
 
     Attributes:
-        targets: the row, as the leading dimensions number it, to which each row of the sources moves.
-        turned: whether the rows of the sources are the columns of the model's tensor.
-        same: whether every row stays where it is.
+        targets: for each row of the file, its row number in the model's tensor (a NumPy array).
+        turned: whether the model's tensor is the transpose.
+        same: whether every row keeps its number.
     """
 
-    targets: Any  # an array of numpy
+    targets: Any
     turned: bool
     same: bool
 
 
 def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor) -> None:
-    """Compute a few rows at a time, and write them to their places."""
+    """Compute a few rows at a time, and write them to their rows of ``memory``."""
     from weighin.formats.gguf_values import rows  # imports numpy
 
     table = memory.T if moves.turned else memory
@@ -216,7 +216,6 @@ def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor
 
 
 def _values(where: TensorSlice) -> torch.Tensor:
-    """Return all values of a tensor of the file, in float32."""
     from weighin.formats.gguf_values import rows  # imports numpy
 
     return torch.cat(list(rows(where))).reshape(where.shape)

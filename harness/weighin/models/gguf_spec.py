@@ -1,8 +1,8 @@
-"""Describe the model of a GGUF file as transformers understands it.
+"""Describe the model in a GGUF file with the configuration that transformers makes of its metadata.
 
-transformers builds a configuration from the file's metadata, and this needs torch. The module
-therefore asks a subprocess: ``python -m weighin.models.gguf_spec FILE`` sends one event, ``answer``
-with the fields architecture and config, or ``error`` with message and repair.
+transformers needs torch for this, and the parent process must not import torch. ``spec_of`` therefore
+starts a child process, ``python -m weighin.models.gguf_spec FILE``. The child sends one event:
+``answer`` with the fields architecture and config, or ``error`` with message and repair.
 """
 
 import json
@@ -39,7 +39,7 @@ def spec_of(file: Path) -> ModelSpec:
 
 
 def described(file: Path) -> dict[str, Any]:
-    """Return the same arguments of the builder as ``spec_of``; this function imports transformers.
+    """Return the builder's arguments that ``spec_of`` returns, in a process that may import transformers.
 
     Raises:
         CheckpointError: for the same reasons as ``spec_of``.
@@ -70,14 +70,14 @@ def _check(file: Path) -> None:
     check_decoded(read(file))
     if len(parts := files(file)) > 1:
         raise CheckpointError(
-            f"{file}: one of {len(parts)} parts of a model, and transformers reads one GGUF file",
+            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF files",
             f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
         )
 
 
 def _unknown(file: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{file}: transformers does not describe a model of the architecture {architecture(file)!r}:"
+        f"{file}: transformers has no configuration for the architecture {architecture(file)!r}:"
         f" {one_line(why)}",
         f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
     )
@@ -102,7 +102,7 @@ def _config(transformers: Any, file: Path) -> Any:
 
 
 def _class_of(config: Any) -> str:
-    """Return the class that an AutoModel takes for this configuration, one for text if there is any."""
+    """Return the class of an ``AutoModel`` for this configuration, preferring classes with a text head."""
     from transformers.models.auto import modeling_auto
 
     if config.architectures:
@@ -118,7 +118,7 @@ def _class_of(config: Any) -> str:
 
 
 def _own_dtype(file: Path) -> str:
-    """Return the dtype that ``from_pretrained`` gives the model if none is asked for."""
+    """Return the dtype that ``from_pretrained`` gives the model if the caller names none."""
     try:
         from transformers.integrations.gguf.reader import GgufHeader
         from transformers.integrations.gguf.utils import is_gguf_arch_supported

@@ -1,9 +1,11 @@
 """Define GPT-2 as in a public notebook on memory-efficient weight loading.
 
 This model differs from the published GPT-2: the output head is not tied, query, key and value have
-separate projections, and each layer has its causal mask as a persistent buffer. The checkpoint
-therefore contains the masks; the checkpoint of GPT-2 XL has 821 entries and 6.290 GiB.
+separate projections, and each layer has its causal mask as a persistent buffer. The masks are therefore
+in the checkpoint: the checkpoint of GPT-2 XL has 821 entries and 6.290 GiB.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,13 +100,13 @@ class GPTModel(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: int,
-        context_length: int,
         emb_dim: int,
         n_layers: int,
         n_heads: int,
-        drop_rate: float,
-        qkv_bias: bool,
+        vocab_size: int = 50_257,
+        context_length: int = 1024,
+        drop_rate: float = 0.1,
+        qkv_bias: bool = True,
     ) -> None:
         super().__init__()
         self.tok_emb = nn.Embedding(vocab_size, emb_dim)
@@ -126,27 +128,9 @@ class GPTModel(nn.Module):
         return logits
 
 
-def gpt2(
-    *,
-    emb_dim: int,
-    n_layers: int,
-    n_heads: int,
-    vocab_size: int = 50_257,
-    context_length: int = 1024,
-    drop_rate: float = 0.1,
-    qkv_bias: bool = True,
-) -> GPTModel:
-    """Return a GPT-2 model in evaluation mode, in which dropout has no effect."""
-    model = GPTModel(
-        vocab_size=vocab_size,
-        context_length=context_length,
-        emb_dim=emb_dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        drop_rate=drop_rate,
-        qkv_bias=qkv_bias,
-    )
-    return model.eval()
+def gpt2(**sizes: Any) -> GPTModel:
+    """Return a ``GPTModel`` in evaluation mode, in which dropout has no effect."""
+    return GPTModel(**sizes).eval()
 
 
 def example_inputs(

@@ -1,8 +1,8 @@
 """Define the tensors of gpt-oss as they are in the files that OpenAI published (2025).
 
-The matrices of the experts are MXFP4 there: ``blocks`` of 32 values of 4 bits, two in each byte, and
-for each block one byte in ``scales``. All other tensors are bfloat16. No load converts ``blocks`` and
-``scales``, which are uint8. The model has no forward pass.
+The matrices of the experts have the format MXFP4. A tensor ``blocks`` holds blocks of 32 values of 4
+bits, two in each byte. A tensor ``scales`` holds one byte for each block. ``blocks`` and ``scales``
+are uint8, which no load converts. All other tensors are bfloat16. The model has no forward pass.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from weighin.models.parts import named
 
-_BLOCK: int = 32  # values that share one scale
+_BLOCK: int = 32  # the number of values that share one scale
 _BLOCK_BYTES: int = 16
 
 
@@ -31,7 +31,7 @@ class _Experts(nn.Module):
 
 
 class _Attention(nn.ModuleDict):
-    """The projections, and for each head a sink, to which a token may attend in place of others."""
+    """The projections, and an attention sink for each head: a logit that belongs to no token."""
 
     def __init__(self, dim: int, head_dim: int, n_heads: int, n_kv_heads: int) -> None:
         queries, keys = n_heads * head_dim, n_kv_heads * head_dim
@@ -50,10 +50,9 @@ def gpt_oss(
     *, dtype: str, dim: int, hidden_dim: int, head_dim: int, n_heads: int, n_kv_heads: int,
     n_layers: int, n_experts: int, vocab_size: int,
 ) -> nn.Module:  # fmt: skip
-    """Return the model in evaluation mode, in torch's default dtype apart from blocks and scales.
+    """Return the model in evaluation mode, with blocks and scales in uint8 and torch's default dtype.
 
-    ``dtype`` is the dtype of the other tensors in the published files, which weighin takes for
-    ``--dtype auto``.
+    ``dtype`` is not used here: weighin reads this argument for ``--dtype auto``.
     """
     del dtype
     layers = (

@@ -124,25 +124,10 @@ class LlamaModel(nn.Module):
 
 
 def llama(
-    *,
-    emb_dim: int,
-    hidden_dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    vocab_size: int = 128_256,
-    theta: float = 500_000.0,
+    *, emb_dim: int, vocab_size: int = 128_256, theta: float = 500_000.0, **sizes: int
 ) -> LlamaModel:
-    """Return a Llama 3 model in evaluation mode."""
-    decoder = Decoder(
-        vocab_size=vocab_size,
-        emb_dim=emb_dim,
-        hidden_dim=hidden_dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        theta=theta,
-    )
+    """Return a Llama 3 model in evaluation mode; ``sizes`` are the other arguments of ``Decoder``."""
+    decoder = Decoder(vocab_size=vocab_size, emb_dim=emb_dim, theta=theta, **sizes)
     return LlamaModel(decoder, vocab_size, emb_dim).eval()
 
 

@@ -1,7 +1,7 @@
 """Dequantise bitsandbytes, GPTQ and AWQ without their packages, in transformers' table of conversions.
 
-transformers has no conversion to weights for these methods: it loads codes, for modules of the packages.
-The quantiser here takes the place of its quantiser in the table.
+For these methods transformers has no dequantisation: it loads the codes into modules of the methods'
+packages. The class ``Dequantiser`` replaces transformers' own quantiser.
 """
 
 import json
@@ -20,7 +20,7 @@ from weighin.models import code_values
 from weighin.text import one_line
 
 Parts = Mapping[str, torch.Tensor]
-"""The tensors of one module in the file, by the end of their name."""
+"""The tensors of one module in the file, by the last part of their names, such as "qweight"."""
 
 WEIGHT: Final = "weight"
 _REPAIR: Final = "load the model with the library that quantised it"
@@ -29,27 +29,27 @@ _STATES: Final = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bi
 
 @contextmanager
 def fitting(name: str) -> Iterator[None]:
-    """Turn errors of a damaged file, or of another layout of codes, into CheckpointErrors."""
+    """Turn the errors that a damaged file or an unknown layout of codes causes into CheckpointErrors."""
     try:
         yield
     except (ArithmeticError, RuntimeError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"the codes of {plain(name)} do not fit the tensors beside them: {one_line(str(error))}",
+            f"the codes of {plain(name)} do not fit the module's other tensors: {one_line(str(error))}",
             _REPAIR,
         ) from error
 
 
 class Operation:
-    """Makes a weight of the tensors of one module in the file; a weight that is no code stays as it is.
+    """Dequantises the weight of one module; a weight that is not quantised stays as it is.
 
     The result has the shape of the weight of ``torch.nn.Linear``.
     """
 
     names: ClassVar[tuple[str, ...]]
-    """The ends of the names in the file."""
+    """The last parts of the names in the file, such as "qweight"."""
 
     casts: ClassVar[bool] = True
-    """Whether a weight that is no code gets the dtype of the model, as from_pretrained leaves it."""
+    """Whether a weight that is not quantised gets the model's dtype, as with ``from_pretrained``."""
 
     def __init__(self, quantiser: "Dequantiser") -> None:
         self.hf_quantizer = quantiser
@@ -62,7 +62,7 @@ class Operation:
         model: Any,
         **_: object,
     ) -> dict[str, Any]:
-        """Return the weights of each pattern, as an operation of transformers does."""
+        """Return the weights by pattern; the interface is that of transformers' ``ConversionOps``."""
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         groups: dict[str, dict[str, list[torch.Tensor]]] = {}
         for pattern, tensors in collected.items():
@@ -99,7 +99,7 @@ class Operation:
 
 
 class DequantiseInt8(Operation):
-    """bitsandbytes: one byte for each weight, and the largest magnitude of each row."""
+    """Dequantises LLM.int8 of bitsandbytes: int8 codes, and the largest magnitude of each row."""
 
     names = (WEIGHT, "SCB", "weight_format")
     casts = False
@@ -107,12 +107,12 @@ class DequantiseInt8(Operation):
     def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         layout = parts.get("weight_format")
         if layout is not None and int(layout):
-            raise ValueError(f"weight_format is {int(layout)}, a layout of a GPU of 2022, not 0")
+            raise ValueError(f"weight_format is {int(layout)}, a layout for old GPUs, instead of 0")
         return code_values.int8_rows(parts[WEIGHT], parts["SCB"]).to(dtype)
 
 
 class DequantiseFourBits(Operation):
-    """bitsandbytes: a table of 16 numbers, and a scale for each block of weights in their order."""
+    """Dequantises nf4 and fp4 of bitsandbytes: a table of 16 values, and a scale for each block."""
 
     names = (
         WEIGHT,
@@ -136,14 +136,13 @@ class DequantiseFourBits(Operation):
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
-    """Return what bitsandbytes wrote beside the codes as text: the block size, the shape, the dtype."""
+    """Return bitsandbytes' JSON object with the block size, the shape and the dtype of the weight."""
     (text,) = [parts[name] for name in _STATES if name in parts]
     state: dict[str, Any] = json.loads(bytes(text.tolist()))
     return state
 
 
 def scales_of(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
-    """Return the scale of each block."""
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" not in parts:
         return scales.float()
@@ -157,7 +156,7 @@ def scales_of(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 class DequantiseGptq(Operation):
-    """GPTQ: words of several inputs of a layer, and a zero point and a scale for each group of inputs."""
+    """Dequantises GPTQ: each word holds codes of several inputs; each group of inputs has a scale."""
 
     names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
 
@@ -176,29 +175,38 @@ class DequantiseGptq(Operation):
 
 
 def bits_of(words: int, outputs: int, named: int) -> int:
-    """Return the bits of a code: those of the configuration, or else those that the zero points show."""
+    """Return the bits of a code: the first of ``named``, 2, 3, 4 and 8 with the right number of words.
+
+    Args:
+        words: the number of words that hold the zero points of ``outputs``.
+
+    Raises:
+        ValueError: none of these numbers of bits fits.
+    """
     for bits in (named, 2, 3, 4, 8):
         if -(-outputs * bits // 32) == words:
             return bits
-    raise ValueError(f"{words} words hold no zero points of {outputs} outputs")
+    raise ValueError(f"{words} words cannot hold zero points of {outputs} outputs")
 
 
 def even_groups(inputs: int, count: int) -> torch.Tensor:
-    """Return the group of each input, where groups of equal size follow one another."""
+    """Return the group number of each input for ``count`` groups of equal size."""
     if inputs % count:
-        raise ValueError(f"{inputs} inputs are no {count} groups of one size")
+        raise ValueError(f"{inputs} inputs cannot be divided into {count} groups of equal size")
     return torch.arange(inputs, dtype=torch.int32) // (inputs // count)
 
 
 class DequantiseAwq(Operation):
-    """AWQ: words of eight outputs of a layer, and a zero point and a scale for each group of inputs."""
+    """Dequantises AWQ: each word holds codes of eight outputs; each group of inputs has a scale."""
 
     names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
 
     def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         words, zeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
         if words.shape[1] * 8 != scales.shape[1]:
-            raise ValueError(f"{words.shape[1]} words hold no {scales.shape[1]} outputs of 4 bits")
+            raise ValueError(
+                f"{words.shape[1]} words cannot hold {scales.shape[1]} outputs of 4 bits"
+            )
         groups = parts.get("g_idx")
         if groups is None:
             groups = even_groups(len(words), len(scales))
@@ -214,7 +222,7 @@ _OPERATIONS: Final[Mapping[str, type[Operation]]] = {
 
 
 class Dequantiser:
-    """Gives transformers' table of conversions the operation of a method, as a quantiser of transformers."""
+    """A quantiser, as transformers expects it, that adds the operation of a method to the conversions."""
 
     pre_quantized = True
 
@@ -225,21 +233,17 @@ class Dequantiser:
         self.quantization_config = SimpleNamespace(dequantize=True)
 
     def get_load_operations(self) -> dict[str, type[Operation]]:
-        """Return the operation that dequantises."""
         return {"dequantize": self.operation}
 
     def update_weight_conversions(self, conversions: Sequence[Any], model: Any) -> list[Any]:
-        """Return the table with the conversions of codes."""
         updated: list[Any] = _quantisers().update_weight_conversions(self, conversions, model)
         return updated
 
     def get_weight_conversions(self) -> list[Any]:
-        """Return the conversions of codes that are no part of another tensor."""
         made: list[Any] = _quantisers().get_weight_conversions(self)
         return made
 
     def postprocess_model(self, model: Any) -> None:
-        """Remove every sign of the quantisation."""
         _quantisers().remove_quantization_config(self, model)
 
 

@@ -4,5 +4,4 @@ from torch import nn
 
 
 def named(**parts: nn.Module) -> nn.ModuleDict:
-    """Return a module that holds other modules under their names."""
     return nn.ModuleDict(parts)

@@ -18,12 +18,12 @@ from weighin.formats.pretrained_code import auto_class, check_unchanged, referen
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
 from weighin.models.after_load import as_loaded, finish_load
 from weighin.models.dequantising import arguments_to_dequantise, attach_quantiser
-from weighin.models.pretrained_names import model_keys
+from weighin.models.pretrained_names import ModelNames
 from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 
 _TOKENS: Final = 8
-_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option of from_pretrained, named in its error
+_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
 _SAMPLES: Final = 16_000  # one second of sound
 
 
@@ -44,16 +44,16 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
-        apart: names of tensors in the file that differ, although the class may tie them.
-        quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The model
-            is built with weights of torch's default dtype, and has the quantiser that dequantises.
+        apart: names of tensors that have different values in the file, although the class ties them.
+        quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
+            of the model nevertheless have torch's default dtype, and ``load_streaming`` dequantises.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
     """
     kind = pretrained_class(architecture, code, config)
-    dtype_of(config)  # refuses what transformers cannot read, with a reason
+    dtype_of(config)  # raises for a dtype that transformers cannot read
     settings = _settings(kind, config)
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
@@ -74,8 +74,9 @@ def from_config(
 
 
 def _untie(model: Any, apart: Sequence[str]) -> None:
-    """Give tied weights that differ in the file memory of their own, as ``from_pretrained`` does."""
-    stored = set(model_keys(model, apart))
+    """Untie the weights that have different values in the file, as ``from_pretrained`` does."""
+    names = ModelNames(model)
+    stored = {names.of(name)[0] for name in apart}
     for target, source in list(model.all_tied_weights_keys.items()):
         if {target, source} <= stored:
             path, _, leaf = target.rpartition(".")
@@ -85,10 +86,10 @@ def _untie(model: Any, apart: Sequence[str]) -> None:
 
 
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
-    """Return the configuration of a class, which may be that of one part of the whole model's."""
+    """Return the configuration of a class; for a part of a model, that part of ``config.json``."""
     kind, part = kind.config_class, config
     key = kind.base_config_key
-    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # a list in one class
+    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # one class has a list here
         part = config[key]
     if part.get("model_type", kind.model_type) != kind.model_type:
         for value in part.values():
@@ -104,11 +105,11 @@ def pretrained_class(
 ) -> Any:
     """Return a model class by its name: a class of transformers, or of the code in a folder.
 
-    ``config`` is the content of the folder's ``config.json``; it is needed only with ``code``.
+    ``config`` is the content of the folder's ``config.json``; only ``code`` needs it.
 
     Raises:
-        ConfigError: transformers is not installed, cannot be imported, or has no such class, or the
-            folder's code changed or cannot be imported.
+        ConfigError: transformers is not installed, cannot be imported, or has no such class; or the
+            code in the folder has changed, or cannot be imported.
     """
     if code:
         os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
@@ -149,7 +150,7 @@ def reference(
     ``kwargs`` are the arguments of ``from_config`` for the model of the checkpoint's folder.
 
     Raises:
-        CheckpointError: ``from_pretrained`` does not load the checkpoint.
+        CheckpointError: ``from_pretrained`` raises an error for this checkpoint.
     """
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
     arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
@@ -202,7 +203,10 @@ def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path)
 
 
 def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
-    """Import a folder's code with transformers, which copies it to its own cache; return the class."""
+    """Import a folder's code with transformers, and return the class.
+
+    transformers copies the code to its own cache before the import.
+    """
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -232,12 +236,12 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import."""
+    """Import the class that ``kwargs`` of ``from_config`` name, so that no later phase imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the class keeps a weight in float32 in a model of ``dtype``."""
+    """Tell whether the model's class keeps this weight in float32 when the model has ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 
@@ -245,13 +249,13 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 def finish(model: Any, folder: Path | str | None) -> None:
     """Give a loaded model the attributes that ``from_pretrained`` sets after the load.
 
-    ``folder`` may have a ``generation_config.json``; None for a GGUF file, beside which
-    ``from_pretrained`` looks for none.
+    ``folder`` may have a ``generation_config.json``. For a GGUF file ``folder`` is None, because
+    ``from_pretrained`` then reads no ``generation_config.json``.
     """
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
     finish_load(model)
-    del model.keeps_dtypes  # only the construction needs it
+    del model.keeps_dtypes  # only construct() reads this attribute
     if folder is not None and model.can_generate():
         from transformers import GenerationConfig
 
@@ -260,7 +264,7 @@ def finish(model: Any, folder: Path | str | None) -> None:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy of a part of ``config.json``, with {"__float__": "Infinity"} as a number."""
+    """Return a copy of a part of ``config.json``, in which {"__float__": "Infinity"} is a float."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -269,15 +273,15 @@ def _decoded(value: Any) -> Any:
 
 
 def computed_keys(model: Any) -> set[str]:
-    """Return the keys whose values the class computes, so that a checkpoint may lack them."""
+    """Return the keys that a checkpoint may lack, because the model's class computes their values."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return {name for name in model.state_dict() if any(re.search(one, name) for one in patterns)}
 
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Compute the tensors that no checkpoint has again, in float32, as ``from_pretrained`` does.
+    """Compute the tensors that no checkpoint has in float32, as ``from_pretrained`` does.
 
-    The constructor computes them in ``dtype``, which rounds intermediate results too.
+    The constructor has computed these tensors in ``dtype``, which also rounds intermediate results.
     """
     if dtype == torch.float32:
         return
@@ -293,7 +297,7 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Set the dtype of tensors that the class keeps in float32; they have no values yet."""
+    """Set the dtype of the tensors that the class keeps in float32, before they have values."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -315,7 +319,7 @@ def example_inputs(
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
-    """Return small inputs for one forward pass; None for an unknown kind of model."""
+    """Return small inputs for one forward pass; None if the class's main input is of another kind."""
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
     text = settings.get_text_config()

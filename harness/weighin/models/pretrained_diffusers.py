@@ -53,7 +53,7 @@ def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the weights of this {architecture} are quantised by {method or 'a method'}, which weighin"
             " does not dequantise",
-            "give the folder of the model before its quantisation",
+            "give the folder of the model that was not quantised",
         )
 
 
@@ -80,14 +80,14 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class of the builder's arguments, so that no later phase contains this import."""
+    """Import the class that ``kwargs`` of ``from_config`` name, so that no later phase imports it."""
     diffusers_class(kwargs["architecture"])
 
 
 def class_of_pipelines(name: str) -> Any:
-    """Return a class that diffusers defines beside a pipeline; None if there is no such class.
+    """Return a class that diffusers defines in a pipeline's module; None if there is no such class.
 
-    A pipeline's folder may name such a class, for example ``StableDiffusionSafetyChecker``.
+    An example is ``StableDiffusionSafetyChecker``.
 
     Raises:
         ConfigError: diffusers is not installed.
@@ -128,7 +128,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Tell whether the class keeps a weight in float32 in a model of any dtype."""
+    """Tell whether the model's class keeps this weight in float32 in every dtype of the model."""
     kept = model._keep_in_fp32_modules or ()
     return any(part in kept for part in name.split("."))
 
@@ -165,7 +165,10 @@ def reference(
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` for a folder: it looks for .bin shards only if asked."""
+    """Return the arguments with which ``from_pretrained`` finds the weights of a folder.
+
+    ``from_pretrained`` reads .bin shards only with ``use_safetensors=False``.
+    """
     bin_index = "diffusion_pytorch_model.bin.index.json"
     names = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
     return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
@@ -178,4 +181,4 @@ def finish(model: Any, folder: Path | str) -> None:
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
-    """Return no inputs: each class of diffusers has its own."""
+    """Return None, because each class of diffusers has other inputs."""

@@ -1,10 +1,11 @@
 """Rename a checkpoint's tensors to the names in a model of transformers.
 
 ``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups
-of tensors: it stacks the experts of a layer, or joins q, k and v. This module uses the tables and
-functions of ``from_pretrained``. Stacked and joined tensors are described as tensors of several
-blocks, which the loader reads straight into place. For any other conversion, the values are read
-and transformers converts them.
+of tensors. For example, ``from_pretrained`` stacks
+the experts of a layer, or joins q, k and v. This module uses the
+tables and functions of ``from_pretrained``. A stacked or joined tensor becomes a ``TensorSlice`` of
+several blocks, each of which the loader reads directly into the model's tensor. For any other
+conversion, the loader reads the values and transformers converts them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +28,12 @@ from weighin.models.pretrained_names import ModelNames
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A group of a file's tensors that transformers converts to one or several model tensors.
+    """A group of a file's tensors that transformers converts to one or several tensors of the model.
 
     Attributes:
         name: the name of the first result in the model.
         converter: transformers' ``WeightConverter``.
-        sources: the file's tensors, each with the converter's pattern that its name matched.
+        sources: the file's tensors, each with the pattern of the converter that matches its name.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Conversion:
     sources: list[tuple[str, TensorSlice]] = field(default_factory=list)
 
     def apply(self, model: Any, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the results by name, from the values of ``sources``."""
+        """Convert ``tensors``, the values of ``sources``, and return the results by name."""
         converter = deepcopy(self.converter)
         for (pattern, source), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.name, source.name, pattern, tensor)
@@ -49,17 +50,17 @@ class Conversion:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether a quantiser takes part: no source may then be cast, because it may hold codes."""
+        """Whether a quantiser takes part. A source may then hold codes, which must not be cast."""
         return any(getattr(one, "hf_quantizer", None) for one in self.converter.operations)
 
     @property
     def left_alone(self) -> TensorSlice | None:
-        """The only source of a tensor that the folder's quantiser leaves as it is; None for any other."""
+        """The only source of a tensor that is not quantised; None for any other conversion."""
         only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
         return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
 
     def targets(self, model: Any) -> list[str]:
-        """Return the names of the results, determined by converting tensors without values."""
+        """Return the names of the results, found by a conversion of tensors without values."""
         if len(self.converter.target_patterns) == 1:
             return [self.name]
         empty = [
@@ -70,11 +71,11 @@ class Conversion:
 
 
 def lacks(checkpoint: Path, missing: Sequence[str], model: torch.nn.Module) -> CheckpointError:
-    """Return the error for a checkpoint without some weights of its library's model."""
+    """Return the error for a checkpoint that lacks weights of the model."""
     return CheckpointError(
         f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
-        "choose the class that the checkpoint was saved from; from_pretrained would draw these"
-        " weights at random",
+        "choose the class that the checkpoint was saved from; from_pretrained would initialise these"
+        " weights with random numbers",
     )
 
 
@@ -83,11 +84,11 @@ class MappedKeys:
     """The tensors of a checkpoint under a model's names.
 
     Attributes:
-        slices: the tensors that need no conversion of values.
+        slices: the tensors whose values need no conversion.
         conversions: the groups of tensors whose values must be converted.
-        unexpected: keys that the model does not have; ``from_pretrained`` ignores them.
-        renamed: the number of keys whose name in the file differs from the model's name.
-        joined: the number of keys of the file that are only a part of a model's tensor.
+        unexpected: keys of the file that the model does not have, which ``from_pretrained`` ignores.
+        renamed: the number of keys whose name in the file differs from the name in the model.
+        joined: the number of keys of the file that are only a part of a tensor of the model.
         computed: the model's keys that the file lacks because the class computes their values.
         used: the entries of transformers' tables that renamed or converted a tensor; None for a model of
             another library.
@@ -102,9 +103,9 @@ class MappedKeys:
     used: tuple[Any, ...] | None
 
     def refuse_missing(self, model: torch.nn.Module, checkpoint: Path) -> None:
-        """Raise CheckpointError if ``model`` has a weight that ``from_pretrained`` would draw at random.
+        """Raise CheckpointError if ``from_pretrained`` would initialise a weight with random numbers.
 
-        The checkpoint need not have tied weights, buffers, and tensors that are computed or converted.
+        The checkpoint may lack tied weights, buffers, and tensors that are computed or converted.
         """
         wanted = model.state_dict(keep_vars=True)
         present = {source.name for source in self.slices}
@@ -117,7 +118,7 @@ class MappedKeys:
             raise lacks(checkpoint, missing, model)
 
     def refuse_other_shapes(self, model: torch.nn.Module, checkpoint: Path) -> None:
-        """Raise CheckpointError if a tensor has another shape than in ``model``."""
+        """Raise CheckpointError if a tensor of the file has another shape than in ``model``."""
         wanted = model.state_dict(keep_vars=True)
         others = [one.name for one in self.slices if one.shape != wanted[one.name].shape]
         if others:
@@ -125,7 +126,7 @@ class MappedKeys:
 
     @property
     def note(self) -> str:
-        """The differences between the file's keys and the model's keys; empty if there are none."""
+        """The number of keys of each difference between the file and the model; empty for none."""
         counts = {
             "converted": self.joined,
             "renamed": self.renamed,
@@ -140,7 +141,7 @@ class MappedKeys:
 
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
-    """Return a checkpoint's tensors under the names of ``model``, a model of a library."""
+    """Return a checkpoint's tensors under the names of ``model``, of transformers, diffusers or timm."""
     library = module_for(model)
     if library not in (None, pretrained):
         return _renamed(model, slices, library.named_as_in(model, slices))
@@ -188,7 +189,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 def _renamed(
     model: torch.nn.Module, slices: Sequence[TensorSlice], named: Mapping[str, TensorSlice]
 ) -> MappedKeys:
-    """Return the tensors under the names of ``named``, without names that the model does not have."""
+    """Return the tensors of ``named`` whose names are in the model."""
     wanted = model.state_dict(keep_vars=True)
     mapped = Slices(replace(each, name=name) for name, each in named.items() if name in wanted)
     used = {named[each.name].name for each in mapped}
@@ -198,7 +199,7 @@ def _renamed(
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:
-    """Return a stacked or joined tensor as one of several blocks; None for other conversions."""
+    """Return a stacked or joined tensor as a slice of several blocks; None for other conversions."""
     tensors: dict[str, list[TensorSlice]] = {}
     for pattern, source in conversion.sources:
         if not source.contiguous or source.parts:
@@ -229,7 +230,7 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
 
 
 def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
-    """Return the dtype that a quantiser gives a tensor which is no code: the file's, or the model's."""
+    """Return the dtype that a quantiser gives a tensor that is not quantised."""
     empty = torch.empty(0, dtype=conversion.sources[0][1].dtype)
     (made,) = conversion.apply(model, [empty]).values()
     return made.dtype
@@ -237,7 +238,7 @@ def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The shape of a tensor, and its blocks: the start and the place in a file of each block."""
+    """The shape of a tensor, and its blocks: for each block its index in the tensor and its slice."""
 
     shape: tuple[int, ...]
     blocks: tuple[tuple[tuple[int, ...], TensorSlice], ...]

@@ -1,13 +1,12 @@
 """Give the tensors of a file the names that they have in a model of transformers."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from weighin.models.dequantising import quantiser_of
 
 
 class ModelNames:
-    """Transformers' tables for one model: which name and which conversion a file's tensor gets."""
+    """Transformers' tables for one model, with the new name and the conversion of a file's tensor."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,7 +21,7 @@ class ModelNames:
         self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
 
     def of(self, name: str) -> tuple[str, str | None]:
-        """Return the model's name, and the pattern of the conversion if there is one."""
+        """Return a tensor's name in the model, and the pattern of its conversion if there is one."""
         from transformers.core_model_loading import rename_source_key
 
         new: tuple[str, str | None]
@@ -34,9 +33,3 @@ class ModelNames:
     def used(self) -> tuple[Any, ...]:
         """Return the entries of the tables that have renamed or converted a tensor."""
         return tuple(one for one in self._mapping if one.was_used())
-
-
-def model_keys(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the names that tensors of a file get in ``model``, a model of transformers."""
-    known = ModelNames(model)
-    return [known.of(name)[0] for name in names]

@@ -58,9 +58,9 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
 def _created(
     architecture: str, folder: Path, load: Callable[..., None] | None = None
 ) -> torch.nn.Module:
-    """Create the model of a folder, and keep the arguments of its load.
+    """Create the model of a folder, and store the arguments of its load in ``_LOADS``.
 
-    ``load`` replaces timm's own function, which loads the weights.
+    ``load`` replaces timm's function that loads the weights.
     """
     timm = _timm()
     if not timm.is_model(architecture):
@@ -79,7 +79,7 @@ def _created(
             ) from error
     if not seen or seen[0][0] is not model:
         raise ConfigError(
-            f"timm wraps this {architecture} into a model of its features, which weighin does not load",
+            f"timm returns {architecture} as a feature extractor, which weighin cannot load",
             "leave 'features_only' out of model_args in config.json",
         )
     _LOADS[model] = seen[0][1]
@@ -130,18 +130,18 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Tell that no class of timm keeps a weight in float32 in a model of another dtype."""
+    """Return False: no class of timm keeps a weight in float32 in a model of another dtype."""
     return False
 
 
 def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
     """Return a checkpoint's tensors by the names that timm gives them.
 
-    timm's own code renames tensors that have no values.
+    To find the names, this function runs timm's own load on tensors without values.
 
     Raises:
-        CheckpointError: timm computes values of other tensors, or the file does not fit the model, so that
-            timm would refuse it or draw weights at random.
+        CheckpointError: timm computes a tensor from other tensors, or the file does not fit the model:
+            timm would refuse the file, or initialise weights with random numbers.
     """
     from timm.models import _builder
 
@@ -165,7 +165,8 @@ def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[s
     computed = sorted(name for name, tensor in loaded.items() if id(tensor) not in places)
     if computed:
         raise CheckpointError(
-            f"timm computes {computed[0]} and {len(computed) - 1} more tensors from the file's values",
+            f"timm computes {computed[0]} and {len(computed) - 1} more tensors from values of the file,"
+            " which weighin does not do",
             'save the loaded model: timm.models.save_for_hf(timm.create_model("local-dir:FOLDER",'
             " pretrained=True), NEW_FOLDER)",
         )
@@ -193,7 +194,7 @@ def _check_complete(
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that timm loads from a folder, and the names of weights without a value: none.
+    """Return the model that timm loads from a folder, and an empty list: timm leaves no weight out.
 
     Raises:
         CheckpointError: timm cannot load the file.
@@ -209,13 +210,13 @@ def reference(
 
 
 def finish(model: Any, folder: Path | str) -> None:
-    """Give a loaded model the attributes that timm sets: the folder that it came from."""
+    """Store the folder in a loaded model's ``pretrained_cfg``, as timm does."""
     model.pretrained_cfg["file"] = str(folder)
     del model.keeps_dtypes
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> torch.Tensor | None:  # noqa: ARG001
-    """Return an image for one forward pass; None if the configuration has no size of one."""
+    """Return an image for one forward pass; None if the configuration has no image size."""
     size = (config.get("pretrained_cfg") or config).get("input_size")
     if not isinstance(size, list | tuple):
         return None

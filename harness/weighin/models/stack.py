@@ -1,7 +1,7 @@
-"""Define a stack of equal linear layers, to see what a load costs per tensor.
+"""Define a stack of equal linear layers, to measure how the time of a load depends on the tensors.
 
-Two stacks of one size, one with many small tensors and one with few large ones, take the same time
-in a loader whose cost depends only on the number of bytes.
+Compare two stacks with the same number of bytes, one with many small tensors and one with few large
+tensors. If a loader's time depends only on the number of bytes, both loads take the same time.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from torch import nn
 def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
     """Return ``layers`` linear layers without biases, in evaluation mode.
 
-    Each layer is ``width`` x ``width``. With ``inner``, which needs an even number of layers, they are in
-    turn ``width`` x ``inner`` and ``inner`` x ``width``.
+    Each layer is ``width`` x ``width``. With ``inner``, the layers alternate between ``width`` x ``inner``
+    and ``inner`` x ``width``, and their number must be even.
     """
     return nn.Sequential(*_linear_layers(layers, width, inner)).eval()
 

@@ -9,9 +9,9 @@ from weighin.formats.structure import unpack
 def from_tensors(*, tensors: str) -> nn.Module:
     """Return a module tree with an uninitialised parameter or buffer for each tensor.
 
-    ``tensors`` is the string that ``weighin.formats.structure.pack`` wrote. Floating-point tensors are
-    parameters. Tensors at the same place in the file are one tensor of the model. The model has no
-    forward pass.
+    ``tensors`` is a string from ``weighin.formats.structure.pack``. Floating-point tensors become
+    parameters. Names with the same offset in the file become one tied tensor. The model has no forward
+    pass.
 
     Raises:
         ConfigError: ``tensors`` is not a string that ``pack`` wrote.

@@ -1,7 +1,8 @@
 """Define a small model with tied weights and non-persistent buffers, which strategies often lose.
 
-The output head shares its weight with the token embedding, and no checkpoint contains the rotary
-tables. A strategy that unties the weight or leaves the tables uninitialised ends as wrong_weights.
+The output head shares its weight with the token embedding. The rotary tables are non-persistent
+buffers, so that no checkpoint contains them. If a strategy unties the weight or leaves the tables
+uninitialised, its cell ends with the outcome wrong_weights.
 """
 
 import torch

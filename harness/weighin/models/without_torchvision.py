@@ -1,6 +1,6 @@
-"""Import transformers and diffusers where the build of torchvision does not fit torch's build.
+"""Import transformers and diffusers although the installed torchvision was built for another torch.
 
-transformers and diffusers import torchvision for image processors, which no load needs.
+transformers and diffusers import torchvision only for image processors, which no load needs.
 """
 
 import sys
@@ -14,12 +14,12 @@ _IMPORTERS = ("transformers", "diffusers", "peft")
 
 
 def imported_again(package: str, error: Exception) -> Any:
-    """Return a package that failed with ``error``, imported again as if torchvision were not installed.
+    """Import a package again as if torchvision were not installed, after it failed with ``error``.
 
-    Only a process that weighin started, such as a worker, changes the modules of its process.
+    The function changes ``sys.modules``, and so works only in a process that weighin started.
 
     Raises:
-        ConfigError: torchvision is not the cause, or this process is a user's own.
+        ConfigError: torchvision is not the cause, or weighin did not start this process.
     """
     failed = misfit(package, error)
     if not _fits_badly(error) or not _is_weighins_own_process():
@@ -27,12 +27,12 @@ def imported_again(package: str, error: Exception) -> Any:
     for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORTERS]:
         del sys.modules[name]
     modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # import then fails as if it were not installed
+    modules["torchvision"] = None  # makes "import torchvision" fail
     return import_module(package)
 
 
 def misfit(package: str, error: Exception) -> ConfigError:
-    """Return the error that says why a package cannot be imported, and how to mend it."""
+    """Return the error for a package that cannot be imported, with the cause and the repair."""
     cause = _cause(error)
     reason = one_line(f"{type(cause).__name__}: {cause}")
     if not _fits_badly(error):

@@ -159,14 +159,12 @@ def _legacy(ledger: Ledger) -> Any:
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
     """Patch ``load_streaming``, whose threads read into memory that is already allocated."""
-    from weighin.loader import computed, fill, small
+    from weighin.loader import fill, small
     from weighin.loader.disk_readers import DiskReaders
-    from weighin.loader.reads import Fillable
+    from weighin.loader.pieces import Fill
 
     before = ledger.own_anon_bytes
-    from weighin.loader import (
-        converting,  # its memory is not the load's, because few loads import it
-    )
+    from weighin.loader import converting  # not the load's memory, because few loads import it
 
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
 
@@ -178,7 +176,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["read_direct_bytes"] += sources
 
     @contextmanager
-    def being_filled(stretches: Sequence[Fillable], disk: DiskReaders) -> Iterator[None]:
+    def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
         yield
         buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
         with ledger.holding(buffers):
@@ -191,7 +189,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
-    def fill_all(fills: Sequence[fill.Fill], _threads: int | None) -> None:
+    def compute(fills: Sequence[Fill], _threads: int | None) -> None:
         for one in fills:
             ledger.write(one.memory)
             ledger.work["read_direct_bytes"] += one.source.storage_bytes
@@ -206,7 +204,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     with (
         patch.object(fill, "being_filled", being_filled),
         patch.object(small, "fill_all", fill_groups),
-        patch.object(computed, "fill_all", fill_all),
+        patch.object(fill, "compute", compute),
         patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield

@@ -50,8 +50,8 @@ def snippet(
         elif isinstance(node, ast.FunctionDef):
             functions.append(_function(node, plain, device, dtype))
     if plain.resets:
-        parts.append(_source("weighin.recommend.pasted", "reset_buffers"))
-    body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
+        parts += _sources("weighin.recommend.pasted", "reset_buffers")
+    body = "\n\n\n".join(part.strip("\n") for part in [*dict.fromkeys(parts), *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
     if needed := _needed(info, lines):
         lines.insert(0, f"# pip install torch {' '.join(map(quote, needed))}")
@@ -128,7 +128,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.construction.tied_weights":
-            written.append(_source(source, alias.name))
+            written += _sources(source, alias.name)
         elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(
                 f"its file imports {alias.name} from {module}, which pasted code cannot import"
@@ -136,12 +136,16 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     return kept, written
 
 
-def _source(module: str, name: str) -> str:
+def _sources(module: str, name: str) -> list[str]:
+    """Return the source of a function, after those functions of its module that it calls."""
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.unparse(node)
-    raise CannotWriteOut(f"{module} has no {name}")
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise CannotWriteOut(f"{module} has no {name}")
+    used = {one.id for one in ast.walk(functions[name]) if isinstance(one, ast.Name)}
+    called = [other for other in functions if other in used and other != name]
+    return [ast.unparse(functions[other]) for other in [*called, name]]
 
 
 def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -> str:

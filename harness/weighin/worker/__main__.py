@@ -3,8 +3,8 @@
 For a save: save the model in phases, sync the files, read them back and verify them.
 
 An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
-protocol. Modules that are imported before torch add weighin's own memory to the figures. Even
-pathlib, which takes 1 MiB, is therefore imported after torch.
+protocol. Modules that are imported before torch add weighin's own memory to the figures. Even pathlib is
+therefore imported after torch, because it takes 1 MiB.
 """
 
 import contextlib
@@ -37,8 +37,11 @@ _TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWorker:
-    """The state that a worker creates before the baseline, in the same way for every strategy."""
+    """The objects of a worker that exist before the baseline, equal for every strategy."""
 
+    job: Job
+    lifeline: Lifeline
+    marks: Marks
     load: "WorkerLoad"
     inputs: "Inputs | None"
     manifest: Any
@@ -64,10 +67,9 @@ def main() -> None:
         fail(lifeline, Outcome.MEASUREMENT_FAILED, f"before the load: {describe(error)}")
     try:
         if prepared.model is not None:
-            save(job, prepared.model, prepared, lifeline, marks)
+            save(prepared, prepared.model)
         else:
-            model = load(job, prepared, lifeline, marks)
-            check(model, job, prepared, lifeline, marks)
+            check(prepared, load(prepared))
     except BaseException as error:
         outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
@@ -132,7 +134,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
             join_group(device, job.timeout_s)
         manifest = read_manifest(Path(job.manifest))
-        prepared = PreparedWorker(load, inputs, manifest, model)
+        prepared = PreparedWorker(job, lifeline, marks, load, inputs, manifest, model)
         if cell.cache == "warm":
             read_through(load.checkpoint)
     marks.flush()
@@ -140,7 +142,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
     return prepared
 
 
-def load(job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
+def load(worker: PreparedWorker) -> "torch.nn.Module":
     """Run the strategy and return the model that it returns.
 
     Raises:
@@ -148,19 +150,20 @@ def load(job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks) -
     """
     import torch
 
-    model = run_strategy(job, prepared.load, lifeline, marks)
+    model = run_strategy(worker, worker.load)
     if not isinstance(model, torch.nn.Module):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise StrategyFailed(f"load() returned {kind}, not a torch.nn.Module")
     return model
 
 
-def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> Any:
-    """Import the strategy and call it with ``argument``; its imports are part of the load time."""
+def run_strategy(worker: PreparedWorker, argument: Any) -> Any:
+    """Import the strategy and call it with ``argument``; the load time includes the import."""
     from pathlib import Path
 
     from weighin.worker.loading import import_strategy
 
+    job, lifeline, marks = worker.job, worker.lifeline, worker.marks
     if marks.cuda:
         for note in marks.cuda.notes():
             lifeline.send("note", text=note)
@@ -185,17 +188,15 @@ def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> A
     return returned
 
 
-def save(
-    job: Job, model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
-) -> None:
+def save(worker: PreparedWorker, model: "torch.nn.Module") -> None:
     """Run the save strategy, sync the files that it wrote, and read them back."""
     from pathlib import Path
 
     from weighin.worker import saving
 
-    target, cell = Path(job.target), job.cell
-    argument = saving.WorkerSave(model, target, cell.format, cell.options, marks)
-    run_strategy(job, argument, lifeline, marks)
+    lifeline, marks, cell = worker.lifeline, worker.marks, worker.job.cell
+    target = Path(worker.job.target)
+    run_strategy(worker, saving.WorkerSave(model, target, cell.format, cell.options, marks))
     if not saving.files_in(target):
         raise StrategyFailed("save() left no file in job.target")
     marks.restart()
@@ -206,24 +207,22 @@ def save(
     written = asdict(saving.measure(target))
     lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
     with marks.phase("verify"):
-        saving.check(target, prepared.manifest, prepared.load.dtype)
+        saving.check(target, worker.manifest, worker.load.dtype)
     lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
 
 
-def check(
-    model: "torch.nn.Module", job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
-) -> None:
+def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
     """Read every byte of the model, compare it with the checkpoint's checksums, and run the model.
 
-    A rank reads its own shards of tensors that are sharded over the ranks, and compares whole
-    tensors when all ranks are ready.
+    If tensors are sharded over ranks, each rank reads its own shards. The ranks compare whole tensors
+    after all of them have reported that they are ready.
     """
     from weighin.worker import touch, verify
 
-    load = prepared.load
-    expected = [entry.name for entry in prepared.manifest.tensors]
+    job, lifeline, marks, load = worker.job, worker.lifeline, worker.marks, worker.load
+    expected = [entry.name for entry in worker.manifest.tensors]
     tensors = touch.named_tensors(model, expected)
-    verify.check_structure(tensors, prepared.manifest, load.device, load.dtype)
+    verify.check_structure(tensors, worker.manifest, load.device, load.dtype)
     marks.restart()
     start_ns = time.monotonic_ns()
     with marks.phase("touch"):
@@ -236,24 +235,22 @@ def check(
 
         lifeline.send_and_wait("shared", pss_bytes=read_pss())
         checksums |= ranks.checksums_of_sharded(tensors)
-    for note in verify.check_values(checksums, prepared.manifest, load.dtype):
-        if not job.rank:  # one rank for all
+    for note in verify.check_values(checksums, worker.manifest, load.dtype):
+        if not job.rank:  # only rank 0 sends notes
             lifeline.send("note", text=note)
-    del tensors  # of a converted model, they would keep the buffers alive
-    first_use_ns = use(model, job, prepared, lifeline, marks)
+    del tensors  # would keep the old buffers alive while a use converts the model
+    first_use_ns = use(worker, model)
     tell("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
-def use(
-    model: "torch.nn.Module", job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
-) -> int | None:
-    """Use the ready model as the cell says, and return the time of the use; None for no use."""
+def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
+    """Run the cell's use or forward passes, and return their time in ns; None if there are none."""
     from weighin.worker import verify
 
-    cell, inputs = job.cell, prepared.inputs
+    job, marks, cell, inputs = worker.job, worker.marks, worker.job.cell, worker.inputs
     if not cell.use and (inputs is None or not cell.passes):
         return None
-    inputs = inputs and inputs.to(prepared.load.device)
+    inputs = inputs and inputs.to(worker.load.device)
     start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
     if inputs and not cell.use:
         for _ in range(cell.passes):
@@ -262,12 +259,12 @@ def use(
     else:
         from weighin.worker import uses
 
-        lifeline.send("used", **uses.perform(model, job, inputs, marks))
+        worker.lifeline.send("used", **uses.perform(model, job, inputs, marks))
     return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
 
 
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
-    """Send the allocator's recorded events, if there is a trace, in several lines."""
+    """Send the events that the allocator recorded, if any, in lines of at most 10,000 events."""
     if (trace := cuda.take_trace()) is None:
         return
     events = trace.pop("events")

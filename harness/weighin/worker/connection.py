@@ -1,4 +1,4 @@
-"""Connect the worker to its parent; end the worker with the parent."""
+"""Connect the worker to its parent process, and end the worker if the parent ends."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ class Lifeline(Parent):
     """The worker's connection to its parent, which acknowledges events with empty lines."""
 
     def __init__(self) -> None:
-        # If a strategy hangs while it holds the GIL, no thread notices the end of standard input.
-        # The kernel then ends the process; in a container, the engine ends it.
+        # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
+        # The kernel then ends this process; in a container, the engine does.
         end_with_parent()
         super().__init__()
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line of input. After this call, the end of input ends this process."""
+        """Return the first line of standard input. After this call, the end of input ends this process."""
         if (line := self.receive()) is None:
             os._exit(_ORPHANED)
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()

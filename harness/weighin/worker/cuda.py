@@ -1,10 +1,9 @@
 """Read the CUDA allocator's peaks of one device: requested, allocated and reserved bytes.
 
 Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
-to blocks. Reserved bytes are the segments that the allocator got from the driver. The memory in use
-as the driver counts it is sampled in addition. Page-locked host memory has its own allocator and
-peak. The device is synchronised before each reading, so that memory and time include pending
-copies.
+to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also samples
+the memory in use that the driver reports. Page-locked host memory has its own allocator and peak. The
+worker synchronises the device before each reading, so that memory and time include pending copies.
 """
 
 import math
@@ -26,15 +25,15 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 class CudaMemory:
     """The memory of one CUDA device, as counted by this process's allocator.
 
-    The constructor creates the CUDA context, so that the context's memory is part of the baseline
-    and not of the load.
+    The constructor creates the CUDA context, so that the baseline includes the context's memory, and
+    the load does not.
 
     Raises:
         ValueError: ``limit_bytes`` is more than the device's memory.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        # Otherwise page-locked buffers and streams would create a context on the first device.
+        # Without this call, page-locked buffers and streams create a context on device 0.
         torch.cuda.set_device(device.index or 0)
         self.device = torch.device("cuda", device.index or 0)
         self._timeline: list[tuple[int, int, int]] = []
@@ -128,44 +127,44 @@ class CudaMemory:
         warnings = []
         if getattr(properties, "is_integrated", 0):
             warnings.append(
-                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, and a RAM"
-                " limit may not include it"
+                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
+                " limit may not apply to it"
             )
         if " MIG " in properties.name:
             warnings.append(
-                f"{properties.name} is a partition of a GPU (MIG): the figures are those of this"
-                " partition, and times depend on the load of the other partitions"
+                f"{properties.name} is a partition of a GPU (MIG): all figures are of this partition,"
+                " and times depend on programs in the other partitions"
             )
         if backend != "native":
             warnings.append(
-                f"the CUDA allocator is {backend}: its requested and reserved bytes are those of the"
-                " driver's pool, not of blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
+                f"the CUDA allocator is {backend}: requested and reserved bytes are figures of the"
+                " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
             )
         return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return a warning for each other GPU that was used; no figure includes its memory."""
+        """Return a warning for each other GPU with allocated memory, which no figure includes."""
         peaks = {
             index: torch.cuda.max_memory_allocated(index)
             for index in range(torch.cuda.device_count())
             if index != self.device.index
         }
         return [
-            f"the load also allocated {format_bytes(peak)} on cuda:{index}, but all figures are"
-            f" those of {self.device}"
+            f"the load also allocated {format_bytes(peak)} on cuda:{index}, which no figure includes:"
+            f" all figures are of {self.device}"
             for index, peak in peaks.items()
             if peak
         ]
 
     def _limit(self, limit_bytes: int) -> None:
-        """Limit the bytes that the allocator may reserve, without the CUDA context's memory."""
+        """Limit the bytes that the allocator may reserve; the limit does not include the CUDA context."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(
                 f"--vram {format_exact(limit_bytes)} is more than {self.device} has"
                 f" ({format_bytes(total)})"
             )
-        # Torch multiplies by the fraction and truncates; the next larger float prevents an error.
+        # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.
         fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
@@ -180,7 +179,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error of the allocator or the driver means that GPU memory ran out."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
-    # Page-locked memory and contexts come from the driver, whose errors have another class.
+    # The driver allocates page-locked memory and contexts, and its errors have another class.
     is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
     return is_drivers and str(error).startswith("CUDA error: out of memory")
 

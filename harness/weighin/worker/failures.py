@@ -11,11 +11,11 @@ from weighin.worker.connection import Lifeline
 
 
 class StrategyFailed(Exception):
-    """The strategy raised an error (the ``__cause__`` of this exception), or returned no model."""
+    """The strategy returned no model, or raised the error that is this exception's ``__cause__``."""
 
 
 class UseFailed(Exception):
-    """The use of the ready model raised an error, which is the ``__cause__`` of this exception."""
+    """The use of the loaded model raised the error that is this exception's ``__cause__``."""
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
@@ -40,8 +40,8 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 def describe(error: BaseException, strategy: str = "") -> str:
     """Describe an error in one line, with the file and line that raised it.
 
-    If the traceback contains the strategy's file, the innermost line in this file is given, because
-    it tells the strategy's author more than a line of torch.
+    If the traceback contains the file ``strategy``, the result names the innermost line of this file
+    instead, which tells the strategy's author more than a line of torch.
     """
     from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Run a function in several forked processes at once, and read their private memory.
 
-The resident set size of a forked process counts pages that it shares with its parent. Its private
-dirty memory is what the function made it copy.
+The resident set size of a forked process includes pages that it shares with its parent. The private
+dirty memory is the memory that the child copied because it wrote to it.
 """
 
 import os
@@ -17,9 +17,10 @@ _NUMBER_BYTES = 8
 
 
 class _Fork:
-    """A forked process that runs a function, reports its private memory, and then lives on.
+    """A forked process that runs a function and reports its private memory.
 
-    It ends when the parent closes ``end``, the other end of the pipe ``until``.
+    The process ends when the parent closes ``end``, the write end of the pipe whose read end is
+    ``until``.
     """
 
     def __init__(self, function: Callable[[], object], until: int, end: int) -> None:
@@ -34,7 +35,7 @@ class _Fork:
         """Wait until the function has ended, and return the process's private dirty memory, in bytes.
 
         Raises:
-            RuntimeError: the process ended before.
+            RuntimeError: the process ended before the function did.
         """
         if len(number := os.read(self._result, _NUMBER_BYTES)) == _NUMBER_BYTES:
             return int.from_bytes(number)
@@ -45,7 +46,6 @@ class _Fork:
         raise RuntimeError(f"a forked process {how}")
 
     def close(self) -> None:
-        """Wait for the process's end."""
         if self._pid:
             os.waitpid(self._pid, 0)
         os.close(self._result)
@@ -54,7 +54,7 @@ class _Fork:
 def forked(function: Callable[[], object], number: int) -> tuple[int, ...]:
     """Run a function in ``number`` forked processes; return the private dirty memory of each, in bytes.
 
-    All processes are alive until the last one has run the function.
+    All processes stay alive until the last one has run the function.
     """
     until, end = os.pipe()
     forks: list[_Fork] = []

@@ -1,12 +1,12 @@
-"""Get the arguments of a model's forward pass from ``example_inputs`` in the builder's module."""
+"""Get the arguments of a model's forward pass from the function ``example_inputs`` of its builder."""
 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from weighin.construction.skeleton import Builder
 
@@ -19,7 +19,6 @@ class Inputs:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return the inputs with every tensor moved to a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def as_floating(self, dtype: torch.dtype) -> "Inputs":
@@ -27,13 +26,15 @@ class Inputs:
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        return Inputs(_changed(self.positional, change), _changed(self.keywords, change))
+        arguments = (self.positional, self.keywords)
+        positional, keywords = tree_map_only(torch.Tensor, change, arguments)
+        return Inputs(positional, keywords)
 
 
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return the builder's example inputs for one forward pass; None if its module has none.
+    """Return the inputs of one forward pass; None if the builder's module has no ``example_inputs``.
 
     ``example_inputs`` may return a tuple or list of positional arguments, a mapping of keyword
     arguments, or one tensor. The inputs are on the CPU, with floating-point tensors of ``dtype``.
@@ -47,14 +48,3 @@ def example_inputs(
     if isinstance(arguments, Mapping):
         return Inputs(keywords=dict(arguments)).as_floating(dtype)
     return Inputs(tuple(arguments)).as_floating(dtype)
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with ``change`` applied to its tensors, even in tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) is dict:
-        return {key: _changed(item, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(partial(_changed, change=change), value))
-    return value

@@ -1,8 +1,8 @@
 """Start one worker for each rank of a cell, and pass messages between these workers and the parent.
 
-The launcher runs inside the cell's isolation and imports no torch. The launcher gives each rank the
-environment variables that torchrun sets. torchrun itself would import torch into the cell's cgroup,
-and it ends all ranks before one can see which rank the kernel killed.
+The launcher runs inside the cell's isolation, and replaces torchrun for two reasons. torchrun would import
+torch into the cell's cgroup. torchrun also ends all ranks before a parent can see which rank the kernel
+killed. Each rank gets the environment variables that torchrun sets.
 """
 
 import os
@@ -18,32 +18,30 @@ from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, MET, decode_event, e
 from weighin.worker.connection import Lifeline
 
 _KEPT_BYTES = 4096  # of a rank's standard error
-_GRACE_S = 0.5  # between the ends of ranks that end for one reason
+_GRACE_S = 0.5  # between the ends of ranks that fail because one of them failed
 
 
 def launch(job: Job, lifeline: Lifeline) -> NoReturn:
-    """Run all ranks of a cell to their end. If one fails, report it, and end the others."""
+    """Run all ranks of a cell to their end. If a rank fails, report the failure and end the others."""
     ranks = _Ranks(job, lifeline)
     if (failed := ranks.wait_for_failure()) is None:
         os._exit(0)
     ranks.report(failed)
     deadline = time.monotonic() + _GRACE_S
-    # A rank that was killed makes others fail: report all, and the parent tells cause from effect.
+    # A killed rank makes other ranks fail. The parent needs all failures to find the first cause.
     while time.monotonic() < deadline:
         if (failed := ranks.failed(os.WNOHANG)) is None:
             time.sleep(_GRACE_S / 50)
         else:
             ranks.report(failed)
-    os._exit(1)  # ends the ranks that still run (``Lifeline``)
+    os._exit(1)  # the other ranks end too, because their standard input ends
 
 
 class _Ranks:
-    """The running ranks of a cell."""
-
     def __init__(self, job: Job, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self._sending = threading.Lock()
-        self._arrived = 0  # ranks at the event where all meet
+        self._arrived = 0  # ranks that have sent the event for which all ranks wait
         self._done: set[int] = set()
         environment = os.environ | _environment(job.cell.ranks)
         self._ranks = [
@@ -72,9 +70,9 @@ class _Ranks:
         return None
 
     def failed(self, options: int = 0) -> tuple[int, int] | None:
-        """Return the next process that ended as (rank, exit status) if it is a rank that failed.
+        """Wait for the end of a process; return (rank, exit status) if a rank failed, else None.
 
-        A rank failed if it ended before its event ``done``, whatever its exit status is.
+        A rank failed if it ended before its event ``done``, even with exit status 0.
         """
         try:
             pid, status = os.waitpid(-1, options)
@@ -82,11 +80,10 @@ class _Ranks:
             return None
         if (rank := self._left.pop(pid, None)) is None:
             return None
-        self._relays[rank].join(_GRACE_S)  # until all that the rank sent has been passed on
+        self._relays[rank].join(_GRACE_S)  # waits until the rank's last events are passed on
         return None if rank in self._done else (rank, status)
 
     def report(self, failed: tuple[int, int]) -> None:
-        """Tell the parent how a rank ended."""
         rank, status = failed
         code = os.waitstatus_to_exitcode(status)
         with self._sending:
@@ -99,7 +96,7 @@ class _Ranks:
             )
 
     def _relay(self, rank: int) -> None:
-        """Pass a rank's events to the parent, and acknowledge them as the parent does."""
+        """Pass a rank's events to the parent, and the parent's acknowledgements to the rank."""
         while (line := self._ranks[rank].receive()) is not None:
             if (event := decode_event(line)) is None:
                 continue
@@ -117,7 +114,7 @@ class _Ranks:
                 self._ranks[rank].send(ACKNOWLEDGEMENT)
 
     def _meet(self) -> None:
-        """Acknowledge an event to all ranks when the last rank has sent it."""
+        """Acknowledge an event to all ranks after the last rank has sent the event."""
         self._arrived = (self._arrived + 1) % len(self._ranks)
         if not self._arrived:
             for each in self._ranks:

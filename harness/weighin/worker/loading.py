@@ -15,7 +15,7 @@ from weighin.worker.phases import named_by_strategy
 
 
 class Phases(Protocol):
-    """Records the peaks of phases: class ``Marks`` in a worker, ``Ledger`` in a prediction."""
+    """An object that records the peaks of phases: ``Marks`` in a worker, ``Ledger`` in a prediction."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -56,7 +56,7 @@ class WorkerLoad:
 
 
 def import_strategy(path: Path, name: str = "load") -> Callable[[Any], Any]:
-    """Import a strategy's file and return its function ``load`` or ``save``, or that of a use: ``use``."""
+    """Import the file of a strategy or a use, and return its function ``load``, ``save`` or ``use``."""
     spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
     assert spec and spec.loader
     module = module_from_spec(spec)

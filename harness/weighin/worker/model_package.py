@@ -1,7 +1,7 @@
 """Import the package that defines a model's class before the load, in a phase of its own.
 
-transformers and diffusers import their modules when a class is first used. Without this phase, the
-import would be part of the phase "prepare", in which a worker also reads the manifest.
+transformers and diffusers import a module when a class in it is first used. Without a phase of its own,
+this import would be part of the phase "prepare", which includes other work.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from weighin.formats.pretrained_library import library_of
 def import_model_package(
     model: ModelSpec, phase: Callable[[str], AbstractContextManager[None]]
 ) -> None:
-    """Import the class of a model of a library in a ``phase``; do nothing for any other model.
+    """Import the class of a model of transformers, diffusers or timm in a ``phase`` of its own.
 
     Raises:
         ConfigError: the library is not installed, or has no such class.

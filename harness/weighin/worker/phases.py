@@ -1,8 +1,7 @@
 """Measure phases: read and reset the high-water marks of the kernel and the allocator.
 
-At the end of a phase the worker reads and resets its VmHWM, and waits while the parent reads and
-resets the cgroup's peak. The time of these readings is recorded, and later subtracted from the load
-time.
+At the end of a phase the worker reads and resets its VmHWM. The worker then waits until the parent has
+read and reset the cgroup's peak. The worker subtracts the time of these readings from the load time.
 """
 
 import re
@@ -24,14 +23,14 @@ _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the s
 
 
 def named_by_strategy(name: object) -> str:
-    """Return the name of a strategy's phase; raise ValueError if it is not a safe name, or is ours."""
+    """Return the name of a strategy's phase; raise ValueError for weighin's own names and unsafe ones."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
         raise ValueError(
             f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
             " and _ . + / ( ) -, and begins with a letter or a digit"
         )
     if name in OURS:
-        raise ValueError(f"phase {name!r}: weighin has a phase of this name, choose another name")
+        raise ValueError(f"phase {name!r}: weighin's own phase has this name; choose another name")
     return name
 
 
@@ -63,27 +62,26 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase's end as phase "other", unless it is very short."""
+        """Report the time since the last phase's end as phase "other", unless it is below 1 ms."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self.close(UNNAMED)
 
     def refuse_open(self) -> None:
-        """Raise RuntimeError if a phase that the strategy began has not ended."""
+        """Raise RuntimeError if the strategy has begun a phase and not ended it."""
         if self._current is not None:
-            raise RuntimeError(f"phase {self._current!r} was begun and never ended")
+            raise RuntimeError(f"phase {self._current!r} began and never ended")
 
     def restart(self) -> None:
-        """Begin the next phase now; weighin's own work since the last phase is in no phase."""
+        """Begin the next phase now, so that no phase includes weighin's own work since the last one."""
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 
     def memory(self) -> Memory:
-        """Return this process's current memory."""
         memory = memory_of(read_status())
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 
     def close(self, name: str) -> None:
-        """Report the time since the last phase's end as a phase of this name, even a short time."""
+        """Report the time since the last phase's end as a phase of this name, even if it is short."""
         if self.cuda:
             self.cuda.synchronize()
         end_ns = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The baseline is measured just before the body, when torch, pytest and the test's fixtures are
-loaded, so that peaks above the baseline belong to the body. Before that, freed memory is returned
-to the kernel; otherwise the body could use freed memory without raising the peak.
+The worker measures the baseline just before the body, after the setup of the test's fixtures, so that
+peaks above the baseline belong to the body. Before the baseline, the worker returns freed memory to the
+kernel, because a body that reuses freed memory would not raise the peak.
 """
 
 import ctypes
@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
@@ -24,41 +25,9 @@ from weighin.worker.phases import Marks
 from weighin.worker.warmup import report_baseline
 
 BODY = "body"
-"""The name of the phase that covers the parts of a body outside its own phases."""
+"""The name of the phase for those parts of a body that are in no phase of its own."""
 
-
-class BodyMeasurement:
-    """Measures a body: its baseline, its phases and its time."""
-
-    def __init__(self, job: Job, lifeline: Lifeline, marks: Marks, import_ns: int) -> None:
-        self.marks = marks
-        self._lifeline = lifeline
-        self._job = job
-        self._import_ns = import_ns
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Report the baseline, run the body, and end its last phase, even if the body raises."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        if (device := self._job.cell.device).startswith("cuda"):
-            import torch
-
-            from weighin.worker.cuda import CudaMemory
-
-            self.marks.cuda = CudaMemory(torch.device(device))
-        self.marks.close("prepare")
-        report_baseline(self._lifeline, self.marks, self._import_ns)
-        self.marks.restart()
-        self._lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
-        start_ns, marked_ns = time.monotonic_ns(), self.marks.spent_ns
-        try:
-            yield
-        finally:
-            load_ns = time.monotonic_ns() - start_ns - (self.marks.spent_ns - marked_ns)
-            self.marks.close(BODY)
-            self._lifeline.send("loaded", load_ns=load_ns)
-            self._lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
+Measuring = Callable[[], AbstractContextManager[None]]
 
 
 def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
@@ -68,9 +37,10 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
         import torch  # noqa: F401 (torch is part of every body's baseline)
     import_ns = time.monotonic_ns() - start_ns
     sys.path += [folder for folder in job.python_path if folder not in sys.path]
-    measured = BodyMeasurement(job, lifeline, marks, import_ns)
+    measuring = partial(_measuring, job.cell.device, lifeline, marks, import_ns)
     try:
-        message = _run_test(body, measured) if body.pytest_arguments else _call(body, measured)
+        run = _run_test if body.pytest_arguments else _call
+        message = run(body, marks, measuring)
     except BaseException as error:
         fail(lifeline, Outcome.STRATEGY_FAILED, describe(error))
     if message:
@@ -81,7 +51,32 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
     os._exit(0)
 
 
-def _run_test(body: Body, measured: BodyMeasurement) -> str:
+@contextmanager
+def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
+    """Report the baseline, run the body, and end its last phase, even if the body raises."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    if device.startswith("cuda"):
+        import torch
+
+        from weighin.worker.cuda import CudaMemory
+
+        marks.cuda = CudaMemory(torch.device(device))
+    marks.close("prepare")
+    report_baseline(lifeline, marks, import_ns)
+    marks.restart()
+    lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
+    start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
+    try:
+        yield
+    finally:
+        load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+        marks.close(BODY)
+        lifeline.send("loaded", load_ns=load_ns)
+        lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
+
+
+def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
     """Run pytest on the body's test; return a message if the test failed, else an empty string."""
     import pytest
 
@@ -91,12 +86,12 @@ def _run_test(body: Body, measured: BodyMeasurement) -> str:
         """Measures only the call of the test, and collects reports for the parent's pytest."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
-            config.pluginmanager.register(measured.marks, BODY_PLUGIN)
+            config.pluginmanager.register(marks, BODY_PLUGIN)
             self.config = config
 
         @pytest.hookimpl(wrapper=True, trylast=True)
         def pytest_pyfunc_call(self) -> Generator[None, object, object]:
-            with measured.running():
+            with measuring():
                 return (yield)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -113,11 +108,11 @@ def _run_test(body: Body, measured: BodyMeasurement) -> str:
     return "" if reports else f"pytest ended with exit code {int(code)}"
 
 
-def _call(body: Body, measured: BodyMeasurement) -> str:
+def _call(body: Body, _: Marks, measuring: Measuring) -> str:
     import pickle
 
     with open(body.path, "rb") as file:  # noqa: PTH123
         function, arguments, keywords = pickle.load(file)  # noqa: S301 (the parent just wrote it)
-    with measured.running():
+    with measuring():
         function(*arguments, **keywords)
     return ""

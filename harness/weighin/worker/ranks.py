@@ -1,4 +1,4 @@
-"""Join the process group of a cell's ranks, and verify tensors that are sharded over the ranks."""
+"""Join the process group of a cell's ranks, and compute checksums of tensors sharded over the ranks."""
 
 from datetime import timedelta
 
@@ -9,7 +9,7 @@ from weighin.checkpoint.checksum import checksum
 
 
 def join_group(device: torch.device, timeout_s: float) -> None:
-    """Create the default process group, as a program under torchrun does: gloo, or nccl for CUDA."""
+    """Create the default process group: gloo for the CPU, gloo and nccl for CUDA."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
@@ -18,10 +18,10 @@ def join_group(device: torch.device, timeout_s: float) -> None:
 
 
 def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the checksum of each whole tensor whose shards lie in several ranks.
+    """Return the checksum of each tensor that is sharded over the ranks.
 
-    All ranks call this function with the same names, because each tensor is gathered in all ranks.
-    Only one tensor is whole at a time.
+    All ranks must call this function with the same names, because gathering a tensor needs all ranks.
+    The function gathers one tensor after the other, so that only one whole tensor is in memory.
     """
     return {
         name: checksum(tensor.full_tensor())

@@ -1,13 +1,13 @@
 """Run a model's forward pass after the reference load: ``python -m weighin.worker.reference``.
 
-A run starts this module, outside every limit, when the forward pass fails of a model whose weights
-a strategy loaded right. If it fails here too, the fault is the model's. The reference load is
-``from_pretrained`` for a Hugging Face folder; for any other model, it builds the model and copies
-each tensor of the checkpoint into it.
+A run starts this module if a strategy loaded the right weights and the model's forward pass failed. No
+limit applies to this process. If the forward pass fails here too, the model is the cause, and not the
+strategy. The reference load of a Hugging Face folder is ``from_pretrained``. For any other model, it
+builds the model and copies each tensor of the checkpoint into the model.
 
-The first line of standard input is the cell's job, and the second one is an object with ``checkpoint``
-and ``selection``. The answer is one event, ``answer``, whose field ``failure`` is empty if the forward
-pass works, and else the error in one line.
+The first line of standard input is the cell's job. The second line is a JSON object with ``checkpoint``
+and ``selection``. The module sends one event, ``answer``. Its field ``failure`` is empty if the forward
+pass works, and otherwise holds the error in one line.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Load the model that a worker saves, sync the saved files, and verify them.
 
-The model is loaded before the baseline, so that peaks above the baseline belong to the save. The
-time of a save includes the sync of its files, but not their verification.
+The worker loads the model before the baseline, so that peaks above the baseline belong to the save. The
+time of a save includes the sync of the files, and excludes the verification of the files.
 """
 
 import os
@@ -42,14 +42,14 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Return the model to save, and drop its checkpoint's pages from the page cache."""
+    """Load the model to save, and drop the checkpoint's pages from the page cache."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model
 
 
 def sync(target: Path) -> None:
-    """Sync every file and folder below ``target`` to the disk."""
+    """Call fsync on every file and folder below ``target``."""
     for file in files_in(target):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -61,7 +61,6 @@ def sync(target: Path) -> None:
 
 
 def files_in(target: Path) -> list[Path]:
-    """Return every file below ``target``."""
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
@@ -78,8 +77,8 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The check needs memory for only a few pieces of 16 MiB, because the save's RAM limit applies to
-    the check too.
+    The RAM limit of the save applies to the check too. The check therefore holds only a few pieces of
+    16 MiB in memory.
     """
     page_cache.drop(files_in(target))
     try:

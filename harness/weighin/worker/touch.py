@@ -1,4 +1,4 @@
-"""Read every byte of a model once, which completes lazy loads, and compute its checksums."""
+"""Read every byte of a model once to compute checksums; this also completes lazy loads."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +10,10 @@ from weighin.construction import module_tree
 
 
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name, tied tensors under all their names.
+    """Return every parameter and buffer by its full name; a tied tensor appears under each name.
 
-    Of the names ``wanted``, those that are neither are taken from the state dict: a module that keeps
-    a matrix as codes may write its scales there by code of its own, as those of bitsandbytes do.
+    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict. The reason is
+    bitsandbytes: its modules add their scales only to the state dict.
     """
     tensors = module_tree.named_tensors(model)
     if others := set(wanted) - tensors.keys():
@@ -23,8 +23,10 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor (of a sharded tensor, of this process's shard), and return the
-    checksums. Tied tensors are read once."""
+    """Read every byte of every tensor, and return the checksums; read tied tensors once.
+
+    Of a sharded tensor, only this process's shard is read.
+    """
     once = {identity(tensor): local(tensor) for tensor in tensors.values()}
     threads = torch.get_num_threads()
     # One thread for each tensor: torch's own threads would synchronise after every 4 MiB.
@@ -43,6 +45,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for two tensors only if they are the same view of the same memory."""
+    """Return a key that two tensors share only if they are the same view of the same memory."""
     tensor = local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,7 +1,7 @@
 """Use a ready model in a phase of its own: write it, train it, convert it, copy it, save it, or fork.
 
-A use runs after every weight was verified, so it may change the weights. What it makes is kept until
-the phase has ended, so that the memory at the phase's end includes it.
+A use runs after the verification of all weights, so that it may change them. The objects that a use
+makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _RATE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a use may need beside the model: inputs of a forward pass, and a folder to write to."""
+    """The other arguments of a use: inputs of a forward pass, and a folder to write to."""
 
     inputs: Inputs | None = None
     target: Path = Path()
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a use made, which ``kept`` keeps alive, and the facts for the record (``record.Use``)."""
+    """The result of a use: facts for the record, and an object to keep alive until the phase ends."""
 
     kept: object = None
     gradients: str = ""
@@ -46,7 +46,7 @@ class Done:
 
 
 def prepare(use: str) -> None:
-    """Take one step of one weight, at which torch imports modules and starts the threads of autograd."""
+    """Train one weight, so that torch imports the optimizer's modules and starts autograd's threads."""
     if use in TRAINING:
         weight = torch.nn.Parameter(torch.ones(1))
         weight.sum().backward()
@@ -56,7 +56,7 @@ def prepare(use: str) -> None:
 def perform(
     model: torch.nn.Module, job: Job, inputs: Inputs | None, marks: Marks
 ) -> dict[str, Any]:
-    """Use the model as the cell says, in the use's phase, and return the fields of the event "used".
+    """Run the cell's use in a phase of its own, and return the fields of the event "used".
 
     Raises:
         UseFailed: the use raised an error.
@@ -74,7 +74,7 @@ def perform(
 
 
 def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
-    """Return the function of the cell's use; a user's own file is imported when it is called."""
+    """Return the function of the cell's use; the function of a user's file imports this file."""
     if job.use_path:
         return lambda model, _: Done(import_strategy(Path(job.use_path), "use")(model))
     return FUNCTIONS[job.cell.use]
@@ -82,7 +82,7 @@ def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
 
 def write(model: torch.nn.Module, _: Given = Given()) -> Done:
     """Overwrite every parameter and buffer in place."""
-    # A leaf that needs a gradient may be written only without autograd.
+    # torch refuses in-place writes to a leaf that requires a gradient, unless autograd is off.
     with torch.inference_mode():
         for tensor in named_tensors(model).values():
             tensor.fill_(0)
@@ -107,7 +107,7 @@ def train(use: str, model: torch.nn.Module, given: Given) -> Done:
 
 def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
     """Run one forward and one backward pass; return whether the output depends on a parameter."""
-    model.eval()  # without the masks of dropout, and without the batches that batch norm needs
+    model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
     outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
     sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]
     torch.autograd.backward(sums)
@@ -146,4 +146,4 @@ FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
     SAVE: _save,
     FORK: _fork,
 }
-"""The function of each use of weighin, but for forward passes."""
+"""The function of each use of weighin, except forward passes."""

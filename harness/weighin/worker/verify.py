@@ -19,10 +19,10 @@ class WrongWeights(Exception):
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights if a tensor is missing, unexpected or untied, or has a wrong property.
+    """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    The properties are device, shape and dtype. The check reads no values. This check runs before
-    the touch phase, because that phase would fail for tensors on the meta device.
+    This check runs before the phase "touch", because reading the values of a tensor on the meta device
+    would fail.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -51,8 +51,8 @@ def check_values(
 ) -> tuple[str, ...]:
     """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
 
-    Where ``from_pretrained`` changes values of the file after reading them, both are right. Return
-    notes that name these tensors, and whose values they have.
+    ``from_pretrained`` changes some tensors after reading them. For these, both the values in the file
+    and the changed values are right. The function returns notes that name these tensors.
     """
     wrong, changed, of_file = [], [], []
     for entry in manifest.tensors:
@@ -88,7 +88,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 
 
 def complain(what: str, names: Iterable[str]) -> None:
-    """Raise WrongWeights with the fault ``what`` if ``names`` has tensors with this fault."""
+    """Raise WrongWeights with the text ``what`` if there are ``names`` of tensors."""
     faulty = sorted(names)
     if faulty:
         plural = "s" * (len(faulty) > 1)
@@ -96,5 +96,5 @@ def complain(what: str, names: Iterable[str]) -> None:
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
-    """Return the dtype that a tensor must have after a load; only floating-point dtypes change."""
+    """Return the dtype that a tensor must have after a load: ``dtype`` for floating-point tensors."""
     return dtype_name(dtype) if dtype_name(dtype) in entry.checksums else entry.dtype

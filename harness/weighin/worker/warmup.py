@@ -1,6 +1,6 @@
 """Prepare a worker for its baseline, and report the environment that only the worker can see.
 
-Importing this module imports only the standard library, because the import of torch is a phase.
+This module imports torch inside its functions, because the import of torch is a phase of its own.
 """
 
 import os
@@ -21,11 +21,11 @@ _WARM_PIECE_BYTES = 1024**2
 
 
 def settle_math() -> None:
-    """Call MKL's vector functions once, on one thread, so that they select their kernels.
+    """Call MKL's vector functions once on one thread, so that MKL selects its kernels.
 
     If two threads make the first calls at the same time, MKL sometimes computes a part of the
-    result with another kernel. A table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh
-    processes on a busy machine (torch 2.13, MKL 2024.2). No strategy causes this error.
+    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines was
+    wrong by 1.5e-4 (torch 2.13, MKL 2024.2). The cell would blame the strategy for this error.
     """
     import torch
 
@@ -34,7 +34,7 @@ def settle_math() -> None:
 
 
 def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that its pages are cached and charged to this cell."""
+    """Read every file of the checkpoint, so that the kernel charges the cached pages to this cell."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
         from weighin import formats
@@ -48,7 +48,7 @@ def read_through(checkpoint: "Path") -> None:
 
 
 def check_preloaded() -> None:
-    """Raise OSError if a library in LD_PRELOAD was not loaded; the linker only prints a warning."""
+    """Raise OSError if a library in LD_PRELOAD was not loaded, because the linker only prints a warning."""
     wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     if not wanted:
         return
@@ -59,7 +59,7 @@ def check_preloaded() -> None:
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the memory that everything after this moment is compared with, and the environment."""
+    """Send the baseline: the memory before the load, which the record subtracts from later figures."""
     lifeline.send_and_wait(
         "baseline",
         t_ns=time.monotonic_ns(),
