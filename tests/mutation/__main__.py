@@ -83,6 +83,7 @@ class Copy:
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": f"{folder}/pyc"}
         writable = ("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY")
         os.environ |= dict.fromkeys(writable, str(folder))
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each fork would compile everything
         self._known: dict[Path, float] = {}
         self._failing: dict[Path, list[str]] = {}
         self._number = 0
@@ -91,14 +92,13 @@ class Copy:
     def close(self) -> None:
         self._server.close()
 
-    def tests(self, module: str) -> list[Path]:
-        """Return the files of tests for a module that end without a change, in a minute in all."""
-        files, left_s = list[Path](), _MOST_S
+    def tests(self, module: str) -> Iterator[Path]:
+        """Yield the files of tests for a module that end without a change, in a minute in all."""
+        left_s = _MOST_S
         for file in tests_of(module):
             if (seconds := self._seconds(file)) < left_s:
-                files.append(file)
                 left_s -= seconds
-        return files
+                yield file
 
     def _seconds(self, file: Path) -> float:
         """Return the time that a file of tests takes; infinite if it takes over a minute.
@@ -107,7 +107,7 @@ class Copy:
         """
         if file not in self._known:
             start = monotonic()
-            done = self._run([file], _MOST_S, "-rfE", "--tb=no")
+            done = self._run(file, _MOST_S, "-rfE", "--tb=no")
             self._known[file], why = inf, "does not end here"
             if done:
                 failing = [found[1] for found in _FAILED.finditer(done.stdout)]
@@ -119,15 +119,14 @@ class Copy:
         return self._known[file]
 
     def _run(
-        self, files: Sequence[Path], timeout_s: float, *options: str
+        self, file: Path, timeout_s: float, *options: str
     ) -> "subprocess.CompletedProcess[str] | None":
-        """Run files of tests; return None if they do not end."""
-        failing = [name for file in files for name in self._failing.get(file, ())]
-        options += tuple(f"--deselect={name}" for name in failing)
-        paths = [self._folder / file.relative_to(ROOT) for file in files]
+        """Run a file of tests; return None if it does not end."""
+        options += tuple(f"--deselect={name}" for name in self._failing.get(file, ()))
+        path = self._folder / file.relative_to(ROOT)
         try:
             return self._server.run(
-                _RUN, *_OPTIONS, *options, *paths, folder=self._folder, timeout_s=timeout_s
+                _RUN, *_OPTIONS, *options, path, folder=self._folder, timeout_s=timeout_s
             )
         except (
             subprocess.TimeoutExpired,
@@ -139,15 +138,16 @@ class Copy:
 
     def survives(self, mutant: Mutant) -> bool:
         """Tell whether all tests of its module pass with this change."""
-        if not (files := self.tests(mutant.module)):
-            return True
+        return all(self._passes(file, mutant) for file in self.tests(mutant.module))
+
+    def _passes(self, file: Path, mutant: Mutant) -> bool:
         path = self._package / mutant.module
         source, before = path.read_text(), path.stat().st_mtime
         self._number += 1
         path.write_text(mutant.of(source))
         os.utime(path, (self._number, self._number))  # no cached bytecode has this time
         try:
-            done = self._run(files, _MOST_S + 5 * sum(map(self._seconds, files)), "-x")
+            done = self._run(file, _MOST_S + 5 * self._seconds(file), "-x")
             return done is not None and done.returncode == pytest.ExitCode.OK
         finally:
             path.write_text(source)
