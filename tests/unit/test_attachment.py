@@ -1,5 +1,6 @@
 """The streams of a container: a terminal of its own, and output that comes late or never ends."""
 
+import atexit
 import fcntl
 import os
 import signal
@@ -7,7 +8,7 @@ import socket
 import struct
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_a_terminal_that_is_closed_is_as_it_was(screen: Screen) -> None:
     screen.attachment.begin()
     screen.attachment.close()
     assert screen.mode() == screen.usual
+
+
+def test_an_exit_of_this_process_restores_the_terminal(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    screen.attachment.begin()
+    for restore in tuple(at_exit):
+        restore()
+    assert screen.mode() == screen.usual
+    assert at_exit == []  # once is enough
 
 
 def test_the_containers_terminal_has_the_size_of_the_users(
