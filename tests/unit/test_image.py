@@ -35,7 +35,8 @@ class Engine:
     def inspect_image(self, _: str) -> dict[str, str]:
         return {"Id": "sha256:base"}
 
-    def build(self, *, path: str, tag: str, **_: object) -> Iterator[dict[str, str]]:
+    def build(self, *, path: str, tag: str, **options: object) -> Iterator[dict[str, str]]:
+        self.options = {"tag": tag, **options}
         self.built = sorted(file.name for file in Path(path).iterdir())
         if isinstance(self._events, BaseException):
             raise self._events
@@ -122,6 +123,22 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
         "Step 2/2 : RUN",
     ]
     assert engine.built == ["Dockerfile", "wheels"]
+
+
+def test_a_build_has_no_network_and_leaves_no_containers(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    engine = Engine(here, STEPS)
+    built(engine)
+    assert str(engine.options.pop("tag")).startswith("weighin:")
+    assert engine.options == {
+        "buildargs": {"BASE_IMAGE": "base"},
+        "network_mode": "none",
+        "rm": True,
+        "forcerm": True,
+        "decode": True,
+    }
 
 
 @pytest.mark.parametrize(

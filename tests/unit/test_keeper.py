@@ -6,6 +6,7 @@ A test plays the shell, because the shell's script would end all processes of th
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,6 +173,24 @@ def test_an_end_before_the_container_starts_removes_the_pipes(kept: Keeper) -> N
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_fifo()} == {0o600}
     kept.close()
     assert not folder.exists()
+
+
+def test_a_keeper_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before, opened = descriptors(), os.open
+
+    def refuses(path: str, flags: int, **options: int) -> int:
+        if path.endswith("/told"):
+            raise OSError(24, "Too many open files")
+        return opened(path, flags, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
+        patched.setattr(os, "open", refuses)
+        Keeper()
+    assert list(tmp_path.iterdir()) == []
+    assert descriptors() == before
 
 
 def test_a_shell_starts_with_its_own_loader_and_libraries(kept: Keeper) -> None:
