@@ -456,6 +456,14 @@ def test_an_engine_that_has_gone_is_told_from_one_that_refuses(cause: type[OSErr
     assert not docker_engine.is_gone(api_error("no space left on device"))
 
 
+def test_an_engine_that_is_too_old_is_found_below_the_sdks_words() -> None:
+    error = DockerException("Error while fetching server API version")
+    error.__cause__ = InvalidVersion("API versions below 1.24 are no longer supported")
+    found = docker_engine.explain_unreachable(error, ADDRESS)
+    assert "too old" in found.message
+    assert "20.10" in found.repair
+
+
 def test_a_cause_that_leads_back_to_its_error_ends() -> None:
     error, cause = DockerException("one"), DockerException("two")
     error.__cause__, cause.__context__ = cause, error
