@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import leftovers
@@ -29,6 +29,10 @@ pytestmark = pytest.mark.docker
 Start = Callable[..., DockerRunning]
 
 
+def cell(limit_bytes: int | None = None) -> Cell:
+    return Cell(ModelSpec("m", "x:y"), "mine", "docker", ram_limit_bytes=limit_bytes)
+
+
 @pytest.fixture(scope="module")
 def isolation() -> DockerIsolation:
     isolation = DockerIsolation()
@@ -41,10 +45,11 @@ def start(isolation: DockerIsolation) -> Iterator[Start]:
     """Start a Python program as a worker; closes it after the test."""
     started: list[DockerRunning] = []
 
-    def start(code: str, **settings: object) -> DockerRunning:
+    def start(
+        code: str, limit_bytes: int | None = None, binds: Sequence[Bind] = ()
+    ) -> DockerRunning:
         command = (PYTHON, "-c", textwrap.dedent(code))
-        assert isolation._image
-        started.append(isolation._start(command, image=isolation._image, **settings))  # type: ignore[arg-type]
+        started.append(isolation._start(command, cell(limit_bytes), binds))
         return started[-1]
 
     yield start
@@ -262,12 +267,9 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
     code = "import json; j = json.loads(input()); print(*[open(j[k]).read() for k in j if k in "
     code += "('checkpoint', 'manifest', 'strategy_path')])"
     original = isolation._start
-    monkeypatch.setattr(
-        isolation, "_start", lambda _, **rest: original((PYTHON, "-c", code), **rest)
-    )
-    cell = Cell(ModelSpec("m", "x:y"), "mine", "docker", ram_limit_bytes=256 * MIB)
+    monkeypatch.setattr(isolation, "_start", lambda _, *rest: original((PYTHON, "-c", code), *rest))
     checkpoint, manifest, strategy = (str(tmp_path / n) for n in ("w.pt", "w.json", "mine.py"))
-    running = isolation.start(Job(cell, checkpoint, manifest, strategy))
+    running = isolation.start(Job(cell(256 * MIB), checkpoint, manifest, strategy))
     try:
         assert lines(running) == ["w.pt w.json mine.py"]
     finally:
@@ -302,15 +304,16 @@ def test_an_interrupt_during_the_start_leaves_nothing(
 def test_what_a_killed_parent_leaves_is_removed(isolation: DockerIsolation) -> None:
     code = """
         import sys, time
+        from weighin.cell import Cell, ModelSpec
         from weighin.isolation.docker.isolation import DockerIsolation
         isolation = DockerIsolation()
-        isolation._start(("sleep", "600"), image=sys.argv[1])
+        cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
+        isolation._start(("sleep", "600"), cell)
         print(*isolation._containers, flush=True)
         time.sleep(600)
     """
-    assert isolation._image
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), isolation._image],
+        [sys.executable, "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         text=True,
     ) as parent:
@@ -325,13 +328,14 @@ def test_what_a_killed_parent_leaves_is_removed(isolation: DockerIsolation) -> N
 def test_a_parent_that_exits_without_closing_leaves_nothing(isolation: DockerIsolation) -> None:
     code = """
         import sys
+        from weighin.cell import Cell, ModelSpec
         from weighin.isolation.docker.isolation import DockerIsolation
         isolation = DockerIsolation()
-        isolation._start(("sleep", "600"), image=sys.argv[1])
+        cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
+        isolation._start(("sleep", "600"), cell)
         sys.exit(3)
     """
-    assert isolation._image
-    command = [sys.executable, "-c", textwrap.dedent(code), isolation._image]
+    command = [sys.executable, "-c", textwrap.dedent(code)]
     assert subprocess.run(command, check=False).returncode == 3
     assert isolation.remove_stale() == []
 

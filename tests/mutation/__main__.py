@@ -1,10 +1,10 @@
 """Change the code in one small way at a time, and tell which changes no unit test notices.
 
-    PYTHONPATH=harness:tests python tests/mutation [--sample N] [--seed N] [MODULE ...]     (make mutation)
+    PYTHONPATH=harness:tests python tests/mutation [--sample N] [--seed N] [--minutes N] [MODULE ...]     (make mutation)
 
 A mutant is a module with one change of ``operators``. It is killed if one of its module's tests fails or
-does not end. ``chosen_tests`` names the files of these tests: up to five files, and a minute in all. All
-need neither root, nor cgroups, nor an engine; those that fail here without a change are left out. Without ``--sample``, every
+does not end. ``chosen_tests`` names five files of these tests, which run one after the other until one fails. All
+need neither root, nor cgroups, nor an engine; those that fail here without a change, or exceed ``--minutes`` in all, are left out. Without ``--sample``, every
 mutant is tried, which takes a day.
 
 A mutant may do anything, such as kill processes that it should not. As root, this program therefore
@@ -35,7 +35,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 MODULES: Final = ("isolation", "gate", "records", "predict", "run")
 _MARKERS: Final = "vm fresh nightly cgroup docker cuda ray browser fuse compiler index root slow"
 _WITHOUT: Final = " and ".join(f"not {marker}" for marker in _MARKERS.split())
-_MOST_S: Final = 60.0
 _IMPORTS: Final = "import pytest, torch"
 _RUN: Final = "import sys, pytest; sys.exit(int(pytest.main(sys.argv[1:])))"
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
@@ -65,7 +64,8 @@ _APART: Final = (
 class Copy:
     """A copy of the repository, whose code is changed, and a process that runs its tests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_s: float) -> None:
+        self._most_s = most_s
         self._folder = folder / ROOT.name
         self._package = self._folder / "harness" / "weighin"
         self._folder.mkdir()
@@ -83,6 +83,7 @@ class Copy:
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": f"{folder}/pyc"}
         writable = ("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY")
         os.environ |= dict.fromkeys(writable, str(folder))
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each fork would compile everything
         self._known: dict[Path, float] = {}
         self._failing: dict[Path, list[str]] = {}
         self._number = 0
@@ -91,23 +92,22 @@ class Copy:
     def close(self) -> None:
         self._server.close()
 
-    def tests(self, module: str) -> list[Path]:
-        """Return the files of tests for a module that end without a change, in a minute in all."""
-        files, left_s = list[Path](), _MOST_S
+    def tests(self, module: str) -> Iterator[Path]:
+        """Yield the files of tests for a module that end without a change, in ``most_s`` in all."""
+        left_s = self._most_s
         for file in tests_of(module):
             if (seconds := self._seconds(file)) < left_s:
-                files.append(file)
                 left_s -= seconds
-        return files
+                yield file
 
     def _seconds(self, file: Path) -> float:
-        """Return the time that a file of tests takes; infinite if it takes over a minute.
+        """Return the time that a file of tests takes; infinite if it takes longer than all may.
 
         Tests that fail without a change are left out from then on.
         """
         if file not in self._known:
             start = monotonic()
-            done = self._run([file], _MOST_S, "-rfE", "--tb=no")
+            done = self._run(file, self._most_s, "-rfE", "--tb=no")
             self._known[file], why = inf, "does not end here"
             if done:
                 failing = [found[1] for found in _FAILED.finditer(done.stdout)]
@@ -119,15 +119,14 @@ class Copy:
         return self._known[file]
 
     def _run(
-        self, files: Sequence[Path], timeout_s: float, *options: str
+        self, file: Path, timeout_s: float, *options: str
     ) -> "subprocess.CompletedProcess[str] | None":
-        """Run files of tests; return None if they do not end."""
-        failing = [name for file in files for name in self._failing.get(file, ())]
-        options += tuple(f"--deselect={name}" for name in failing)
-        paths = [self._folder / file.relative_to(ROOT) for file in files]
+        """Run a file of tests; return None if it does not end."""
+        options += tuple(f"--deselect={name}" for name in self._failing.get(file, ()))
+        path = self._folder / file.relative_to(ROOT)
         try:
             return self._server.run(
-                _RUN, *_OPTIONS, *options, *paths, folder=self._folder, timeout_s=timeout_s
+                _RUN, *_OPTIONS, *options, path, folder=self._folder, timeout_s=timeout_s
             )
         except (
             subprocess.TimeoutExpired,
@@ -139,16 +138,18 @@ class Copy:
 
     def survives(self, mutant: Mutant) -> bool:
         """Tell whether all tests of its module pass with this change."""
-        if not (files := self.tests(mutant.module)):
-            return True
+        return all(self._passes(file, mutant) for file in self.tests(mutant.module))
+
+    def _passes(self, file: Path, mutant: Mutant) -> bool:
         path = self._package / mutant.module
         source, before = path.read_text(), path.stat().st_mtime
         self._number += 1
         path.write_text(mutant.of(source))
         os.utime(path, (self._number, self._number))  # no cached bytecode has this time
         try:
-            done = self._run(files, _MOST_S + 5 * sum(map(self._seconds, files)), "-x")
-            return done is not None and done.returncode == pytest.ExitCode.OK
+            done = self._run(file, self._most_s + 5 * self._seconds(file), "-x")
+            none_left = pytest.ExitCode.NO_TESTS_COLLECTED  # all fail here without a change
+            return done is not None and done.returncode in (pytest.ExitCode.OK, none_left)
         finally:
             path.write_text(source)
             os.utime(path, (before, before))
@@ -171,6 +172,12 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the draw: the same seed, the same mutants"
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1,
+        help="leave out tests of a module that take longer in all: more on a busy machine",
+    )
     parser.add_argument("--least", type=float, default=0, help="fail if fewer per cent are killed")
     asked = parser.parse_args()
     if os.geteuid() == 0:
@@ -184,7 +191,7 @@ def main() -> int:
     alive = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
-        closing(Copy(Path(folder))) as code,
+        closing(Copy(Path(folder), 60 * asked.minutes)) as code,
     ):
         for number, mutant in enumerate(tried, 1):
             start = monotonic()

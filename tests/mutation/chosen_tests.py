@@ -9,7 +9,6 @@ from typing import Final
 
 UNIT: Final = Path(__file__).resolve().parents[1] / "unit"
 PACKAGE: Final = UNIT.parents[1] / "harness" / "weighin"
-_FEW: Final = 2
 _MOST_FILES: Final = 5
 _FAR: Final = 100
 _MODULE: Final = re.compile(r"weighin(\.\w+)+")
@@ -55,8 +54,8 @@ def _distances(name: str) -> Mapping[str, int]:
 def tests_of(module: str) -> tuple[Path, ...]:
     """Return the files of tests for a module, the fittest first.
 
-    These are the files that import it. If they are few, those follow that have a word of its name, and
-    then those that import it by way of the fewest other modules.
+    These are the files that import it. If they are fewer than five, those follow that have a word of its
+    name, and then those that import it by way of the fewest other modules.
     """
     name = _name(module)
     distances = _distances(name)
@@ -68,8 +67,4 @@ def tests_of(module: str) -> tuple[Path, ...]:
         inside = len(words & set[str]().union(*folders))
         return name not in imported, -len(words & own), far, -inside, len(imported)
 
-    found = sorted(sorted(UNIT.glob("test_*.py")), key=rank)
-    ours = [file for file in found if name in _imports(file)]
-    if len(ours) < _FEW:  # others may call it by way of another module
-        ours = found
-    return tuple(ours[:_MOST_FILES])
+    return tuple(sorted(sorted(UNIT.glob("test_*.py")), key=rank)[:_MOST_FILES])

@@ -409,3 +409,31 @@ def test_cells_that_leave_a_limited_group_are_announced(kernel: Kernel) -> None:
         f"the cells run outside this process's cgroup {own}: its limit of 64.000 MiB does not hold"
         " for them"
     ]
+
+
+def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = os.rmdir
+
+    def removed_before(path: Path) -> None:
+        remove(path)
+        raise FileNotFoundError
+
+    with temporary_group() as group:
+        monkeypatch.setattr(os, "rmdir", removed_before)
+    assert not group.exists()
+    assert kernel.groups() == []
+
+
+def test_a_worker_imports_the_packages_of_this_environment() -> None:
+    assert CgroupIsolation().added_code(JOB) == []
+
+
+def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_only, "wrapped", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        CgroupIsolation().start(JOB)
+    assert kernel.groups() == []

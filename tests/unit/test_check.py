@@ -169,3 +169,92 @@ def test_cells_of_two_machines_become_no_baseline(tmp_path: Path) -> None:
         "the cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
         "measure all cells again on one machine, with the same packages and variables"
     )
+
+
+def test_a_run_without_a_plan_and_without_records_says_no_way_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").touch()
+    code, text = typed("check", tmp_path, "--budget", "peak_rss < 1g")
+    assert (code, "--resume" in text) == (2, False)
+    assert text.startswith(f"{tmp_path} contains no record")
+
+
+def file_of(folder: Path, head: str, run: Path) -> Path:
+    """A baseline file of a run, with these rules of its owner."""
+    path = folder / "owned.yaml"
+    path.write_text(f"schema: 1\n{head}\n")
+    check.update(check.read_runs([run]), path, accept=lambda _: True)
+    return path
+
+
+def test_a_metric_that_is_chosen_is_judged_though_the_file_switches_it_off(
+    good: Path, bad: Path, tmp_path: Path
+) -> None:
+    head = "metrics: {peak_rss: off, anon: {relative: 0.9}}"
+    path, measured = file_of(tmp_path, head, good), check.read_runs([bad])
+    # The file has no figure of a metric that was off, and its own tolerance of the other one.
+    chosen = check.check(measured, path, metrics=["anon", "ready_anon"])
+    assert [(line.what, line.verdict.value) for line in chosen.lines if line.metric] == [
+        ("ready_anon", "regressed"),
+        ("anon (sampled)", "same"),
+    ]
+    path = file_of(tmp_path, "", good)
+    path.write_text(path.read_text().replace("schema: 1", "schema: 1\nmetrics: {peak_rss: off}"))
+    assert "peak_rss" not in {line.what for line in check.check(measured, path).lines}
+    [line] = check.check(measured, path, metrics=["peak_rss"]).failed
+    assert (line.what, line.verdict.value) == ("peak_rss", "regressed")
+
+
+def test_budgets_and_expectations_of_the_file_and_of_the_command_all_count(
+    tmp_path: Path, good: Path
+) -> None:
+    head = "budgets: [anon <= 9 x model]\nexpect: {gone: timeout}"
+    path = file_of(tmp_path, head, good)
+    judgement = check.check(
+        check.read_runs([good]),
+        path,
+        extra_budgets=["peak_rss <= 9 x model", "peak_cgroup <= 9 x model"],
+        expected=["lost=oom_killed"],
+    )
+    assert {line.what for line in judgement.lines if line.is_budget} == {
+        "anon <= 9 x model",
+        "peak_rss <= 9 x model",
+        "peak_cgroup <= 9 x model",
+    }
+    assert sorted(note.split()[1] for note in judgement.notes) == [
+        "gone=timeout",
+        "lost=oom_killed",
+    ]
+
+
+def test_a_cell_that_could_not_be_measured_and_says_nothing_is_named_by_its_outcome(
+    tmp_path: Path,
+) -> None:
+    run = run_of(tmp_path / "run", make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED))
+    code, text = typed("check", run, "--baseline", tmp_path / "b.yaml", "--update")
+    assert code == 2
+    assert text.splitlines()[0].endswith("could not be measured: measurement_failed")
+
+
+def test_settings_that_differ_are_named_up_to_three(tmp_path: Path) -> None:
+    changed = {"kernel": "5.4", "torch": "1", "cpu": "Z80", "git_commit": "f"}
+    other = make_result(make_cell("baseline"), environment=changed)
+    run = run_of(tmp_path / "run", make_result(STREAMING), other)
+    with pytest.raises(HarnessError) as caught:
+        check.update(check.read_runs([run]), tmp_path / "b.yaml", accept=lambda _: True)
+    assert caught.value.message.count(" | ") == 3
+
+
+def test_runs_of_two_machines_are_read_for_each(good: Path, tmp_path: Path) -> None:
+    other = make_result(make_cell("baseline"), environment={"cpu": "Z80", "node": {"name": "b"}})
+    run = run_of(tmp_path / "two", make_result(STREAMING), other)
+    both = check.read_runs([run, good])
+    assert (len(both.machines), both.nodes) == (2, ("b",))
+    machines = check.read_machines([run, good])
+    assert list(machines) == list(both.machines)
+    first, second = machines.values()
+    assert [[name.split(" ")[1] for name in one.series] for one in (first, second)] == [
+        ["streaming"],
+        ["baseline"],
+    ]
+    assert [one.repeats for one in first.series.values()] == [2]
+    assert (first.nodes, second.nodes) == ((), ("b",))

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ran_commands import make_command
 
 from weighin.errors import ConfigError
 from weighin.result import Mark
-from weighin.run.command_output import MOST_MARKS, Relay
+from weighin.run.command_output import MOST_MARKS, Relay, relaying
+from weighin.run.command_settings import CommandSettings
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 
@@ -264,3 +266,25 @@ def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Pa
 def test_a_wrong_regular_expression_is_named() -> None:
     with pytest.raises(ConfigError, match=re.escape("--mark 'a(' is not a regular expression")):
         Relay((1, 2), ["a("])
+
+
+@pytest.mark.parametrize(
+    ("in_search", "limit_bytes", "hidden"),
+    [
+        (False, None, (False, False, False)),
+        (False, 2**30, (False, False, False)),
+        (True, None, (True, False, False)),  # a search reads nothing from standard input
+        (True, 2**30, (True, True, True)),  # and shows only the output without a limit
+    ],
+)
+def test_the_streams_of_commands_in_a_search(
+    in_search: bool, limit_bytes: int | None, hidden: tuple[bool, ...]
+) -> None:
+    how = CommandSettings("/", in_search=in_search)
+    cell = make_command(ram_limit_bytes=limit_bytes)
+    with relaying(how, cell, lambda: None) as relay:
+        streams = relay.streams
+        given = (streams.stdin, streams.stdout, streams.stderr)
+        assert tuple(each is not None for each in given) == hidden
+        for each in filter(None, given):
+            assert os.path.samestat(os.fstat(each), Path(os.devnull).stat())

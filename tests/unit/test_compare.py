@@ -1,15 +1,28 @@
 """``weighin compare``: runs beside each other, and what is said of each."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from factories import SCRIPTS, make_cell, make_result
+from rich.console import Console
 from test_check import run_of, typed
 from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
-from weighin.gate.compare import as_json, compare, compare_machines, write_markdown
+from weighin.gate.compare import (
+    ComparedMetric,
+    Comparison,
+    as_json,
+    compare,
+    compare_machines,
+    terminal,
+    write_markdown,
+)
+from weighin.gate.lines import Line, LineVerdict
+from weighin.records import run_folder
+from weighin.records.metrics import METRICS
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 
@@ -187,3 +200,80 @@ def test_warnings_about_records_are_told_once(runs: list[Path]) -> None:
     warnings = compare([runs[0], runs[0]]).warnings
     assert len(warnings) == 1
     assert "line 3 is incomplete" in warnings[0]
+
+
+def shown(comparison: Comparison, width: int) -> list[str]:
+    file = StringIO()
+    Console(file=file, width=width).print(terminal(comparison))
+    return file.getvalue().splitlines()
+
+
+def test_a_narrow_terminal_folds_the_series_and_no_figure(tmp_path: Path) -> None:
+    cells = [make_cell("a_strategy_with_a_long_name"), make_cell("b")]
+    results = [make_result(cell, SCRIPTS["streaming"]) for cell in cells]
+    folders = [run_of(tmp_path / name, *results) for name in ("a", "b")]
+    lines = shown(compare(folders, ["above_import"]), 50)
+    text = "\n".join(lines)
+    assert text.count("above_import") == 2
+    assert text.count("6.450 GiB") == 4
+    names = [line.split()[0] for line in lines if line[:1] == " " != line[1:2]]
+    assert "a_strategy_with_a_long_name" in "".join(names)  # folded, and no letter of it is lost
+
+
+def test_a_figure_that_was_nothing_has_no_share() -> None:
+    metric = METRICS["peak_rss"]
+    rows = [
+        ComparedMetric(
+            "s", "peak_rss", ("0 B", "5 B"),
+            (Line(LineVerdict.REGRESSED, "s", "peak_rss", metric=metric, was=was, now=5),),
+        )
+        for was in (0, 4)
+    ]  # fmt: skip
+    found = shown(Comparison(("A = a", "B = b"), tuple(rows), ""), 80)
+    assert [line.strip() for line in found if "%" in line] == ["+25.0 %"]
+    assert found[-1].startswith("2 figures compared with A: 2 larger and 0 smaller")
+    assert not any(line.startswith("all:") for line in found)
+
+
+def test_figures_that_shrank_beyond_noise_are_counted_and_bold(tmp_path: Path) -> None:
+    folders = [
+        run_of(tmp_path / "a", grown()),
+        run_of(tmp_path / "b", make_result(STREAMING)),
+    ]
+    comparison = compare(folders, ["above_import", "ready"])
+    text = write_markdown(comparison)
+    assert "0 larger and 1 smaller" in text.splitlines()[-1]
+    [line] = [line for line in text.splitlines() if "above_import" in line]
+    assert line.endswith("(-4.7 %)** |")
+    [line] = [line for line in text.splitlines() if "| ready |" in line]
+    assert "**" not in line
+
+
+def test_a_run_that_is_not_complete_says_so_in_its_heading(tmp_path: Path) -> None:
+    run_folder.write_plan(tmp_path / "part", [STREAMING, make_cell("baseline")])
+    part = run_of(tmp_path / "part", make_result(STREAMING))
+    whole = run_of(tmp_path / "whole", make_result(STREAMING))
+    headings = compare([part, whole]).headings
+    assert "1 of 2 cells measured" in headings[0]
+    assert "cells measured" not in headings[1]
+
+
+def test_words_that_differ_in_one_run_are_no_words_of_the_run(tmp_path: Path) -> None:
+    process = replace(STREAMING, isolation="process")
+    other = replace(make_cell("baseline"), isolation="docker")
+    first = run_of(tmp_path / "a", make_result(STREAMING), make_result(other, SCRIPTS["streaming"]))
+    second = run_of(tmp_path / "b", make_result(process), make_result(other, SCRIPTS["streaming"]))
+    comparison = compare([first, second], ["above_import"])
+    assert not any("docker" in heading or "process" in heading for heading in comparison.headings)
+    texts = {row.series: row.texts for row in comparison.rows if row.what == "above_import"}
+    assert sorted(one.count(None) for one in texts.values()) == [0, 1, 1]
+
+
+def test_settings_that_changed_are_in_the_heading_of_the_later_run(tmp_path: Path) -> None:
+    was = make_result(STREAMING)
+    now = replace(was, environment=was.environment | {"kernel": "6.19.0", "torch": "3"})
+    comparison = compare([run_of(tmp_path / "a", was), run_of(tmp_path / "b", now)])
+    first, second = comparison.headings
+    assert "kernel" not in first
+    assert f"kernel: {was.environment['kernel']} -> 6.19.0" in second
+    assert second.count("torch") == 1

@@ -179,3 +179,34 @@ def test_this_command_goes_on_in_a_delegated_scope(monkeypatch: pytest.MonkeyPat
     assert {"--user", "--scope", "Delegate=yes"} <= set(command[: command.index("--")])
     assert command[command.index("--") + 1 :][-4:] == ["-m", "weighin", "bench", "gpt2-tiny"]
     assert os.environ["WEIGHIN_DELEGATED"] == "1"
+
+
+def test_a_user_without_groups_leaves_no_limit(kernel: Kernel) -> None:
+    (own := kernel.memory / "own").mkdir()
+    kernel.put(os.getpid(), own)
+    refuse_root(kernel)
+    assert delegation.left_limit() is None
+
+
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_the_ram_of_cells_outside_of_the_limit_around_this_process_is_the_machines(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch)
+    (own := kernel.memory / "own").mkdir()
+    kernel.put(os.getpid(), own)
+    cgroup.limit(own, GIB)
+    assert delegation.ram_bytes() == (64 * GIB, 10 * GIB)
+
+
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_without_groups_for_cells_the_limit_around_this_process_holds_for_them(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch)
+    (own := kernel.memory / "own").mkdir()
+    kernel.put(os.getpid(), own)
+    cgroup.limit(own, 4 * GIB)
+    (own / "memory.usage_in_bytes").write_text(str(GIB))
+    refuse_root(kernel)
+    assert delegation.ram_bytes("process") == (4 * GIB, 3 * GIB)

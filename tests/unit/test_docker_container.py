@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests.exceptions
 from cgroup_trees import LAYOUTS, Kernel, installed
 from fakes import event
 from recorded_engine import CONTAINER, Answer, RecordedEngine, Stream, playing
@@ -320,6 +321,75 @@ def test_an_unseen_worker_is_observed_in_its_container(
     assert asked.body["AttachStdin"] is True
     [lifted] = engine.asked("POST /containers/ID/update")
     assert lifted.body == {"Memory": 2**60, "MemorySwap": 2**60}  # the engine refuses -1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (event("watching", answer=None).rstrip(b"\n"), ""),  # the worker has ended
+        (b"OCI runtime exec failed: no such file", "no such file"),
+    ],
+)
+def test_a_watcher_without_a_worker_observes_nothing(
+    engine: RecordedEngine, started: Callable[..., Worker], answer: bytes, why: str
+) -> None:
+    running = started().running
+
+    def watcher() -> None:
+        stream = Stream(engine.attached())
+        stream.hears()
+        stream.says(answer)
+        stream.close()
+
+    thread = threading.Thread(target=watcher)
+    thread.start()
+    assert running.observe_inside(0.25) is None
+    thread.join(10)
+    assert "found no worker" in running.unseen
+    assert running.unseen.endswith(why)
+
+
+def test_a_worker_that_does_not_appear_is_not_waited_for_for_ever(
+    engine: RecordedEngine,
+    cell: tuple[Path, int, int],
+    started: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, keeper, _ = cell
+    monkeypatch.setattr(container, "_BIRTH_TIMEOUT_S", 0.01)
+    (group / "cgroup.procs").unlink()
+    with (group / "cgroup.procs").open("w") as file:
+        file.write(f"{keeper}\n")
+    running = started().running
+    assert (running.pid, running.cgroup) == (None, group)
+    assert running.unseen == container.ENDED
+
+
+def test_a_container_that_runs_on_is_a_timeout(engine: RecordedEngine) -> None:
+    client = docker_engine.connect()
+    with pytest.MonkeyPatch.context() as patched:
+
+        def late(*_: object, **__: object) -> None:
+            raise requests.exceptions.ReadTimeout
+
+        patched.setattr(client, "wait", late)
+        with pytest.raises(TimeoutError):
+            wait_for_container(client, CONTAINER, time.monotonic())
+    client.close()
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(-5, 1), (0.2, 1), (2.5, 3)])
+def test_the_engine_waits_for_whole_seconds(seconds: float, asked: int) -> None:
+    timeouts: list[int] = []
+
+    class Client:
+        def wait(self, container: str, timeout: int) -> dict[str, int]:
+            timeouts.append(timeout)
+            return {"StatusCode": 3}
+
+    client: Any = Client()
+    assert wait_for_container(client, CONTAINER, time.monotonic() + seconds) == 3
+    assert timeouts == [asked]
 
 
 def test_an_engine_that_starts_no_watcher_is_named(

@@ -428,3 +428,65 @@ def test_an_engine_that_stops_in_mid_run(what: Callable[[DockerRunning], None], 
         f"the Docker engine has stopped: it could not {doing}\n"
         "start it again: sudo systemctl start docker"
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "program", "repair"),
+    [
+        ("unix:///somewhere", "/usr/bin/dockerd", "DOCKER_HOST"),
+        ("", "/usr/bin/dockerd", "systemctl start docker"),
+        ("", None, "install Docker"),
+    ],
+)
+def test_what_starts_an_engine_depends_on_what_is_here(
+    monkeypatch: pytest.MonkeyPatch, host: str, program: str | None, repair: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", host)
+    monkeypatch.setattr("shutil.which", lambda name: program if name == "dockerd" else None)
+    error = docker_engine.explain_unreachable(FileNotFoundError(2, "no such file"), ADDRESS)
+    assert ADDRESS in error.message
+    assert repair in error.repair
+
+
+@pytest.mark.parametrize("cause", [FileNotFoundError, ConnectionRefusedError, ConnectionResetError])
+def test_an_engine_that_has_gone_is_told_from_one_that_refuses(cause: type[OSError]) -> None:
+    assert docker_engine.is_gone(as_the_sdk_raises(cause(1, "gone")))
+    assert not docker_engine.is_gone(as_the_sdk_raises(PermissionError(1, "no")))
+    assert not docker_engine.is_gone(api_error("no space left on device"))
+
+
+def test_an_engine_that_is_too_old_is_found_below_the_sdks_words() -> None:
+    error = DockerException("Error while fetching server API version")
+    error.__cause__ = InvalidVersion("API versions below 1.24 are no longer supported")
+    found = docker_engine.explain_unreachable(error, ADDRESS)
+    assert "too old" in found.message
+    assert "20.10" in found.repair
+
+
+def test_a_cause_that_leads_back_to_its_error_ends() -> None:
+    error, cause = DockerException("one"), DockerException("two")
+    error.__cause__, cause.__context__ = cause, error
+    assert not docker_engine.is_gone(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (api_error("\n  first \nsecond"), "first"),
+        (DockerException(""), "DockerException"),
+        (DockerException("words"), "words"),
+    ],
+)
+def test_the_first_line_of_an_engines_message(error: BaseException, line: str) -> None:
+    assert docker_engine.first_line(error) == line
+
+
+def test_the_addresses_of_engines_are_of_the_variable_or_the_context(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://there:2375")
+    assert docker_engine.engine_address() == ("tcp://there:2375", None)
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    address, _ = docker_engine.engine_address()
+    assert address.endswith("///var/run/docker.sock")

@@ -13,9 +13,10 @@ from recorded_engine import CONTAINER, Answer, RecordedEngine, Stream, playing
 from scripts import JOB
 from test_docker_stream import frame
 
-from weighin.cell import Job
+from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.docker import packages
 from weighin.isolation.docker.engine import connect
 from weighin.isolation.docker.image import PYTHON, run_python
 from weighin.isolation.docker.isolation import DockerIsolation
@@ -292,6 +293,19 @@ def test_python_in_an_image_runs_without_a_network_and_leaves_no_container(
     [asked] = engine.asked("GET /containers/ID/logs")
     assert (asked.query["stdout"], asked.query["stderr"]) == ("1", "0")
     assert engine.calls()[-1] == "DELETE /containers/ID"
+    [removed] = engine.asked("DELETE /containers/ID")
+    assert (removed.query["v"], removed.query["force"]) == ("True", "True")
+
+
+def test_python_that_the_engine_does_not_start_leaves_no_container(engine: RecordedEngine) -> None:
+    engine.says("POST /containers/ID/start", Answer(500, {"message": "no such file: python3"}))
+    with pytest.raises(IsolationUnavailable, match="no such file: python3"):
+        python_in_an_image(engine, 0, b"")
+    assert engine.calls()[-1] == "DELETE /containers/ID"
+    engine.says("POST /containers/create", Answer(500, {"message": "no such image"}))
+    with pytest.raises(IsolationUnavailable, match="no such image"):
+        python_in_an_image(engine, 0, b"")
+    assert len(engine.asked("DELETE /containers/ID")) == 1
 
 
 def test_python_that_fails_in_an_image_says_its_last_line(engine: RecordedEngine) -> None:
@@ -306,3 +320,51 @@ def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedE
     engine.says("GET /containers/json", Answer(500, {"message": "out of order"}))
     with pytest.raises(IsolationUnavailable, match="could not list the containers: out of order"):
         DockerIsolation(BASE).remove_stale()
+
+
+def test_a_command_sees_its_folder_and_runs_as_this_user(
+    engine: RecordedEngine, tmp_path: Path
+) -> None:
+    engine.says("POST /containers/ID/start", Answer(500, {"message": "no such file"}))
+    (tmp_path / "data").touch()
+    cell = Cell.of_command(
+        "serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB, disk_bytes_per_s=7,
+        environment={"MODE": "fast"},
+    )  # fmt: skip
+    with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
+        DockerIsolation(image="some:image").start_command(
+            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"], "sdb"
+        )
+    engine.attached().close()
+    [request] = engine.asked("POST /containers/create")
+    asked, host = request.body, request.body["HostConfig"]
+    assert (asked["Image"], asked["WorkingDir"]) == ("some:image", str(tmp_path))
+    assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
+    assert (asked["OpenStdin"], asked["Tty"]) == (True, False)
+    assert "MODE=fast" in asked["Env"]
+    assert asked["Labels"]["weighin.cell"] == cell.id
+    assert asked["Labels"]["weighin.owner"] == this_process()
+    assert (asked["Entrypoint"] + asked["Cmd"])[-3:] == ["--", "serve", "model"]
+    assert (host["Memory"], host["MemorySwap"]) == (64 * MIB, 64 * MIB)
+    assert host["BlkioDeviceReadBps"] == [{"Path": "/dev/sdb", "Rate": 7}]
+    assert host["LogConfig"]["Type"] == "none"
+    mounts = {mount["Target"]: mount["ReadOnly"] for mount in host["Mounts"]}
+    assert mounts[str(tmp_path)] is False
+    assert mounts[f"{tmp_path}/data"] is True
+    assert len(engine.asked("DELETE /containers/ID")) == 1
+
+
+def test_a_package_that_the_image_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages.Lacking(notes=("mounting x", "not mounting y"))
+    monkeypatch.setattr(packages, "lacking", lambda _: found)
+    assert DockerIsolation(BASE).added_code(JOB) == ["mounting x", "not mounting y"]
+
+
+def test_a_base_image_is_that_of_the_option_or_of_the_variable(
+    monkeypatch: pytest.MonkeyPatch, engine: RecordedEngine
+) -> None:
+    bases = []
+    for variable, option in (("", None), ("mine:1", None), ("mine:1", "other:2")):
+        monkeypatch.setenv("WEIGHIN_BASE_IMAGE", variable)
+        bases.append(DockerIsolation(option).describe()["base_image"])
+    assert bases == ["python:3.11-slim-bookworm", "mine:1", "other:2"]

@@ -1,5 +1,6 @@
 """What a container sees, and under which names."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,46 @@ def test_a_save_gets_one_folder_that_it_may_write_to(tmp_path: Path) -> None:
     inside, binds = place(job)
     assert inside.target == "/weighin/written"
     assert [one for one in binds if one.writable] == [Bind(tmp_path, "/weighin/written", True)]
+
+
+def test_a_use_of_ones_own_comes_alone_and_one_of_ours_is_in_the_code(tmp_path: Path) -> None:
+    job = Job(CELL, "/c/w.pt", "/c/w.json", "/s/mine.py")
+    assert place(job)[0].use_path == ""
+    inside, binds = place(replace(job, use_path=str(tmp_path / "use.py")))
+    assert inside.use_path == "/weighin/use/use.py"
+    assert Bind(tmp_path / "use.py", "/weighin/use/use.py") in binds
+    ours = data_folder("strategies") / "baseline.py"
+    inside, binds = place(replace(job, use_path=str(ours)))
+    assert inside.use_path == "/weighin/code/strategies/baseline.py"
+    assert ours.resolve() not in [bind.source for bind in binds]
+
+
+def test_an_index_comes_with_its_shards(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    for name in (*shards, "config.json", "other.safetensors"):
+        (tmp_path / name).touch()
+    inside, binds = place(Job(CELL, str(index), "/c/w.json", "/s/mine.py"))
+    assert inside.checkpoint == f"/weighin/checkpoint/{index.name}"
+    found = {bind.source.name for bind in binds if bind.target.startswith("/weighin/checkpoint/")}
+    assert found == {index.name, *shards}
+
+
+def test_a_model_of_a_library_gets_the_settings_beside_its_weights(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "generation_config.json", "README.md"):
+        (tmp_path / name).touch()
+    cell = replace(CELL, model=ModelSpec("m", "weighin.models.pretrained:from_config"))
+    job = Job(cell, str(tmp_path / "model.safetensors"), "/c/w.json", "/s/mine.py")
+    targets = [bind.target for bind in place(job)[1] if "/checkpoint/" in bind.target]
+    names = ("model.safetensors", "config.json", "generation_config.json")
+    assert targets == [f"/weighin/checkpoint/{name}" for name in names]
+    job = replace(job, checkpoint=str(tmp_path))  # the folder has them
+    targets = [bind.target for bind in place(job)[1] if "/checkpoint/" in bind.target]
+    assert targets == [f"/weighin/checkpoint/{tmp_path.name}"]
+    job = replace(job, cell=CELL, checkpoint=str(tmp_path / "model.safetensors"))
+    targets = [bind.target for bind in place(job)[1] if "/checkpoint/" in bind.target]
+    assert targets == ["/weighin/checkpoint/model.safetensors"]
 
 
 def test_a_preloaded_library_is_bound_read_only(tmp_path: Path) -> None:

@@ -144,3 +144,64 @@ def test_a_worker_that_prints_without_end_times_out_too(
         ended.set()
         channel.close()
         printer.join()
+
+
+class Reset:
+    """A socket whose other end has reset the connection."""
+
+    def settimeout(self, _: float) -> None: ...
+
+    def recv(self, _: int) -> bytes:
+        raise ConnectionResetError
+
+    def sendall(self, _: bytes) -> None:
+        raise BrokenPipeError
+
+    def shutdown(self, _: int) -> None:
+        raise OSError
+
+    def close(self) -> None: ...
+
+
+def test_a_stream_that_the_engine_resets_has_ended() -> None:
+    channel = StreamChannel(Reset())
+    channel.send(b"to nobody\n")
+    assert channel.wait(60) is None
+    assert channel.receive(60) is None
+    channel.close()
+
+
+def test_a_channel_of_a_container_that_never_ran_has_ended(
+    engine: socket.socket, channel: StreamChannel
+) -> None:
+    channel.end()
+    assert (channel.receive(60), channel.wait(60)) == (None, None)
+
+
+def test_frames_of_other_streams_are_left_out(
+    engine: socket.socket, channel: StreamChannel
+) -> None:
+    engine.sendall(frame(0, b"stdin\n") + frame(3, b"odd\n") + frame(STDOUT, b"line\n"))
+    assert channel.receive(60) == b"line"
+    assert channel.stderr_tail == b""
+
+
+def test_events_that_came_before_the_exit_code_are_kept(
+    engine: socket.socket, channel: StreamChannel
+) -> None:
+    engine.sendall(frame(STDOUT, b"one\n\x187\n") + frame(STDERR, b"words\x18"))
+    assert channel.wait(60) == 7
+    assert channel.stderr_tail == b"words"
+    assert [channel.receive(60), channel.receive(60)] == [b"one", None]
+
+
+def test_an_ended_worker_whose_stderr_stays_open_is_not_waited_for_for_ever(
+    engine: socket.socket, channel: StreamChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weighin.isolation.docker.stream._STDERR_TIMEOUT_S", 0.05)
+    engine.sendall(frame(STDERR, b"words") + frame(STDOUT, b"\x180\n"))
+    assert channel.wait(60) == 0
+    assert channel.stderr_tail == b"words"
+    engine.sendall(frame(STDERR, b"too late"))
+    assert channel.receive(60) is None
+    assert channel.stderr_tail == b"words"  # it was not waited for a second time

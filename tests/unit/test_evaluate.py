@@ -537,6 +537,15 @@ def test_an_outcome_that_is_new_or_expected_elsewhere() -> None:
     )
 
 
+def test_a_failed_series_is_judged_if_one_of_the_budgets_covers_it() -> None:
+    failed = {"s": Series("timeout", 1), "u": Series("timeout", 1)}
+    texts = ("s: peak_rss <= 9", "t: peak_rss <= 9")
+    judgement = evaluate(None, Rules({}, tuple(map(budgets.parse, texts))), {}, failed)
+    assert [line.series for line in judgement.lines if line.what == "outcome"] == ["s"]
+    [note] = judgement.notes
+    assert "u (timeout)" in note and "s (timeout)" not in note
+
+
 def test_an_excess_is_a_share_of_the_bound_also_of_one_byte() -> None:
     rules = Rules({}, (budgets.parse("peak_rss <= 1"),))
     [line] = evaluate(None, rules, {}, one_series(peak_rss=3)).lines

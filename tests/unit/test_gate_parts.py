@@ -71,3 +71,25 @@ def test_what_concerns_only_cells_that_are_pending_is_left_out(measured: Measure
     assert baseline and list(baseline.series) == [name_of(MEASURED), other]
     assert [budget.pattern for budget in judged.budgets] == ["*", "gone"]
     assert narrowed(None, rules, replace(measured, incomplete={})) == (None, rules)
+
+
+def test_the_measured_part_of_a_run_that_is_not_complete_is_judged_too(
+    measured: MeasuredRuns,
+) -> None:
+    budgets = [BUDGET, "baseline: peak_rss <= model", "gone: peak_rss <= 1B"]
+    whole = check(measured, None, extra_budgets=budgets, expected=["lost=timeout"])
+    assert [line.what for line in whole.lines] == ["cells", *budgets[1:], BUDGET]
+    part = check(measured, None, extra_budgets=budgets, expected=["lost=timeout"], partial=True)
+    assert [line.what for line in part.lines] == [budgets[2], BUDGET]
+    assert part.notes[1:] == tuple(
+        note for note in part.notes if "1 of 2 cells measured" in note
+    )
+    assert "lost=timeout" in part.notes[0]
+
+
+def test_of_several_runs_that_are_not_complete_each_is_named(run: Path, tmp_path: Path) -> None:
+    run_folder.write_plan(tmp_path / "other", [MEASURED, PENDING])
+    run_folder.append(tmp_path / "other", make_result(MEASURED))
+    measured = read_runs([run, tmp_path / "other"])
+    failed = check(measured, None, extra_budgets=[BUDGET]).failed
+    assert [line.text.partition(":")[0] for line in failed] == [str(run), f"{tmp_path}/other"]

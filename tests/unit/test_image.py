@@ -8,6 +8,7 @@ from typing import Any
 
 import docker
 import pytest
+import requests.exceptions
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import image, wheels
@@ -34,7 +35,8 @@ class Engine:
     def inspect_image(self, _: str) -> dict[str, str]:
         return {"Id": "sha256:base"}
 
-    def build(self, *, path: str, tag: str, **_: object) -> Iterator[dict[str, str]]:
+    def build(self, *, path: str, tag: str, **options: object) -> Iterator[dict[str, str]]:
+        self.options = {"tag": tag, **options}
         self.built = sorted(file.name for file in Path(path).iterdir())
         if isinstance(self._events, BaseException):
             raise self._events
@@ -123,6 +125,22 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
     assert engine.built == ["Dockerfile", "wheels"]
 
 
+def test_a_build_has_no_network_and_leaves_no_containers(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    engine = Engine(here, STEPS)
+    built(engine)
+    assert str(engine.options.pop("tag")).startswith("weighin:")
+    assert engine.options == {
+        "buildargs": {"BASE_IMAGE": "base"},
+        "network_mode": "none",
+        "rm": True,
+        "forcerm": True,
+        "decode": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("events", "text"),
     [
@@ -175,6 +193,74 @@ def test_an_engine_that_cannot_prune_does_not_hide_why_the_build_failed(
 
     with pytest.raises(IsolationUnavailable, match="the real one"):
         built(Tired(here, [{"error": "the real one"}]))
+
+
+@pytest.mark.parametrize("fault", ["disk", "engine"])
+def test_a_build_whose_wheels_cannot_be_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    error = (
+        OSError(28, "No space left on device")
+        if fault == "disk"
+        else requests.exceptions.ConnectionError("gone")
+    )
+
+    def download(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wheels, "download", download)
+    engine = Engine(here, STEPS)
+    with pytest.raises(IsolationUnavailable) as caught:
+        built(engine)
+    assert ("TMPDIR" in caught.value.repair) == (fault == "disk")
+    assert str(error).removeprefix("[Errno 28] ") in caught.value.message
+    assert set(engine.pruned) == OURS
+
+
+def test_the_wheels_fit_the_python_of_the_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def run(_client: object, image: str, python: str, _code: str) -> str:
+        asked.append((image, python))
+        return "3.9.2 aarch64 glibc 2.31"
+
+    monkeypatch.setattr(image_build, "run_python", run)
+    client: Any = object()
+    assert image_build.probe(client, "base") == wheels.Target("3.9.2", "aarch64", 31)
+    assert asked == [("base", "python3")]
+
+
+def test_a_pip_that_fails_is_an_error_and_leaves_no_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\necho 'ERROR: no wheel' >&2\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    (context := tmp_path / "context").mkdir()
+    with pytest.raises(IsolationUnavailable, match="no wheel"):
+        wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, print)
+    assert [path.name for path in context.iterdir()] == ["constraints.txt"]
+
+
+def test_the_roots_are_fetched_for_the_target_and_the_rest_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    (context := tmp_path / "context").mkdir()
+    pins = ("numpy==2", "other==1", "rich==14", "safetensors==0.6", "torch==2.13.0")
+    wheels.download(pins, wheels.Target("3.5.1", "odd", 36), context, print, ("rich",))
+    asked = (tmp_path / "asked").read_text().splitlines()
+    wanted = {"numpy==2", "rich==14", "safetensors==0.6", "torch==2.13.0"}
+    assert {one for one in asked if "==" in one} >= wanted
+    assert "other==1" not in asked
+    assert asked[asked.index("--dest") + 1] == str(context / "wheels")
+    assert asked[asked.index("--python-version") + 1] == "3.5.1"
+    assert (context / "constraints.txt").read_text().splitlines() == list(pins)
 
 
 PIP = """#!{python}

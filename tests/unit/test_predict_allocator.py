@@ -93,3 +93,65 @@ def test_a_limit_empties_the_cache_before_it_refuses() -> None:
     assert allocator.current["reserved"] == 32 * MIB
     with pytest.raises(CudaOutOfMemory):
         allocator.malloc(14 * MIB)
+
+
+def test_a_rest_of_512_bytes_is_split_off_a_small_block() -> None:
+    allocator = CachingAllocator()
+    first = allocator.malloc(MIB)
+    second = allocator.malloc(MIB - 512)
+    assert (second.address - first.address, second.size) == (MIB, MIB - 512)
+    assert allocator.malloc(1).size == 512
+    assert allocator.current["reserved"] == 2 * MIB
+    assert allocator.malloc(1).address == 2 * MIB  # in another segment
+    assert allocator.current["reserved"] == 4 * MIB
+
+
+@pytest.mark.parametrize(("rest", "size"), [(MIB, 20 * MIB), (MIB + 512, 19 * MIB - 512)])
+def test_a_rest_above_1_mib_is_split_off_a_large_block(rest: int, size: int) -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(2 * MIB))  # a segment of 20 MiB
+    assert allocator.malloc(20 * MIB - rest).size == size
+    assert allocator.current["reserved"] == 20 * MIB
+
+
+def test_small_and_large_requests_have_segments_of_their_own() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(2 * MIB))
+    allocator.malloc(MIB)
+    assert allocator.current["reserved"] == 22 * MIB
+    allocator.free(allocator.malloc(KIB))
+    allocator.malloc(5 * MIB)
+    assert allocator.current["reserved"] == 22 * MIB
+
+
+def test_a_limit_may_be_reached_and_not_exceeded() -> None:
+    allocator = CachingAllocator(limit_bytes=22 * MIB)
+    allocator.malloc(5 * MIB)
+    allocator.malloc(1)
+    assert allocator.current["reserved"] == 22 * MIB
+    with pytest.raises(CudaOutOfMemory):
+        CachingAllocator(limit_bytes=20 * MIB - 1).malloc(5 * MIB)
+    assert allocator.current["requested"] == 5 * MIB + 1
+
+
+def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(12 * MIB) for _ in range(3)]
+    for block in reversed(blocks):
+        allocator.free(block)
+    assert allocator.malloc(12 * MIB) is blocks[0]
+
+
+def test_neighbours_on_both_sides_join_and_one_in_use_does_not() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(4 * MIB) for _ in range(5)]  # the whole segment
+    for number in (0, 2, 4):
+        allocator.free(blocks[number])
+    with pytest.raises(CudaOutOfMemory):
+        allocator.limit_bytes = 20 * MIB
+        allocator.malloc(5 * MIB)
+    allocator.free(blocks[1])
+    assert allocator.malloc(12 * MIB) is blocks[0]
+    allocator.free(blocks[3])
+    assert allocator.malloc(8 * MIB).address == 12 * MIB
+    assert allocator.current == {"requested": 20 * MIB, "allocated": 20 * MIB, "reserved": 20 * MIB}

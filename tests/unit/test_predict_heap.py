@@ -1,7 +1,11 @@
 """The model of glibc's heap: where blocks lie, and which written pages stay."""
 
+import pytest
+
 from weighin.predict.heap import Chunk, Heap
 from weighin.units import KIB, MIB
+
+OVERHEAD = 96  # what posix_memalign adds for torch's alignment
 
 
 def written(heap: Heap, nbytes: int) -> Chunk:
@@ -106,3 +110,90 @@ def test_a_block_joins_the_hole_below_it_whoever_lies_above() -> None:
     whole = heap.malloc(7 * MIB)
     assert whole.address == first.address
     assert heap.malloc(2 * MIB).address == second.address + second.size
+
+
+def in_heap(heap: Heap, nbytes: int) -> bool:
+    return heap.malloc(nbytes).in_heap
+
+
+def test_the_first_threshold_counts_what_aligning_adds() -> None:
+    assert not in_heap(Heap(), 128 * KIB - OVERHEAD)
+    assert in_heap(Heap(), 128 * KIB - OVERHEAD - 1)
+
+
+def test_a_freed_map_raises_the_threshold_to_its_size_and_a_page() -> None:
+    heap = Heap()
+    heap.free(heap.malloc(MIB))
+    assert not in_heap(heap, MIB + 4096 - OVERHEAD)
+    assert in_heap(heap, MIB + 4096 - OVERHEAD - 1)
+    first = heap.malloc(8 * MIB)
+    heap.free(heap.malloc(2 * MIB))
+    heap.free(heap.malloc(2 * MIB - KIB))  # below the threshold now
+    assert in_heap(heap, 2 * MIB)
+    heap.free(first)
+    assert in_heap(heap, 8 * MIB)
+
+
+@pytest.mark.parametrize(("size", "raises"), [(32 * MIB, True), (32 * MIB + 1, False)])
+def test_the_largest_map_that_raises_the_threshold_has_32_mib(size: int, raises: bool) -> None:
+    heap = Heap()
+    heap.free(heap.malloc(size))
+    assert in_heap(heap, 16 * MIB) is raises
+
+
+@pytest.mark.parametrize(("reuses", "added"), [(False, 16), (True, OVERHEAD)])
+def test_blocks_follow_each_other_with_what_malloc_adds(reuses: bool, added: int) -> None:
+    heap = Heap(reuses=reuses)
+    first, second, third = (heap.malloc(size) for size in (1000, 2000, 3000))
+    assert (first.address, first.size) == (0, 1000 + added)
+    assert (second.address, third.address) == (1000 + added, 3000 + 2 * added)
+
+
+def test_the_top_keeps_128_kib_if_it_is_trimmed() -> None:
+    heap = Heap()
+    heap.free(heap.malloc(MIB))  # trims from 2 MiB on
+    kept = written(heap, 4096 - 16)
+    chunks = [written(heap, MIB - 16) for _ in range(2)]
+    heap.free(chunks[1])
+    assert heap.pages.nbytes == 4096 + 2 * MIB
+    heap.free(chunks[0])  # exactly 2 MiB
+    assert heap.pages.nbytes == 4096 + 128 * KIB
+    heap.trim()
+    assert heap.pages.nbytes == 4096
+    heap.free(kept)
+    heap.trim()
+    assert heap.pages.nbytes == 0
+
+
+def test_a_top_just_below_the_threshold_is_not_trimmed() -> None:
+    heap = Heap()
+    heap.free(heap.malloc(MIB))
+    written(heap, 4096 - 16)
+    chunks = [written(heap, size - 16) for size in (MIB, MIB - 4096)]
+    for chunk in reversed(chunks):
+        heap.free(chunk)
+    assert heap.pages.nbytes == 2 * MIB
+
+
+def test_the_smallest_hole_that_fits_is_taken_and_of_equals_the_lowest() -> None:
+    heap = Heap()
+    heap.free(heap.malloc(8 * MIB))
+    holes = []
+    for size in (3 * MIB, 2 * MIB, 2 * MIB):
+        holes.append(heap.malloc(size))
+        heap.malloc(KIB)
+    for hole in reversed(holes):
+        heap.free(hole)
+    assert heap.malloc(MIB).address == holes[1].address
+    assert heap.malloc(3 * MIB - OVERHEAD + 16).address == holes[0].address  # it fits exactly
+    assert heap.malloc(2 * MIB - OVERHEAD + 17).address > holes[2].address  # by one byte not
+
+
+def test_the_rest_of_a_hole_at_the_top_is_the_last_chunk() -> None:
+    heap = Heap(pinned=True)
+    heap.free(heap.malloc(8 * MIB))
+    hole = heap.malloc(4 * MIB)
+    heap.free(hole)
+    first = heap.malloc(MIB)
+    heap.free(first)  # joins the rest of the hole
+    assert heap.malloc(4 * MIB - OVERHEAD).address == 0

@@ -14,7 +14,7 @@ from leftovers import lives, wait_until
 from scripts import JOB
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import command, process, process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
@@ -266,3 +266,37 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
         assert other.poll() is None
         process_tree.end(living)
         assert other.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "name"),
+    [
+        (Exit(0), 0, ""),
+        (Exit(3), 3, ""),
+        (Exit(None, signal=9), 137, "SIGKILL"),
+        (Exit(None, signal=15), 143, "SIGTERM"),
+        (Exit(None, signal=40), 168, "signal 40"),  # a real-time signal has no name
+        (Exit(None, still_runs=True), None, ""),
+    ],
+)
+def test_an_exit_as_a_shell_tells_it(ended: Exit, code: int | None, name: str) -> None:
+    assert (ended.shell_code, ended.signal_name) == (code, name)
+
+
+def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = LocalRunning(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
+    running.channel.send(b"\n")
+    pid = daemon(tmp_path)
+    assert running.wait(20) == Exit(0)
+    close = running.channel.close
+
+    def stays() -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(running.channel, "close", stays)
+    with pytest.raises(StillRunning, match=f"process {running.pid}, does not end"):
+        running.close()
+    wait_until(lambda: not lives(pid), "the daemon lives on")
+    close()

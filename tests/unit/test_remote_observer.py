@@ -158,3 +158,46 @@ def test_a_limit_that_was_lifted_on_request_is_no_escape(channel: Channel) -> No
     observer.raise_limit()
     assert observer.look().escape == ""
     observer.stop()
+
+
+def test_lines_that_are_no_events_are_left_out(channel: Channel, observer: InsideObserver) -> None:
+    channel.lines.put(b"Segmentation fault")
+    channel.lines.put(samples(SAMPLE))
+    assert observer.look() == LOOK
+    assert observer.stop() == [Sample(*SAMPLE)]
+
+
+def test_a_limit_is_lifted_by_the_engine_once_for_each_request(channel: Channel) -> None:
+    lifted: list[int] = []
+    observer = InsideObserver(channel, lambda: lifted.append(1))
+    observer.look()
+    assert lifted == []
+    observer.raise_limit()
+    assert lifted == [1]
+    observer.stop()
+
+
+def test_a_watcher_that_killed_nobody_leaves_the_kill_to_the_engine(
+    channel: Channel, observer: InsideObserver
+) -> None:
+    answers = channel.answers
+    assert answers
+    channel.answers = lambda word: (
+        encode_event({"event": "kill", "answer": 0}).rstrip()
+        if word == b"kill\n"
+        else answers(word)
+    )
+    assert observer.kill() is False
+    channel.answers = answers
+    assert observer.kill() is True
+
+
+def test_what_the_other_processes_of_a_cell_held_is_the_watchers_word(channel: Channel) -> None:
+    end = ANSWERS[b"end\n"] | {"others": [3, 400]}
+    channel.answers = lambda word: encode_event(
+        {"event": word.decode().strip(), "answer": end}
+    ).rstrip()
+    observer = InsideObserver(channel, lambda: None)
+    assert observer.others == (0, 0)
+    observer.stop()
+    assert observer.others == (3, 400)

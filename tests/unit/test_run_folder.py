@@ -51,6 +51,23 @@ def test_each_record_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert synced == [str(tmp_path / run_folder.RECORDS), str(tmp_path)]
 
 
+def test_a_record_that_cannot_be_synced_is_taken_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run / run_folder.RECORDS
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(RecordError):
+        patched.setattr(os, "fsync", full)
+        run_folder.append(run, mixed_run()[3])
+    assert path.read_bytes() == before
+    run_folder.append(run, mixed_run()[3])
+    assert run_folder.read(run).results == tuple(mixed_run()[:4])
+
+
 def test_records_of_schema_1_are_still_read(tmp_path: Path) -> None:
     shutil.copy(FIXTURE, tmp_path / run_folder.RECORDS)
     results = run_folder.read(tmp_path).results

@@ -116,6 +116,9 @@ def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> Non
     [
         ({"ram_limit_bytes": None}, "cold docker ram=none"),
         ({"cache": "warm", "isolation": "cgroup"}, "warm cgroup ram=8GiB"),
+        ({"vram_limit_bytes": 2**30}, "cold docker ram=8GiB vram=1GiB"),
+        ({"ram_high_bytes": 2**30}, "cold docker ram=8GiB ram_high=1GiB"),
+        ({"operation": "save"}, "cold docker ram=8GiB operation=save"),
         ({"passes": 0}, "cold docker ram=8GiB passes=0"),
         ({"passes": 2}, "cold docker ram=8GiB passes=2"),
         ({"passes": 0, "use": "fork"}, "cold docker ram=8GiB use=fork"),

@@ -106,11 +106,11 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
             _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
     defaults: Defaults = {}
     for name, params in options.items():
-        values = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
-        values += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
+        given = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
+        given += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
         defaults[name] = {
             param.name or "": _value(param, value, f"{path}: {place}.{key}", path.parent)
-            for place, key, value in values  # a verb's own values come last, and override
+            for place, key, value in given  # a verb's own values come last, and override
             if (param := params.get(_normal(key)))
         }
     return defaults

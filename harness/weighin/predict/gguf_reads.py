@@ -101,6 +101,7 @@ def _values(
                 copied = torch.empty(shapes[target], dtype=torch.float32)
                 ledger.write(copied)
                 made[target] = copied if dtype is None else copied.to(dtype)
+                del copied  # transformers has only the converted tensor now
     return made
 
 

@@ -107,23 +107,34 @@ class DockerIsolation:
         Raises:
             IsolationUnavailable: the engine refused a request.
         """
+        inside, binds = place(job)
+        worker = (PYTHON, "-P", "-m", "weighin.worker")
+        running = self._start(worker, job.cell, binds, job.throttled_device)
+        running.channel.send(encode_job(inside))
+        return running
+
+    def _start(
+        self,
+        command: Sequence[str],
+        cell: Cell,
+        binds: Sequence[Bind] = (),
+        throttled_device: str = "",
+    ) -> DockerRunning:
+        """Start ``command`` in place of the worker, in a container with the limits of ``cell``."""
         if self._image is None:
             self.prepare()
-        assert self._image is not None
-        inside, binds = place(job)
-        client, cell = self._client, job.cell
-        environment = host_config.worker_environment(environment_inside(cell.environment))
-        host = host_config.of_worker(client, self._info, binds, cell, job.throttled_device)
+        client = self._client
+        host = host_config.of_worker(client, self._info, binds, cell, throttled_device)
         with self._new_container() as name, contextlib.ExitStack() as opened:
             container = client.create_container(
                 self._image,
-                ["sh", "-c", KEEPER, "weighin", PYTHON, "-P", "-m", "weighin.worker"],
+                ["sh", "-c", KEEPER, "weighin", *command],
                 name=name,
                 host_config=host,
                 stdin_open=True,
                 user=host_config.user(self._info),
                 working_dir="/tmp",  # noqa: S108 (inside the container)
-                environment=environment,
+                environment=host_config.worker_environment(environment_inside(cell.environment)),
                 labels=owner_labels() | {"weighin.cell": cell.id},
             )["Id"]
             # Attached before the start, so that no output is lost.
@@ -145,7 +156,6 @@ class DockerIsolation:
                 known_exit=known_exit,
             )
             opened.pop_all()
-        channel.send(encode_job(inside))
         return running
 
     def start_command(
