@@ -81,9 +81,7 @@ def test_the_measured_part_of_a_run_that_is_not_complete_is_judged_too(
     assert [line.what for line in whole.lines] == ["cells", *budgets[1:], BUDGET]
     part = check(measured, None, extra_budgets=budgets, expected=["lost=timeout"], partial=True)
     assert [line.what for line in part.lines] == [budgets[2], BUDGET]
-    assert part.notes[1:] == tuple(
-        note for note in part.notes if "1 of 2 cells measured" in note
-    )
+    assert part.notes[1:] == tuple(note for note in part.notes if "1 of 2 cells measured" in note)
     assert "lost=timeout" in part.notes[0]
 
 

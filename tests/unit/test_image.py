@@ -221,13 +221,13 @@ def test_a_build_whose_wheels_cannot_be_written(
 def test_the_wheels_fit_the_python_of_the_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def run(_client: object, image: str, python: str, _code: str) -> str:
-        asked.append((image, python))
+    def run(_client: object, base: str, python: str, _code: str) -> str:
+        asked.append((base, python))
         return "3.9.2 aarch64 glibc 2.31"
 
-    monkeypatch.setattr(image_build, "run_python", run)
+    monkeypatch.setattr(image, "run_python", run)
     client: Any = object()
-    assert image_build.probe(client, "base") == wheels.Target("3.9.2", "aarch64", 31)
+    assert image.probe(client, "base") == wheels.Target("3.9.2", "aarch64", 31)
     assert asked == [("base", "python3")]
 
 
@@ -293,7 +293,12 @@ def test_a_package_is_fetched_however_a_strategy_spells_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[Sequence[str]] = []
-    monkeypatch.setattr(wheels, "_run", lambda command, *_: (commands.append(command) or 0, ""))
+
+    def run(command: Sequence[str], *_: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, ""
+
+    monkeypatch.setattr(wheels, "_run", run)
     target = wheels.Target("3.11", "x86_64", 36)
     pins = ("my-fancy-pkg==1.0", "torch==2.13.0", "unasked==3.0")
     wheels.download(pins, target, tmp_path, lambda _: None, ("My.Fancy_Pkg",))

@@ -158,9 +158,9 @@ class Isolation(Protocol):
     def check(self) -> None:
         """Raise IsolationUnavailable, with a repair, if this isolation does not work on this machine."""
 
-    def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
-        """Do slow work that all cells share, such as building an image; call ``progress`` at each step."""
-        return None  # workers on this machine share no such work
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
+        """Do slow work that all cells share, such as building an image; report each step to ``_progress``."""
+        return  # workers on this machine share no such work
 
     def added_code(self, _job: Job, /) -> list[str]:
         """Return a line for each installed package that the isolation mounts for a worker.

@@ -45,7 +45,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             install.upgrade(),
         )
     try:
-        parsed: _T = _adapter(kind).validate_json(
+        parsed: _T = _adapter(kind).validate_json(  # type: ignore[arg-type]
             text if _is_clean(text) else to_json(clean(value)), strict=True
         )
     except ValidationError as error:

@@ -45,7 +45,7 @@ from weighin.isolation.docker.image import (
     ensure_image,
     find_image,
 )
-from weighin.isolation.docker.mounts import environment_inside, place
+from weighin.isolation.docker.mounts import Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
 from weighin.protocol import encode_job
