@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -100,13 +101,19 @@ def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
     changed = [
         Path(name).name
         for name in differing.decode().split()
-        if (then := _git(root, "show", f"{commit}:./{name}")) is None
-        or sources.digest_of_code(then) != sources.digest_of_code((root / name).read_bytes())
+        if _digest_then(root, commit, name) != sources.digest_of_file(root / name)
     ]
     if not changed:
         return ""
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     return f"{', '.join(changed[:_NAMED])}{more} changed"
+
+
+@cache
+def _digest_then(root: Path, commit: str, name: str) -> str | None:
+    """Return the hash of a file's code at a commit; None if the file did not exist."""
+    then = _git(root, "show", f"{commit}:./{name}")
+    return None if then is None else sources.digest_of_code(then)
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:

@@ -64,7 +64,7 @@ def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
     """
     try:
         lines = sorted(
-            f"{_name(path)}\0{_digest_of_code(path, path.stat().st_mtime_ns)}\n"
+            f"{_name(path)}\0{digest_of_file(path)}\n"
             for path in (*deciding(strategy, cell), *([Path(own_use)] if own_use else []))
         )
     except (OSError, SyntaxError, ValueError):
@@ -90,8 +90,13 @@ def _digest(path: Path, _changed_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def digest_of_file(path: Path) -> str:
+    """Return ``digest_of_code`` of a file."""
+    return _digest_of_file(path, path.stat().st_mtime_ns)
+
+
 @cache
-def _digest_of_code(path: Path, _changed_ns: int) -> str:
+def _digest_of_file(path: Path, _changed_ns: int) -> str:
     return digest_of_code(path.read_bytes())
 
 
