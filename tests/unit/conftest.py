@@ -10,7 +10,7 @@ from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
 from weighin import child_process
-from weighin.formats import late_disk
+from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
 
@@ -50,4 +50,4 @@ def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     quick = [TimedRead(4096, 60_000)]
     monkeypatch.setattr(disk_readers, "first_reads", lambda *_: iter(quick))
-    monkeypatch.setattr(late_disk, "LATE_S", inf)
+    monkeypatch.setattr(parallel_headers, "LATE_S", inf)

@@ -16,7 +16,7 @@ from weighin.report import exports
 from weighin.report.html_page import render
 from weighin.report.rows import series
 from weighin.report.sections import terminal_table
-from weighin.report.summary import paragraphs
+from weighin.report.sentences import paragraphs
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
 from weighin.result import Result

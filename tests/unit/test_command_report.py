@@ -23,7 +23,7 @@ from weighin.report import (
     html_page,
     peaks_plot,
     sections,
-    summary,
+    sentences,
     survival,
     survival_plots,
     timeline,
@@ -155,7 +155,7 @@ def test_a_terminal_of_80_columns_keeps_needs_and_peak() -> None:
 
 def test_the_summary_in_words() -> None:
     results = two()
-    assert summary.paragraphs(series(results), results) == [
+    assert sentences.paragraphs(series(results), results) == [
         "Without a RAM limit, the only command that was tried, train.py, works. train.py is done in"
         " 3.00 s.",
         "With 600 MiB of RAM, the only command that was tried, train.py, does not work. Killed by the"
@@ -166,7 +166,7 @@ def test_the_summary_in_words() -> None:
 def test_a_failed_command_is_named() -> None:
     failed = make_ran(outcome=Outcome.COMMAND_FAILED, message="exit code 3", exit_code=3)
     assert "command_failed: exit code 3" in markdown([failed])
-    assert "Failed: train.py." in summary.paragraphs(series([failed]), [failed])[0]
+    assert "Failed: train.py." in sentences.paragraphs(series([failed]), [failed])[0]
 
 
 def test_the_csv_and_the_json_have_no_columns_of_loads() -> None:

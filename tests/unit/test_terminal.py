@@ -26,7 +26,7 @@ from weighin.records import run_folder
 from weighin.report import html_page
 from weighin.report.rows import series
 from weighin.report.sections import terminal_table
-from weighin.report.summary import paragraphs
+from weighin.report.sentences import paragraphs
 from weighin.report.tables import text_tables
 from weighin.report.writing import write_markdown
 from weighin.result import Result

@@ -50,7 +50,7 @@ from weighin.formats import (
     tensorizer,
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
-from weighin.formats.heads import remembering
+from weighin.formats.first_bytes import remembering
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection

@@ -22,7 +22,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import folder_index, pt
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
-from weighin.formats.late_disk import map_files
+from weighin.formats.parallel_headers import map_files
 from weighin.formats.unknown_file import shown
 
 NAME = "per_module"

@@ -21,7 +21,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice, row_major
 from weighin.formats.bounded_json import no_duplicates
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, is_sizes
-from weighin.formats.heads import read_start
+from weighin.formats.first_bytes import read_start
 from weighin.formats.recognise import is_safetensors
 from weighin.formats.unknown_file import (
     AGAIN,

@@ -30,8 +30,8 @@ from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.late_disk import map_files
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.parallel_headers import map_files
 from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import broken_link, is_file, shown
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.heads import read_head
+from weighin.formats.first_bytes import read_head
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.formats.recognise import by_content
 from weighin.text import one_line

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.late_disk import is_late, read_headers
+from weighin.formats.parallel_headers import is_late, read_headers
 from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
 from weighin.formats.unknown_file import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 

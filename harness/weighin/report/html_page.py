@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighin import __version__
-from weighin.report import captions, operations, sections, summary
+from weighin.report import captions, operations, sections, sentences
 from weighin.report.html import bars, facts, scatter, table, timelines
 from weighin.report.rows import has, series
 from weighin.result import Result
@@ -36,7 +36,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
         .get_template("report.html")
         .render(
             title=captions.title(rows) if rows else "A run without cells",
-            paragraphs=summary.paragraphs(rows, results),
+            paragraphs=sentences.paragraphs(rows, results),
             shared=captions.shared(rows, results),
             sections=[part for part in parts if part[0] != sections.FIGURES],
             explained=[part for part in parts if part[0] == sections.FIGURES],

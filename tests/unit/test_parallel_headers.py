@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin import formats
-from weighin.formats import late_disk, zip_directory
-from weighin.formats.late_disk import read_headers
+from weighin.formats import parallel_headers, zip_directory
+from weighin.formats.parallel_headers import read_headers
 from weighin.loader import disk_readers, fill
 from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
 from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
@@ -244,15 +244,15 @@ def test_headers_that_cannot_be_read_at_once_are_left_to_a_later_read(tmp_path: 
 
 def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(5, timeout=60)
-    times = itertools.count(0.0, late_disk.LATE_S)
-    monkeypatch.setattr("weighin.formats.late_disk.time.monotonic", lambda: next(times))
+    times = itertools.count(0.0, parallel_headers.LATE_S)
+    monkeypatch.setattr("weighin.formats.parallel_headers.time.monotonic", lambda: next(times))
 
     def wait(number: int) -> int:
         return number and together.wait() + 1
 
-    assert sorted(late_disk.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr("weighin.formats.late_disk.time.monotonic", lambda: 0.0)
-    names = late_disk.map_files(lambda _: threading.current_thread().name, range(6))
+    assert sorted(parallel_headers.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr("weighin.formats.parallel_headers.time.monotonic", lambda: 0.0)
+    names = parallel_headers.map_files(lambda _: threading.current_thread().name, range(6))
     assert set(names) == {threading.current_thread().name}
 
 

@@ -7,7 +7,7 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 
 from weighin.report.rows import series
-from weighin.report.summary import paragraphs
+from weighin.report.sentences import paragraphs
 from weighin.result import Faults, Outcome
 
 GIB = 1024**3
