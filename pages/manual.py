@@ -33,11 +33,14 @@ _COMPLETION = (
 )
 
 _ENVIRONMENT = {
-    "WEIGHIN_CACHE": "Folder for generated checkpoints and the calibration. Default: the user's cache folder.",
+    "WEIGHIN_CACHE": "Folder for the checkpoints that weighin generates, and for the figures of"
+    " `weighin doctor --calibrate`. Default: the user's cache folder.",
     "WEIGHIN_BASE_IMAGE": "Base image of the Docker image that weighin builds.",
-    "WEIGHIN_LOCK": "File that a run locks while it measures, so that a machine measures one run at a time. A run removes the"
-    " cgroups and containers of killed runs that locked the same file.",
-    "TMPDIR": "Folder to which measured saves write their checkpoints.",
+    "WEIGHIN_LOCK": "File that a run of weighin locks while it measures, so that only one run at"
+    " a time measures on a machine. A run removes the cgroups and containers of killed runs that"
+    " locked the same file.",
+    "TMPDIR": "Folder into which the measured processes of `weighin bench --operation save` write"
+    " their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",
 }
 
@@ -91,13 +94,14 @@ def _sections() -> Iterator[str]:
     """Yield the sections for all verbs: settings, exit codes, environment, shell completion."""
     yield '.SH "SETTINGS"'
     yield _text(
-        "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above it,"
-        " holds defaults of options. The file must belong to this user, root or the folder's owner."
-        " Keys are the options' long names. [tool.weighin] applies to"
-        " bench, floor, predict and recommend; [tool.weighin.VERB] applies to one verb and overrides"
-        " [tool.weighin]. The command line overrides both tables. Paths are relative to the file's"
-        " folder. Options that allow or confirm something (--trust, --update, --expect-failures,"
-        " --yes) are accepted only on the command line."
+        "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above"
+        " it, holds defaults of options. weighin ignores a pyproject.toml that belongs neither to"
+        " this user, nor to root, nor to the owner of the current folder. The keys in these"
+        " tables are the long names of options. [tool.weighin] applies to bench, floor, predict"
+        " and recommend; [tool.weighin.VERB] applies to one verb and overrides [tool.weighin]."
+        " The command line overrides both tables. A relative path in pyproject.toml starts at the"
+        " folder of that file. Options that allow or confirm something (--trust, --update,"
+        " --expect-failures, --yes) are accepted only on the command line."
     )
     yield from _literal("", _SETTINGS.splitlines())
     yield '.SH "EXIT STATUS"'

@@ -61,7 +61,7 @@ VERBS = {
         ],
     ),
     ("floor",): (
-        "Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.",
+        "Find the smallest RAM limit under which each strategy loads a model, and measure that load.",
         [
             "weighin floor gpt2-medium",
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
@@ -126,7 +126,7 @@ VERBS = {
         ],
     ),
     ("predict",): (
-        "Predict the memory of loads; a prediction needs no GPU, no weights and little memory.",
+        "Predict the memory of loading a model, without a GPU, without weights and with little memory.",
         [
             "weighin predict gpt2-xl",
             "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",

@@ -39,9 +39,10 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_HELP = (
-    "A model of `weighin list models`, or your own model. Your own model is the path of a Hugging Face"
-    " folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a folder), a"
-    " builder, or from:CHECKPOINT (see --model). ./NAME is always a path. Default: gpt2-small."
+    "A model of `weighin list models`, or your own model. Your own model is the path of a Hugging"
+    " Face folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a"
+    " folder), a builder, or from:CHECKPOINT (see --model). weighin always takes ./NAME as a"
+    " path, never as the name of a model. Default: gpt2-small."
 )
 
 model_option = click.option(
@@ -49,16 +50,17 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="The model, instead of the argument MODEL. A builder is package.module:callable or"
-    " path/nets.py:callable (weighin also looks for modules in the current folder and on PYTHONPATH)."
-    " from:CHECKPOINT is a model that has the checkpoint's tensors and needs no code. The path of a"
-    " checkpoint that is not a Hugging Face folder means from:PATH.",
+    help="The model to measure or inspect; --model NAME means what the argument MODEL means. A"
+    " builder is package.module:callable or path/nets.py:callable (weighin also looks for modules"
+    " in the current folder and on PYTHONPATH). from:CHECKPOINT is a model without code: weighin"
+    " makes it from the names and shapes of the checkpoint's tensors. If the path of a checkpoint"
+    " is given, and the path is not a Hugging Face folder, weighin takes it as from:PATH.",
 )
 kwargs = click.option(
     "--kwargs",
     metavar="JSON",
     default="{}",
-    help="Arguments of the model's builder, as a JSON object.",
+    help="Arguments with which weighin calls the model's builder, as a JSON object.",
 )
 
 
@@ -71,16 +73,18 @@ selection = several(
         "--key",
         default="",
         metavar="KEY",
-        help="The key of the state dict in a checkpoint that holds other objects too, such as"
-        " --key model, or --key state.model for a dict in a dict. Default: the checkpoint itself is"
-        " the state dict.",
+        help="The key under which a training checkpoint holds the model's weights (state dict),"
+        " beside other objects such as an optimizer. Example: --key model; for a dict in a dict:"
+        " --key state.model. Default: no key, because the whole checkpoint is the model's state"
+        " dict.",
     ),
     click.option(
         "--strip-prefix",
         default="",
         metavar="PREFIX",
-        help="The prefix to remove from the tensor names in the checkpoint, such as"
-        " --strip-prefix module. or --strip-prefix _orig_mod.",
+        help="A prefix that the tensor names in the checkpoint have and the model's names lack;"
+        " weighin removes the prefix. Example: --strip-prefix module. or --strip-prefix"
+        " _orig_mod.",
     ),
 )
 model = several(
@@ -114,9 +118,9 @@ isolation = click.option(
     "--isolation",
     default="auto",
     metavar="NAME",
-    help="The isolation of the measured processes: docker, cgroup or process. auto takes the first of"
-    " these three that works on this machine and can enforce the limits. Only docker and cgroup can"
-    " enforce a RAM limit.",
+    help="The isolation of the measured processes: docker, cgroup or process. auto tries docker,"
+    " then cgroup, then process, and takes the first isolation that works on this machine and can"
+    " enforce the limits of the run. Only docker and cgroup can enforce a RAM limit.",
 )
 device = click.option(
     "--device",
@@ -128,16 +132,16 @@ dtype = click.option(
     "--dtype",
     default="auto",
     metavar="DTYPE",
-    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16 or auto."
-    " auto is the dtype in config.json for a Hugging Face folder or a built-in model of transformers,"
-    " and float32 for any other model.",
+    help="The dtype that the model's floating-point tensors have after the load: float32, bf16,"
+    " fp16 or auto. With auto, a Hugging Face folder or a built-in model of transformers gets the"
+    " dtype in its config.json, and any other model gets float32.",
 )
 formats = click.option(
     "--format",
     "fmt",
     metavar="NAMES",
-    help="Checkpoint formats, comma-separated. Default: the first format that each strategy"
-    " declares.",
+    help="Formats in which the checkpoint is measured, comma-separated. Default: for each"
+    " strategy, the first format in the strategy's constant FORMATS.",
 )
 seed = click.option("--seed", default=0, metavar="N", help="Seed of the generated weights.")
 environment = click.option(
@@ -165,16 +169,19 @@ ranks = click.option(
 trust = click.option(
     "--trust",
     is_flag=True,
-    help="Run the builders and strategies that the files of the run name, even if the code of a"
-    " builder or strategy belongs neither to weighin nor to an installed package.",
+    help="Allow a resumed or checked run to execute the code of builders and strategies that the"
+    " run's files name. Without --trust, weighin executes such code only if the code belongs to"
+    " weighin or to an installed package, because the files of another person's run could name"
+    " harmful code.",
 )
 folder_choice = several(
     click.option(
         "--variant",
         default="",
         metavar="NAME",
-        help="The variant of a Hugging Face folder's weights: fp16 for model.fp16.safetensors."
-        " Default: the weights without a variant in the file name.",
+        help="The variant of a Hugging Face folder's weights to load, which is a part of the"
+        " file's name: --variant fp16 loads model.fp16.safetensors. Default: the file of weights"
+        " whose name contains no variant, such as model.safetensors.",
     ),
     click.option(
         "--revision",
@@ -189,8 +196,9 @@ folder_choice = several(
         default="",
         metavar="CLASS",
         help="The class of transformers with which to load a Hugging Face folder, for example"
-        " BertModel or AutoModelForCausalLM. Default: the class in config.json; if config.json names"
-        " no class, the class that AutoModel takes.",
+        " BertModel or AutoModelForCausalLM. Default: the class that config.json names; if"
+        " config.json names no class, the class that transformers' AutoModel chooses for the"
+        " model type.",
     ),
     click.option(
         "--trust-remote-code",
@@ -205,8 +213,8 @@ adapter = click.option(
     "--adapter",
     default="",
     metavar="FOLDER",
-    help="A folder with a LoRA adapter that peft saved. weighin merges the adapter into the weights of"
-    " the Hugging Face folder or GGUF file.",
+    help="A folder with a LoRA adapter that peft saved. Before the load, weighin merges this"
+    " adapter into the weights of the Hugging Face folder or GGUF file.",
 )
 base_image = click.option(
     "--base-image",
@@ -221,26 +229,28 @@ mounts = click.option(
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="Mount this file or folder in Docker containers, read-only and at the same path, because the"
-    " model or the command reads it. Repeatable.",
+    help="A file or folder that the model or the command reads. In Docker containers, weighin"
+    " mounts the file or folder read-only, at the path that it has on this machine. Repeatable.",
 )
 wait = click.option(
     "--wait",
     is_flag=True,
-    help="If another run is measuring on this machine, wait for its end instead of exiting with"
-    " code 4.",
+    help="If another run of weighin is measuring on this machine, wait for the end of that run."
+    " Without --wait, weighin exits with code 4.",
 )
 resume = click.option(
     "--resume",
     type=PATH,
     metavar="FOLDER",
-    help="Continue the stopped run in this folder at its first cell without a record.",
+    help="Continue a run that was stopped before its end: weighin measures those cells of the run"
+    " in this folder that have no result yet.",
 )
 shard = click.option(
     "--shard",
     metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
-    " joins the runs of all shards.",
+    help="Measure only every N-th cell of the plan, beginning with the I-th cell: --shard 2/8"
+    " measures cells 2, 10, 18, and so on. When all N shards are measured, `weighin merge` joins"
+    " their runs into one run.",
 )
 markdown = click.option(
     "--markdown",
@@ -252,8 +262,8 @@ json = click.option(
     "--json",
     "json_file",
     metavar="FILE",
-    help="Write the result as JSON to this file. With -, write JSON instead of tables to standard"
-    " output.",
+    help="Write the result as JSON to this file. With --json -, weighin writes the JSON to"
+    " standard output, and prints no tables.",
 )
 
 command = click.argument(
@@ -267,17 +277,21 @@ image = click.option(
     "--image",
     default="",
     metavar="IMAGE",
-    help="Run the command in a container of this image, as docker run does: after the image's"
-    " entrypoint, and with the Docker engine's network. The container sees the current folder at the"
-    " same path as here, and runs as this user. Of this environment, the container gets only TERM; --env"
-    " sets further variables. Default with --isolation docker: weighin's own image, which has torch.",
+    help="Run the command in a container of this Docker image, as docker run does: the image's"
+    " entrypoint gets the command as its arguments, and the container uses the Docker engine's"
+    " network. In the container, the current folder has its path on this machine, and the command"
+    " runs with the id of the user who started weighin. Of the environment variables of the"
+    " shell, the container gets only TERM; --env sets further variables. With --isolation docker"
+    " and without --image, the command runs in weighin's own image, which contains torch.",
 )
 cold = click.option(
     "--cold",
     multiple=True,
     metavar="PATH",
-    help="A file or folder to drop from the page cache before each start. Without this option, the"
-    " kernel does not charge pages to the command that another program has read. Repeatable.",
+    help="A file or folder that weighin drops from the page cache before each start of the"
+    " command. Without --cold, pages that another program has read before are missing in the"
+    " command's figures, because the kernel charges a page to the program that read it first."
+    " Repeatable.",
 )
 label = click.option(
     "--name", "label", default="", metavar="LABEL", help="The command's name in tables."
@@ -288,14 +302,16 @@ server = several(
         default="",
         metavar="REGEX",
         help="Measure the command as a server: weighin stops the server when a line of the output"
-        " contains this regular expression. All figures end at that line.",
+        " contains this regular expression. The figures cover the time from the command's start"
+        " to that line.",
     ),
     click.option(
         "--ready-url",
         default="",
         metavar="URL",
         help="Measure the command as a server: weighin stops the server when this address answers"
-        " a GET request with a status below 500. All figures end at that answer.",
+        " a GET request with a status below 500. The figures cover the time from the command's"
+        " start to that answer.",
     ),
     click.option(
         "--grace",
@@ -303,8 +319,8 @@ server = several(
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="Seconds between SIGTERM and SIGKILL, which weighin sends to a server that is ready and to"
-        " a process that still runs after the command's end.",
+        help="To end a server that is ready, or a process that outlives the command, weighin"
+        " sends SIGTERM, waits this number of seconds, and then sends SIGKILL.",
     ),
 )
 
@@ -313,22 +329,23 @@ engine = several(
         "--engine",
         default="local",
         metavar="NAME",
-        help="Where to measure: local means one cell after the other on this machine. ray means a Ray"
-        " cluster, with one cell at a time on each node that has the Ray resource weighin_slot.",
+        help="Where to measure. local: on this machine, one cell after the other. ray: on the"
+        " nodes of a Ray cluster that have the Ray resource weighin_slot, with one cell at a time"
+        " on each node.",
     ),
     click.option(
         "--address",
         metavar="ADDRESS",
-        help="The Ray cluster for --engine ray: HOST:PORT, or auto, which is the cluster of this"
-        " machine. Default: auto.",
+        help="The address of the Ray cluster for --engine ray: HOST:PORT, or auto for the cluster"
+        " that this machine belongs to. Default: auto.",
     ),
     click.option(
         "--label",
         "labels",
         multiple=True,
         metavar="KEY=VALUE",
-        help="With --engine ray, use only nodes with this label, such as"
-        " ray.io/accelerator-type=H100. Repeatable.",
+        help="With --engine ray, measure only on nodes of the cluster that have this label, such"
+        " as ray.io/accelerator-type=H100. Repeatable.",
     ),
 )
 
@@ -349,9 +366,9 @@ def use(default: str) -> Callable[[Any], Any]:
         "--use",
         default=default,
         metavar="NAMES",
-        help="Uses of the model after the load, comma-separated: names of `weighin list uses`, files"
-        " of your own (./mine.py) with a function use(model), or none. Each use gets cells of its"
-        " own.",
+        help="Uses of the model after the load, comma-separated: names of `weighin list uses`,"
+        " files of your own (./mine.py) with a function use(model), or none. Every strategy gets"
+        " separate results for each use.",
     )
 
 

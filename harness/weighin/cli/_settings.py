@@ -30,7 +30,7 @@ Defaults = dict[str, dict[str, Any]]
 
 
 def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the settings file with its defaults; without a settings file, (None, {}).
+    """Return the path of the settings file and the defaults that it holds; without a file, (None, {}).
 
     Raises:
         ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.

@@ -39,15 +39,17 @@ EXAMPLES = (
     "--ram",
     default="none",
     metavar="SIZES",
-    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none (no limit). Each limit gets cells of"
-    " its own.",
+    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none (no limit). Every strategy gets"
+    " separate results for each limit.",
 )
 @click.option(
     "--ram-high",
     default="none",
     metavar="SIZE",
-    help="Soft RAM limit (cgroup v2 only): above this size, the kernel throttles the measured process"
-    " and reclaims its memory. If the kernel can reclaim no memory, the process runs until --timeout.",
+    help="Soft RAM limit (cgroup v2 only): while the measured process has more memory than this"
+    " size, the kernel slows the process down and takes memory back from it, but does not kill"
+    " it. If the kernel can take no memory back from a process above its soft limit, the process"
+    " runs slowly until --timeout.",
 )
 @_options.strategies
 @click.option(
@@ -87,21 +89,23 @@ EXAMPLES = (
     "--storage",
     type=_options.PATH,
     metavar="FOLDER",
-    help="Put generated and converted checkpoints into this folder, on the disk to measure, instead of"
-    " weighin's cache (environment variable WEIGHIN_CACHE). Your own checkpoint stays where it is.",
+    help="Put the checkpoints that weighin generates or converts into this folder, so that the"
+    " run measures the folder's disk. Without --storage, these checkpoints lie in weighin's cache"
+    " (environment variable WEIGHIN_CACHE). --storage does not move a checkpoint of your own.",
 )
 @click.option(
     "--passes",
     default=1,
     metavar="N",
-    help="Number of forward passes of --use forward. A mapped model that is larger than the RAM limit"
-    " is read from the disk again in each pass.",
+    help="Number of forward passes of --use forward. More passes show the cost of a mapped model"
+    " that is larger than the RAM limit: each pass reads the weights from the disk again.",
 )
 @click.option(
     "--repeats",
     default=1,
     metavar="N",
-    help="Number of times to measure each cell. Repeats of different cells are interleaved.",
+    help="Number of times to measure each cell. weighin measures all cells once, then all cells"
+    " again, so that a disturbance does not hit all repeats of one cell.",
 )
 @_options.ranks
 @_options.environment
@@ -110,8 +114,8 @@ EXAMPLES = (
     "--vram",
     default="none",
     metavar="SIZES",
-    help="Limits on GPU memory, comma-separated: 8g, none (no limit). Each limit gets cells of its"
-    " own.",
+    help="Limits on GPU memory, comma-separated: 8g, none (no limit). Every strategy gets"
+    " separate results for each limit.",
 )
 @click.option(
     "--trace",
@@ -121,8 +125,9 @@ EXAMPLES = (
 @click.option(
     "--steady",
     is_flag=True,
-    help="Before each load, write to the machine's free memory and release it again, so that load"
-    " times vary less in virtual machines.",
+    help="Before each load, write to free memory of the machine, and then free that memory again."
+    " Load times then vary less in virtual machines, where the first access to a page takes"
+    " longer if the page has been free for some seconds.",
 )
 @_options.seed
 @_options.suite

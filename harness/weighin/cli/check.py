@@ -32,14 +32,15 @@ EXAMPLES = (
     type=_options.PATH,
     nargs=-1,
     required=True,
-    help="The folder of a run. Several folders count as one run with more repeats.",
+    help="The folder of a run. If you name several folders, weighin treats their runs as one run"
+    " with more repeats.",
 )
 @click.option(
     "--baseline",
     type=_options.PATH,
     metavar="FILE",
-    help="The YAML file of figures with which weighin compares the run. Commit this file to your"
-    " repository.",
+    help="The YAML file of figures with which weighin compares the run. Commit the baseline file"
+    " to your repository, so that later checks compare with the same figures.",
 )
 @click.option(
     "--update",
@@ -57,13 +58,15 @@ EXAMPLES = (
     "--expect",
     multiple=True,
     metavar="OUTCOMES",
-    help="Outcomes other than ok that are intended, as comma-separated STRATEGY=OUTCOME:"
-    " baseline=oom_killed.",
+    help="Outcomes other than ok with which a strategy is meant to end, comma-separated as"
+    " STRATEGY=OUTCOME: with baseline=oom_killed, the check passes if the kernel kills the"
+    " strategy baseline for lack of memory.",
 )
 @click.option(
     "--expect-failures",
     is_flag=True,
-    help="With --update: record the outcome of every cell that was killed or timed out as expected.",
+    help="With --update: if a cell (one measured load) was killed or timed out, write that"
+    " outcome into the baseline file as the expected outcome.",
 )
 @click.option(
     "--metrics",
@@ -75,14 +78,15 @@ EXAMPLES = (
 @click.option(
     "--partial",
     is_flag=True,
-    help="Judge the measured cells of a run that was stopped. Without this option, the check of an"
-    " incomplete run fails.",
+    help="Judge the measured cells of a run that was stopped. Without --partial, the check of a"
+    " run that was stopped before its end fails.",
 )
 @click.option(
     "--all",
     "show_all",
     is_flag=True,
-    help="Show all figures, not only those that differ from the baseline file.",
+    help="Show all figures of the run. Without --all, weighin shows only the figures that differ"
+    " from the baseline file.",
 )
 @click.option(
     "--github",

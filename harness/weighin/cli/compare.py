@@ -20,7 +20,7 @@ EXAMPLES = (
     type=_options.PATH,
     nargs=-1,
     required=True,
-    help="Folders of runs. Each later run is compared with the first run.",
+    help="Folders of runs. The tables compare each run with the first run on the command line.",
 )
 @click.option(
     "--by",

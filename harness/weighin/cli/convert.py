@@ -23,7 +23,8 @@ EXAMPLES = (
 @click.argument(
     "source",
     type=_options.PATH,
-    help="The checkpoint to convert, in any format; it stays unchanged.",
+    help="The checkpoint to convert, in any format that weighin reads. weighin does not change"
+    " the checkpoint.",
 )
 @click.argument(
     "target",
@@ -49,22 +50,23 @@ EXAMPLES = (
     default="5GiB",
     metavar="SIZE",
     help="Maximum size of a shard, such as 20MB or 2GiB (GB is 1000-based, GiB is 1024-based). A"
-    " tensor above this size gets a shard of its own.",
+    " tensor that is larger than this maximum gets a shard for itself.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Read the written checkpoint back and compare every tensor's checksum. weighin keeps the"
-    " checksums in a file beside the checkpoint, and a later `weighin convert` of the checkpoint"
-    " checks its input against this file.",
+    help="Read the written checkpoint back, and compare the checksum of every tensor with the"
+    " checksum of the values that were written. weighin writes the checksums into a file beside"
+    " the checkpoint. A later `weighin convert` of that checkpoint compares the values that it"
+    " reads with these checksums.",
 )
 @click.option(
     "--keys",
     type=click.Choice(["file", "model"]),
     default="file",
-    help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
-    " model of a Hugging Face folder, for which weighin stacks, joins and renames tensors as"
-    " from_pretrained does.",
+    help="The names that the written tensors get. file: the tensors keep the names in SOURCE."
+    " model: the tensors get the names in the model's state dict, and weighin stacks, joins and"
+    " renames the tensors of a Hugging Face folder as from_pretrained does.",
 )
 @_options.folder_choice
 @_options.adapter

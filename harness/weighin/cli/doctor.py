@@ -29,8 +29,9 @@ NO_LIMIT_EXIT = 3
 @click.option(
     "--clean",
     is_flag=True,
-    help="Also remove the leftovers of killed runs that used another lock file than this command"
-    " (environment variable WEIGHIN_LOCK).",
+    help="Also remove what killed runs left that used another lock file (environment variable"
+    " WEIGHIN_LOCK). Without --clean, weighin leaves such cgroups and containers alone, because a"
+    " run with another lock file may still be measuring.",
 )
 @_options.engine
 @_options.json
@@ -39,11 +40,11 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     In each isolation, a probe process allocates more memory than its limit, to test that the kernel
-    enforces the limit. The command also removes leftovers of killed runs, such as containers. The
-    exit code is 3 if no isolation enforces a limit.
+    enforces the limit. `weighin doctor` also removes what killed runs of weighin left, such as
+    containers. The exit code is 3 if no isolation enforces a limit.
 
-    With --engine ray, the command tests each node of the cluster. The exit code is then 3 if a node
-    cannot measure.
+    With --engine ray, `weighin doctor` tests each node of the Ray cluster. With --engine ray, the
+    exit code is 3 if a node of the cluster cannot measure.
     """
     from weighin.engines import base
 

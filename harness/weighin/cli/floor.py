@@ -44,16 +44,16 @@ _OF_MODELS = {
     "--within",
     default="1%",
     metavar="SHARE",
-    help="Precision of the floor: the search ends when the smallest limit that works is at most this"
-    " percentage above the largest limit that fails. A difference of 8 MiB (for a command: 1 MiB)"
-    " always suffices.",
+    help="Precision of the floor: the search ends when the smallest limit that works is at most"
+    " this percentage above the largest limit that fails. The search also ends when these two"
+    " limits differ by at most 8 MiB (for a command: 1 MiB).",
 )
 @click.option(
     "--thrashing",
     is_flag=True,
     help="Find the smallest limit under which the load ends at all, even if the load thrashes"
-    " (reads the same pages from the disk again and again). This search takes longer, because"
-    " weighin lets a thrashing load run until --timeout.",
+    " (reads the same pages from the disk again and again). A search with --thrashing takes"
+    " longer, because weighin lets a thrashing load run until --timeout.",
 )
 @_options.cold
 @_options.server
@@ -77,9 +77,10 @@ _OF_MODELS = {
 @_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
-    """Find the smallest RAM limit that each strategy survives as it loads a model, and measure that load.
+    """Find the smallest RAM limit under which each strategy loads a model, and measure that load.
 
-    With --use, the limit also suffices for what the program does with the model after the load.
+    With --use, the smallest limit also suffices for what the program does with the model after the
+    load.
 
     The search stops a load that is proven to thrash: for example, the load has read more than 3 times
     the model's size again, or has taken more than 10 times as long as without a limit.

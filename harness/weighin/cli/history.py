@@ -17,8 +17,9 @@ EXAMPLES = (
 @click.argument(
     "folder",
     type=_options.PATH,
-    help="The folder that contains the folders of runs, such as results. weighin does not read the"
-    " runs in the subfolder FOLDER/published; to read those runs, give that subfolder.",
+    help="The folder that contains the folders of runs, such as results. `weighin history` leaves"
+    " out the runs in the subfolder FOLDER/published; to show the runs there, give"
+    " FOLDER/published as FOLDER.",
 )
 @click.option(
     "--metric",
@@ -30,7 +31,8 @@ EXAMPLES = (
     "--series",
     default="",
     metavar="WORDS",
-    help="Show only series whose name contains all of these words, such as 'gpt2-xl streaming'.",
+    help="Show only those series that have all of these words in their name, such as 'gpt2-xl"
+    " streaming'.",
 )
 @click.option(
     "--out",

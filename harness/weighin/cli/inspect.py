@@ -27,7 +27,12 @@ EXAMPLES = (
 @click.option(
     "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
 )
-@click.option("--all", "show_all", is_flag=True, help="Show all tensors of a long list.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Show every tensor of the checkpoint, also if the list is long.",
+)
 @_options.folder_choice
 @_options.selection
 @_options.json
@@ -35,10 +40,11 @@ EXAMPLES = (
 def inspect(context: click.Context, /, **_: Any) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
-    For a path, the command reads no tensor data, executes no code from the checkpoint, and does not
-    import torch. For a built-in model or a builder, the command builds the model without values, and
-    lists the checkpoint that weighin would generate. For a folder of a diffusers pipeline, the command
-    lists the pipeline's parts and their sizes.
+    If MODEL is a path, `weighin inspect` reads no tensor data, executes no code from the
+    checkpoint, and does not import torch. For a built-in model or a builder, `weighin inspect`
+    builds the model without memory for its weights, and lists the tensors of the checkpoint that
+    `weighin bench` would generate. For a folder of a diffusers pipeline, `weighin inspect` lists
+    the parts of the pipeline, and the size of each part.
     """
     from rich.markup import escape
 

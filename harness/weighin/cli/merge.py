@@ -27,15 +27,16 @@ EXAMPLES = (
     type=_options.PATH,
     required=True,
     metavar="FOLDER",
-    help="The folder to write the new run into.",
+    help="The folder into which weighin writes the new run; the folder must not contain a run yet.",
 )
 @_options.json
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     """Join the records of several runs of one plan, such as its shards, into a new run.
 
     The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
-    measure cells that have no record yet. weighin refuses runs with different plans, and runs of which
-    two have a record of the same cell.
+    measure the cells of the plan for which no joined run has a record. `weighin merge` refuses runs
+    with different plans. It also refuses two runs that both measured the same cell, because it
+    cannot tell which record counts.
     """
     from weighin.run import merge as merging
 

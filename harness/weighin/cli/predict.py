@@ -64,15 +64,15 @@ _PREDICTED = {
 @click.option(
     "--phases",
     is_flag=True,
-    help="Show the predicted peaks of each phase, not only those of the whole load.",
+    help="Show the predicted peaks of each phase of the load, beside the peaks of the whole load.",
 )
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
-    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
+    """Predict the memory of loading a model, without a GPU, without weights and with little memory.
 
-    With --use, the predicted RAM floor also suffices for what the program does with the model after
-    the load.
+    With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for what
+    the program does with the model after the load.
 
     For a folder of a diffusers pipeline, weighin predicts each part, all parts loaded together, and
     all parts loaded one after the other.

@@ -39,14 +39,15 @@ NOTHING_FITS_EXIT = 1
     "--ram",
     default="none",
     metavar="SIZE",
-    help="Available RAM, such as 8g, 8Gi or 6500m; none for any amount.",
+    help="The RAM into which the load must fit, such as 8g, 8Gi or 6500m. none: the RAM is not"
+    " limited.",
 )
 @click.option(
     "--vram",
     default="none",
     metavar="SIZE",
-    help="Available GPU memory, such as 24g, not counting the memory of the CUDA context; none for"
-    " any amount.",
+    help="The GPU memory into which the model must fit, such as 24g, without the memory that the"
+    " CUDA context takes. none: the GPU memory is not limited.",
 )
 @_options.device
 @_options.dtype
@@ -60,38 +61,40 @@ NOTHING_FITS_EXIT = 1
     "--disk",
     default="none",
     metavar="RATE",
-    help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s; none for this"
-    " machine's own disk. weighin slows no disk down.",
+    help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s; none: the disk"
+    " of this machine. The option changes only what weighin predicts; weighin does not slow a"
+    " disk down.",
 )
 @click.option(
     "--disk-latency",
     default="none",
     metavar="TIME",
-    help="Assume that the checkpoint's disk answers each request after this time, such as 5ms;"
-    " none for this machine's own disk.",
+    help="Assume that the checkpoint's disk answers each request after this time, such as 5ms."
+    " none: the disk of this machine.",
 )
 @click.option(
     "--use",
     default="none",
     metavar="NAME",
-    help="What must fit into the memory after the load, too: a name of `weighin list uses`, such as"
-    " adamw for training; a file of your own (./mine.py) with a function use(model); or none, for the"
-    " load alone.",
+    help="What the program does with the model after the load, for which the memory must suffice,"
+    " too: a name of `weighin list uses`, such as adamw for training; or a file of your own"
+    " (./mine.py) with a function use(model). none: only the load must fit into the memory.",
 )
 @click.option(
     "--allow",
     default="resave,packages,weighin",
     metavar="NAMES",
-    help="What the recommended strategy may require, comma-separated: resave (the checkpoint in"
-    " another format), packages (other Python packages), weighin (this package); or none of the three.",
+    help="What the recommended strategy may require, comma-separated: resave (the checkpoint is"
+    " converted to another format first), packages (other Python packages are installed), weighin"
+    " (the package weighin is installed). none: none of the three.",
 )
 @click.option(
     "--results",
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="The folder that contains runs of this machine. weighin uses records of these runs in place"
-    " of predictions.",
+    help="The folder that contains runs of this machine. Where these runs have a record of a"
+    " load, `weighin recommend` uses the measured figures, and predicts nothing.",
 )
 @click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json
@@ -99,10 +102,12 @@ NOTHING_FITS_EXIT = 1
 def recommend(context: click.Context, /, **_: Any) -> None:
     """Recommend the fastest strategy that fits into the given memory, and show its code.
 
-    Memory and times come from records of this machine if there are any, otherwise from predictions.
+    The memory and times of a strategy come from the records of this machine (--results); without
+    such a record, weighin predicts them.
 
-    For a folder of a diffusers pipeline, weighin recommends a strategy for each part: once for parts
-    that stay in memory together, and once for parts that are loaded one after the other.
+    For a folder of a diffusers pipeline, weighin gives two recommendations for each part of the
+    pipeline: one if all parts stay in memory together, and one if the parts are loaded one after
+    the other.
     """
     from weighin.cli._progress import steps
     from weighin.recommend import answer
