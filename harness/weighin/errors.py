@@ -166,7 +166,8 @@ def extra(name: str, purpose: str) -> Iterator[None]:
         from weighin import install  # imported here to save a worker's memory
 
         raise ConfigError(
-            f"{purpose} needs {error.name}, which is not installed", install.command(name)
+            f"{purpose} needs the Python package {error.name}, which is not installed",
+            install.command(name),
         ) from None
 
 

@@ -274,15 +274,15 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "a web page in place of the file": (
         _bytes("model.safetensors", _PAGE),
-        r"an HTML page, not a checkpoint\nthe download link led to a web page",
+        r"an HTML page, not a checkpoint\ndownload the checkpoint again",
     ),
     "a pointer of git-lfs": (
         _bytes("model.safetensors", _POINTER),
-        r"a git-lfs pointer, not the checkpoint .*\nfetch the file itself: git lfs pull --include",
+        r"a git-lfs pointer, not the checkpoint .*\nfetch the checkpoint: git lfs pull --include",
     ),
     "a folder whose weights are a pointer of git-lfs": (
         _folder(model_st=_POINTER),
-        r"model.safetensors: a git-lfs pointer, .*\nfetch the file itself: git lfs pull --include",
+        r"model.safetensors: a git-lfs pointer, .*\nfetch the checkpoint: git lfs pull --include",
     ),
     "a file of zeros": (
         _bytes("model.safetensors", bytes(4096)),
@@ -326,8 +326,6 @@ LAYOUTS: Final = [
         "a folder whose config.json is a web page",
         GROUP,
         _folder(config_json=_PAGE),
-        refused(
-            r"config.json: an HTML page, not a checkpoint\nthe download link led to a web page"
-        ),
+        refused(r"config.json: an HTML page, not a checkpoint\ndownload the checkpoint again"),
     ),
 ]

@@ -219,7 +219,7 @@ LAYOUTS: Final = [
         GROUP,
         _pipeline,
         refused(
-            r"a diffusers pipeline of 3 models: unet .*give one of them; the largest: .*unet",
+            r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet",
             all_but("inspect", "predict", "recommend"),
         ),
         packages=PACKAGES,

@@ -141,7 +141,7 @@ LAYOUTS: Final = [
         "adapter_config.json beside a model",
         _ADAPTERS,
         _adapter,
-        refused("because peft is installed here", all_but("inspect")) if _has("peft") else {},
+        refused("peft is installed here", all_but("inspect")) if _has("peft") else {},
         notes={"inspect": "", "predict": "lies beside the model", "recommend": "lies beside the model"},
     ),
 ]  # fmt: skip

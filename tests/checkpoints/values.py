@@ -226,7 +226,7 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
 }
 
 _NOT_MEASURED: Final = refused(
-    r"torch.float4_e2m1fn_x2; torch neither copies nor converts such a tensor\nits loads cannot be measured",
+    r"torch.float4_e2m1fn_x2; torch can neither copy nor convert a tensor of this dtype\nits loads cannot be measured",
     all_but("inspect", "convert", "load"),
 )
 

@@ -27,7 +27,7 @@ RAISED = {
         ' "blocks.0.out.weight", "blocks.0.norm2.weight", "blocks.0.up.weight",'
         ' "blocks.0.down.weight", "blocks.1.norm1.weight", "blocks.1.qkv.weight", "blocks.1.o...'
     ),
-    "nests_phases": "RuntimeError: phase 'inner' begins inside 'bad': phases do not nest",
+    "nests_phases": "RuntimeError: phase 'inner' begins inside 'bad', but a phase cannot begin before the previous phase has ended",
     "exits": "SystemExit",
     "exits_with_a_word": "SystemExit: enough",
 }

@@ -264,7 +264,7 @@ def test_a_run_that_is_there_is_not_written_over(command: CommandLine) -> None:
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert ended.err == (
         "error: my run already contains a run\n"
-        "resume it: weighin bench --resume 'my run'; or name another folder with --out\n"
+        "to resume that run: weighin bench --resume 'my run'; for a new run, name another folder with --out\n"
     )
     assert (run / "records.jsonl").read_bytes() == records
 

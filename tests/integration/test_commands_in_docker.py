@@ -369,7 +369,10 @@ def test_ctrl_c_ends_a_program_on_a_terminal(command: CommandLine) -> None:
 def test_an_image_and_a_cgroup_contradict_each_other(command: CommandLine) -> None:
     ended = command.run("run", "--isolation", "cgroup", "--image", IMAGE, "--", "true")
     assert ended.code == 2
-    assert f"--image {IMAGE} needs a container, not --isolation cgroup" in ended.err
+    assert (
+        f"--image {IMAGE} is a Docker image, which needs --isolation docker, but the command line has --isolation cgroup"
+        in ended.err
+    )
 
 
 def test_the_image_of_weighin_has_torch(command: CommandLine, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
     assert head.endswith(name)
     assert head.count(": on (") == 1
     assert repair == (
-        "stop these nodes (ray stop) and start them with the monitor off:"
+        "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
         """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
     )
     assert not (command.folder / "run").exists()
@@ -175,8 +175,7 @@ def test_the_error_without_a_node_that_may_measure(
     )
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
-        "error: no node of the cluster has the resource weighin_slot and all labels of --label\nstart"
-        " Ray with this resource on each machine that measures: RAY_memory_monitor_refresh_ms=0 ray start"
+        "error: no node of the cluster has the resource weighin_slot and all labels of --label\nstart Ray with this resource on each machine on which weighin is to measure: RAY_memory_monitor_refresh_ms=0 ray start"
         """ --resources '{"weighin_slot": 1}' --address HOST:6379\n"""
     )
 

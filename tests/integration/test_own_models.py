@@ -143,9 +143,7 @@ def test_a_package_with_compiled_code_that_the_image_lacks_is_an_error(
     assert ended.code == 2
     assert " ".join(ended.err.split()).endswith(
         "error: builder 'mynets:build': the Docker image has no package 'mynets', which is not mounted"
-        f" because it contains compiled code, built for this machine's Python: {place}/fast.so measure"
-        " it outside of Docker: --isolation cgroup; or, if the image's Python can import it, mount it:"
-        f" --mount {place}"
+        f" because it contains compiled code, built for this machine's Python: {place}/fast.so measure the builder outside of Docker: --isolation cgroup; or, if the image's Python can import the package, mount the package: --mount {place}"
     )
 
 

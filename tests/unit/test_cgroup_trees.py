@@ -90,7 +90,7 @@ def test_a_kernel_that_does_not_count_swap_limits_only_without_swap(
         with pytest.raises(IsolationUnavailable) as caught:
             CgroupIsolation().check()
         assert str(caught.value) == (
-            f"the kernel does not account swap per cgroup ({file} is missing)\n"
+            f"the kernel does not count swap for each cgroup ({file} is missing), so that a limited process could swap\n"
             "sudo swapoff -a, or boot with swapaccount=1"
         )
         assert kernel.groups() == []

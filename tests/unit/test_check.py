@@ -129,11 +129,11 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     run_folder.write_plan(empty, [STREAMING])
     assert typed("check", good) == (
         2,
-        'check has neither a baseline file nor a budget to compare the run with\ngive one of them: --baseline FILE, or --budget "peak_rss <= 8GiB"',
+        'check has neither a baseline file nor a budget to compare the run with\ngive a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
     )
     assert typed("check", good, "--update") == (
         2,
-        "--update has no file to write\nname it: --baseline baseline.yaml",
+        "--update has no file to write\nname the baseline file: --baseline baseline.yaml",
     )
     assert typed("check", empty, "--budget", "peak_rss < 1g") == (
         2,
@@ -155,7 +155,7 @@ def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
         2,
         "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
         " disk\n"
-        "measure again: a baseline without these figures would accept any figure",
+        "measure the run again, because a baseline without the missing figures would accept any figure",
     )
     assert not path.exists()
 
@@ -166,7 +166,7 @@ def test_cells_of_two_machines_become_no_baseline(tmp_path: Path) -> None:
     code, text = typed("check", run, "--baseline", tmp_path / "b.yaml", "--update")
     assert code == 2
     assert text == (
-        "the cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
+        "the cells of one baseline must be comparable, but these cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
         "measure all cells again on one machine, with the same packages and variables"
     )
 

@@ -165,13 +165,13 @@ def nested(path: Path) -> None:
         (truncated, "truncated: the zip archive has no end record", AGAIN),
         (
             lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-            "a git-lfs pointer, not the checkpoint that it points to",
-            "fetch the file itself: git lfs pull --include model.pt",
+            "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint",
+            "fetch the checkpoint: git lfs pull --include model.pt",
         ),
         (
             lambda p: p.write_text("\n<!DOCTYPE html><html>Sign in</html>"),
             "an HTML page, not a checkpoint",
-            "the download link led to a web page: use the link to the file itself",
+            "download the checkpoint again, with the link of the file, because the link that was used leads to a web page",
         ),
         (
             nested,

@@ -105,19 +105,22 @@ def test_a_missing_path_is_no_name(here: Path, name: str) -> None:
 def test_what_cannot_be_a_path_is_a_name_or_an_id_of_the_hub() -> None:
     with pytest.raises(UnknownName, match="no model is called 'gpt2-tini'"):
         chosen("gpt2-tini")
-    with pytest.raises(CheckpointError, match="Some/Model is not in the cache"):
+    with pytest.raises(CheckpointError, match="Some/Model is not in the Hub's cache"):
         chosen("Some/Model")
 
 
 def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
     torch.save(TENSORS, "w.pt")
     for name in ("w.pt", "from:w.pt"):
-        with pytest.raises(ConfigError, match=f"two checkpoints: {name} and --checkpoint b.pt"):
+        with pytest.raises(
+            ConfigError,
+            match=f"the model has the checkpoint {name} already, and --checkpoint names another one: b.pt",
+        ):
             chosen(name, checkpoint=Path("b.pt"))
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    with pytest.raises(ConfigError, match="mine has weights of its own, and --key=a is for all"):
+    with pytest.raises(ConfigError, match="mine has weights of its own, so that --key=a"):
         choose(check_suite({"models": ["gpt2-tiny", mine]}), selection=Selection("a"))
 
 
@@ -162,8 +165,8 @@ def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         chosen(str(tmp_path / "model"))
     assert str(caught.value) == (
-        "model has the dtype float64, in which weighin measures no load\n"
-        "choose the dtype of the load: --dtype float32, bfloat16 or float16"
+        "model has the dtype float64, but weighin cannot load a model in this dtype\n"
+        "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16"
     )
 
 

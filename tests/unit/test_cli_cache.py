@@ -68,7 +68,7 @@ def test_where_nobody_can_answer_nothing_is_deleted() -> None:
     assert result.exception.exit_code == 2
     assert str(result.exception) == (
         "2 checkpoints (3.906 KiB) would be deleted, but without a terminal nobody can confirm it\n"
-        "add --yes to delete without a question"
+        "to delete the checkpoints without a question, add --yes"
     )
     assert names() == ALL
 

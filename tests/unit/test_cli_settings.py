@@ -191,7 +191,7 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
         ),
         (
             "[tool.weighin]\ntrust = true\n",
-            "pyproject.toml: tool.weighin.trust cannot be set in a file\ntype it on the command line: --trust",
+            "pyproject.toml: tool.weighin.trust cannot be set in pyproject.toml, because it allows or confirms something\ngive the option on the command line: --trust",
         ),
         (
             "[tool.weighin]\nsteady = 1\n",

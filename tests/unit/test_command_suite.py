@@ -78,7 +78,7 @@ def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: P
         ),
         (
             "commands: [{name: a, command: x}, {name: a, command: y}]",
-            "commands: two commands are called 'a'\nrecords identify commands by name: rename one",
+            "commands: two commands are called 'a'\nrename one of the two commands, because a record identifies a command by its name",
         ),
         (
             "commands: {name: a, command: x}\nram: 8",

@@ -112,7 +112,7 @@ def test_one_run_is_not_compared(runs: list[Path]) -> None:
     with pytest.raises(ConfigError) as caught:
         compare(runs[:1])
     assert str(caught.value) == (
-        "cannot compare 1 run\nname two or more: weighin compare results/RUN_A results/RUN_B"
+        "cannot compare 1 run\nname two or more folders of runs: weighin compare results/RUN_A results/RUN_B"
     )
 
 

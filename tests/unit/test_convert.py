@@ -144,10 +144,10 @@ def test_what_must_not_be_written_over_is_refused(source: Path, tmp_path: Path) 
     link.symlink_to(tmp_path / "nowhere")
     for target in (source, folder, link):
         assert complaint(source, target) == (
-            f"{target} exists already\nname another target, or remove it first"
+            f"{target} exists already\nname another target, or first remove the existing one"
         )
     assert complaint(source, tmp_path / "no" / "new") == (
-        f"{tmp_path}/no: no such folder\ncreate it: mkdir -p {tmp_path}/no"
+        f"{tmp_path}/no: no such folder\ncreate the folder: mkdir -p {tmp_path}/no"
     )
     assert complaint(folder, folder / "new") == (
         f"{folder}/new is inside {folder}\nname a target outside of the source"
@@ -211,7 +211,7 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
         convert_request.convert(wish(source, target, fmt=fmt), Console())
     assert str(caught.value) == (
         f"{target}: {suffix} is the suffix of format {format_of_suffix}, and --format says {fmt}\n"
-        f"leave --format out to write {format_of_suffix}, or name the target {other}"
+        f"to write {format_of_suffix}, leave --format out; to write the format of --format, name the target {other}"
     )
     assert names(source.parent) == ["model.pt"]
 

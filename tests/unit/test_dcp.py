@@ -166,7 +166,7 @@ def split(metadata: Metadata) -> None:
         ),
         (
             lambda m: m.__dict__.update(planner_data=Command()),
-            "holds more than tensors, and was NOT executed: it refers to posix.system",
+            "the pickle holds more than tensors, and weighin did NOT execute it: it refers to posix.system",
         ),
     ],
 )

@@ -247,8 +247,7 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
         (
             Engine(pid=os.getpid()),  # a process, but none of the container
             None,
-            "weighin run needs a Docker engine on this machine: the processes of the engine in use"
-            " are not visible here\nrun weighin on the engine's machine, unset DOCKER_HOST, or use"
+            "weighin run needs a Docker engine on this machine: the processes that the current Docker engine starts are not visible on this machine\nrun weighin on the engine's machine, unset DOCKER_HOST, or use"
             " --isolation cgroup or process",
         ),
         (

@@ -45,7 +45,7 @@ def as_the_sdk_raises(cause: Exception) -> DockerException:
     [
         (
             as_the_sdk_raises(PermissionError(13, "Permission denied")),
-            f"no permission to use the Docker engine at {ADDRESS}\n"
+            f"this user has no permission to use the Docker engine at {ADDRESS}\n"
             "sudo usermod -aG docker $USER, then log in again",
         ),
         (
@@ -107,12 +107,12 @@ KERNEL = (
         ),
         (
             {"MemoryLimit": True, "SwapLimit": False},
-            "the Docker engine cannot disable swap: the kernel does not account swap per cgroup\n"
+            "the Docker engine cannot keep a container from swapping: the kernel does not count swap for each cgroup\n"
             f"boot with swapaccount=1{KERNEL}",
         ),
         (
             {"OSType": "windows"},
-            "the Docker engine runs windows containers\nswitch it to Linux containers",
+            "the Docker engine runs windows containers\nswitch the Docker engine to Linux containers",
         ),
     ],
 )
@@ -139,8 +139,7 @@ def test_an_engine_that_can_limit() -> None:
             'invalid mount config for type "bind": bind source path does not exist: /x',
             "the Docker engine cannot access a folder of this machine: invalid mount config for type "
             '"bind": bind source path does not exist: /x\n'
-            "share it with the engine (Docker Desktop: Settings, Resources, File sharing); "
-            "an engine on another machine cannot be used",
+            "share the folder with the Docker engine (Docker Desktop: Settings, Resources, File sharing); weighin cannot use a Docker engine on another machine",
         ),
         (
             "no space left on device",
@@ -426,7 +425,7 @@ def test_an_engine_that_stops_in_mid_run(what: Callable[[DockerRunning], None], 
     assert caught.value.exit_code == 3
     assert str(caught.value) == (
         f"the Docker engine has stopped: it could not {doing}\n"
-        "start it again: sudo systemctl start docker"
+        "start the Docker engine again: sudo systemctl start docker"
     )
 
 

@@ -155,7 +155,7 @@ def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path:
 def test_a_conversion_that_torch_lacks_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
     torch.save({"w": values("float4_e2m1fn_x2")}, tmp_path / "w.pt")
     order = convert.Conversion("safetensors", torch.bfloat16, 2**40)
-    said = "'w' is a tensor of torch.float4_e2m1fn_x2; torch neither copies nor converts"
+    said = "'w' has the dtype torch.float4_e2m1fn_x2; torch can neither copy nor convert"
     with pytest.raises(CheckpointError, match=said):
         convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
     model = torch.nn.Module()

@@ -104,7 +104,7 @@ def test_each_environment_is_measured_with_each_strategy() -> None:
     ("library", "message"),
     [
         ("libjemalloc.so.2", "LD_PRELOAD: 'libjemalloc.so.2' is not an absolute path"),
-        ("/nowhere/lib.so", "LD_PRELOAD: no such file: /nowhere/lib.so"),
+        ("/nowhere/lib.so", "LD_PRELOAD: there is no file /nowhere/lib.so"),
     ],
 )
 def test_a_library_that_cannot_be_preloaded_is_refused_before_a_run(

@@ -215,12 +215,11 @@ def test_what_expect_says() -> None:
         ("", "cannot read --expect ''"),
         (
             "lossy=wrong_weights",
-            "--expect lossy=wrong_weights: wrong_weights cannot be expected:"
-            " a failed strategy always fails a check",
+            "--expect lossy=wrong_weights: wrong_weights cannot be an expected outcome: a failed strategy always fails a check",
         ),
         (
             "x=measurement_failed",
-            "--expect x=measurement_failed: measurement_failed cannot be expected: it says nothing of the strategy",
+            "--expect x=measurement_failed: measurement_failed cannot be an expected outcome: it says nothing of the strategy",
         ),
     ],
 )

@@ -165,8 +165,9 @@ def test_a_file_that_from_pretrained_does_not_read_is_no_reference(tmp_path: Pat
     )
     with pytest.raises(CheckpointError) as caught:
         from_pretrained_arguments(Path(other))
-    assert "from_pretrained reads model.safetensors in this folder, and not this file" in str(
-        caught.value
+    assert (
+        "from_pretrained would not read this file, but model.safetensors in the file's folder"
+        in str(caught.value)
     )
 
 
@@ -333,7 +334,7 @@ def test_a_revision_of_a_model_in_the_cache(
 @pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])
 def test_a_revision_that_the_cache_lacks_is_refused(hub: Path, revision: str) -> None:
     for source in ("owner/name", hub):
-        with pytest.raises(CheckpointError, match="the cache does not have the revision"):
+        with pytest.raises(CheckpointError, match="the cache of the Hub has no revision"):
             load_pretrained(source, revision=revision)
 
 
@@ -343,7 +344,7 @@ def test_a_snapshot_with_only_a_tag_names_the_tag(hub: Path, say: Say) -> None:
     with pytest.raises(CheckpointError) as caught:
         cached_snapshot("owner/name")
     assert caught.value.message == (
-        f"owner/name: the cache does not have the revision main, only: refs/pr/1, v1.0, {'a' * 40}"
+        f"owner/name: the cache of the Hub has no revision main of this model, only: refs/pr/1, v1.0, {'a' * 40}"
     )
     assert "hf download owner/name" in caught.value.repair
     _, err = say("inspect", "owner/name")
@@ -384,7 +385,7 @@ def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> 
 
 def test_a_revision_of_a_plain_folder_is_refused(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "model")
-    with pytest.raises(HarnessError, match="not a model of the Hub's cache, so --revision v1"):
+    with pytest.raises(HarnessError, match="not a model in the cache of the Hub, so --revision v1"):
         load_pretrained(tmp_path / "model", revision="v1")
 
 

@@ -214,7 +214,7 @@ def test_the_loader_reads_plain_tensors_and_refuses_codes(tmp_path: Path) -> Non
         load_streaming(lambda: torch.nn.Linear(32, 2), path)
     assert str(caught.value) == (
         f"{path}: weight is quantised to Q8_0, which load_streaming does not dequantise\n"
-        f"write its values first: weighin convert {path} FOLDER --keys model"
+        f"first write the dequantised values into a folder, and load that folder: weighin convert {path} FOLDER --keys model"
     )
 
 

@@ -54,8 +54,8 @@ def test_limits_that_fit_together_are_accepted() -> None:
 
 def test_limits_that_do_not_fit_together() -> None:
     assert refused(run_with(8 * GIB, 2 * GIB, 9 * GIB)) == (
-        "--jobs 2: the limits of 2 cells are 17.000 GiB together, and 16.000 GiB of RAM are free\n"
-        "use fewer jobs, or smaller limits"
+        "--jobs 2: the RAM limits of 2 cells are 17.000 GiB together, but only 16.000 GiB of RAM are free\n"
+        "give a smaller number to --jobs, or smaller limits to --ram"
     )
 
 
@@ -73,8 +73,8 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
     jobs.check(replace(run_with(2 * GIB, 2 * GIB), isolation=CgroupIsolation()), 2)
     too_much = replace(run_with(2 * GIB, 3 * GIB), isolation=CgroupIsolation())
     assert refused(too_much) == (
-        "--jobs 2: the limits of 2 cells are 5.000 GiB together, and 4.000 GiB of RAM are free\n"
-        "use fewer jobs, or smaller limits"
+        "--jobs 2: the RAM limits of 2 cells are 5.000 GiB together, but only 4.000 GiB of RAM are free\n"
+        "give a smaller number to --jobs, or smaller limits to --ram"
     )
     jobs.check(replace(too_much, isolation=DockerIsolation()), 2)  # the engine's groups are others
 
@@ -113,7 +113,7 @@ def test_what_cannot_run_at_once() -> None:
     )
     for changes in ({"steady": True}, {"trace": True}):
         assert refused(run_with(GIB, **changes)).startswith(
-            "--jobs measures only the memory of cells"
+            "with --jobs, weighin measures only the memory of cells"
         )
 
 

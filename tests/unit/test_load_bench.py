@@ -266,7 +266,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
     run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
     assert complaint(run) == (
         f"{own} changed while baseline was measured\n"
-        "restore it from a copy, and change the strategy so that it does not write to the checkpoint"
+        "restore the checkpoint from a copy, and change the strategy so that the strategy does not write to the checkpoint"
     )
     assert jobs_of(run)[1].checkpoint == str(own)
     (result,) = run_folder.read(run.folder).results

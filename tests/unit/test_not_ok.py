@@ -16,7 +16,7 @@ def test_the_peaks_of_a_failure_cannot_be_read(name: str) -> None:
         getattr(run, name)
     assert str(caught.value) == (
         f"{name} of mine, which did not end ok: strategy_failed: {message}\n"
-        'if that is intended, assert run.outcome == "..." and read no peaks'
+        'a run that did not end ok has no complete peaks: if the outcome is intended, assert run.outcome == "..." and read no peaks'
     )
 
 

@@ -112,7 +112,10 @@ def test_phases_do_not_nest(marks: Marks, parent: Parent) -> None:
         marks.phase("inner"),
     ):
         pass
-    assert str(caught.value) == "phase 'inner' begins inside 'outer': phases do not nest"
+    assert (
+        str(caught.value)
+        == "phase 'inner' begins inside 'outer', but a phase cannot begin before the previous phase has ended"
+    )
     assert [phase.name for phase in parent.phases] == ["outer"]
 
 

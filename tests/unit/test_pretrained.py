@@ -187,7 +187,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache_alone(
     with pytest.raises(CheckpointError) as caught:
         registry.model("Some/Model")
     assert str(caught.value) == (
-        f"Some/Model is not in the cache {tmp_path}, and weighin never downloads\nhf download Some/Model"
+        f"Some/Model is not in the Hub's cache {tmp_path}, and weighin downloads no model\nhf download Some/Model"
     )
     entry = tmp_path / "models--Some--Model"
     shutil.copytree(make("tied"), entry / "snapshots" / "0123")

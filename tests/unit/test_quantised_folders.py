@@ -184,10 +184,7 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(tmp_path)
     kind = str(dtype).removeprefix("torch.")
-    words = (
-        f"{name}.weight is {kind} in the file, and the model has no {name}.step: the values are"
-        " codes, which need this scale"
-    )
+    words = f"{name}.weight is {kind} in the file, and the model has no {name}.step: the values are quantised codes, which mean nothing without this scale"
     assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
     target = tmp_path / "written.safetensors"
     code, text = run(
@@ -433,7 +430,7 @@ def test_an_adapter_that_from_pretrained_adds_is_refused(
     beside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weighin.formats.adapters.find_spec", lambda _: ModuleType("peft"))
-    with pytest.raises(CheckpointError, match="because peft is installed here") as caught:
+    with pytest.raises(CheckpointError, match="peft is installed here") as caught:
         load_pretrained(beside)
     file = beside / "adapter_config.json"
     assert caught.value.repair.endswith(f"for the model alone: mv {file} {file}.off")

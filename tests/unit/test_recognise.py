@@ -128,17 +128,18 @@ def test_only_a_proven_fault_advises_another_copy() -> None:
         ("unknown_file.py", 'AGAIN: Final = "copy or download the file again"'),
         (
             "unknown_file.py",
-            '"the download link led to a web page: use the link to the file itself",',
+            '"download the checkpoint again, with the link of the file, because the link that was"',
         ),
-        ("gguf.py", '"copy or download that part into the same folder",'),
+        ("gguf.py", '"copy or download the missing part into the folder of the others",'),
         (
             "unknown_file.py",
             'f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"',
         ),
         (
             "hub_cache.py",
-            'f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"',
+            'f"{name} is not in the Hub\'s cache {hub}, and weighin downloads no model",',
         ),
+        ("hub_cache.py", 'f"hf download {name}",'),
         (
             "hub_cache.py",
             'repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")',

@@ -180,7 +180,10 @@ def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
     assert "a resumed run keeps its plan: --trust-remote-code would be ignored" in text
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
     text = said(monkeypatch, capsys, "predict", str(folder))
-    assert "trust-remote-code cannot be set in a file" in text
+    assert (
+        "trust-remote-code cannot be set in pyproject.toml, because it allows or confirms something"
+        in text
+    )
 
 
 def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(

@@ -93,7 +93,7 @@ def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) 
     suite = asked(strategies=["./mine.py", "per_module"], format=["pt_legacy"], repeats=2)
     said = complaint(lambda: start(suite))
     assert said == (
-        "nothing can be measured, every cell is skipped: mine does not read pt_legacy, only pt;"
+        "weighin skips every cell of the run, so that nothing can be measured: mine does not read pt_legacy, only pt;"
         " per_module does not read pt_legacy, only per_module\n"
         "choose another strategy, format or device: weighin list strategies shows the formats"
         " and devices of each strategy"
@@ -166,7 +166,7 @@ def test_a_folder_that_holds_a_run_is_left_alone() -> None:
     start(asked())
     assert complaint(lambda: start(asked())) == (
         "run already contains a run\n"
-        "resume it: weighin bench --resume run; or name another folder with --out"
+        "to resume that run: weighin bench --resume run; for a new run, name another folder with --out"
     )
 
 
@@ -241,7 +241,7 @@ def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     ours = first.strategy.path
     assert complaint(lambda: start(asked(strategies=["baseline", "./baseline.py"]))) == (
         f"two strategies are called 'baseline': {ours} and {here}/baseline.py\n"
-        "records identify strategies by name: rename one, or measure them in two runs"
+        "rename one of the two, or measure them in two runs, because a record identifies strategies by name"
     )
 
 
@@ -276,7 +276,10 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
     assert caught.value.message.startswith("run/plan.json lacks the path of the strategy ")
-    assert caught.value.repair == "start a new run: this one cannot be resumed"
+    assert (
+        caught.value.repair
+        == "start a new run, because this run cannot be resumed without the path"
+    )
 
 
 def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
@@ -309,7 +312,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave out this option"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave the option out, because it concerns the GPU"
     )
 
 

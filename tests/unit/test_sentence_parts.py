@@ -52,10 +52,11 @@ def test_a_part_within_a_part_is_named(folder: Path) -> None:
     (folder / "1_Pooling" / "inner").mkdir()
     save_file({"w": torch.ones(2)}, folder / "1_Pooling" / "inner" / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"0_Transformer, 2_Dense; the part '?1_Pooling'? has"
+        CheckpointError,
+        match=r"0_Transformer, 2_Dense. weighin cannot join the weights of the part '?1_Pooling'?",
     ) as caught:
         formats.read(folder)
-    assert caught.value.repair == f"give one part: {folder / '1_Pooling' / 'inner'}"
+    assert caught.value.repair == f"give the folder of one part: {folder / '1_Pooling' / 'inner'}"
 
 
 def test_a_part_outside_the_folder_is_refused(folder: Path) -> None:
@@ -78,7 +79,7 @@ def test_without_the_package_the_parts_and_the_package_are_named(
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(
         ConfigError,
-        match=r"in 0_Transformer, 2_Dense, needs this package: .*sentence_transformers",
+        match=r"in 0_Transformer, 2_Dense, needs the package sentence-transformers, which cannot be imported: .*sentence_transformers",
     ) as caught:
         load_pretrained(folder)
     assert "sentence-transformers" in caught.value.repair
@@ -89,7 +90,7 @@ def test_an_option_for_one_part_is_refused(folder: Path) -> None:
         ConfigError, match=r"in 0_Transformer, 2_Dense: only the arguments dtype, device"
     ) as caught:
         load_pretrained(folder, variant="fp16")
-    assert caught.value.repair == f"give one part: {folder / '0_Transformer'}"
+    assert caught.value.repair == f"give the folder of one part: {folder / '0_Transformer'}"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -180,7 +180,7 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
             layout.read(folder)
         assert str(caught.value) == (
             f"{second}: 'a' is also in shard {first.name!r}, with other values\n"
-            f"write the shards again with one of them; from_pretrained takes that of {second.name}"
+            f"decide which values are right, and write the shards again without the other tensor; from_pretrained takes the values in {second.name}"
         )
 
 
@@ -189,14 +189,14 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
     [
         ("{", "truncated: the JSON object has no end"),
         ("{]}", "damaged: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer, not the checkpoint that it points to"),
+        ("version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint"),
         ("<html>Sign in</html>", "an HTML page, not a checkpoint"),
         ("[]", "damaged: not a JSON object"),
         ("{}", "damaged: no 'weight_map'"),
         ('{"weight_map": {}}', "damaged: no 'weight_map'"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "damaged: 'a' occurs twice"),
         ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged: it is nested too deeply"),
-        ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: it has too many nested values"),
+        ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested"),
         (
             '{"metadata": {"weighin.order": ["a"]}, "weight_map": {"a": "none"}}',
             "shard 'none' of 'a' is missing",

@@ -53,7 +53,7 @@ class FromParameters(nn.Module):
         (
             "weighin.models.gpt2",
             "'weighin.models.gpt2' is not a builder",
-            "write it as package.module:function in the model's YAML",
+            "write the builder as package.module:function in the model's YAML file",
         ),
         (
             "weighin.nothing:f",

@@ -79,7 +79,7 @@ def test_weights_of_a_model_of_a_suite(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(asked, checkpoint=Path("x.pt"))
     assert str(caught.value) == (
-        "two checkpoints: w.pt and --checkpoint x.pt\nleave --checkpoint out"
+        "the model has the checkpoint w.pt already, and --checkpoint names another one: x.pt\nleave --checkpoint out"
     )
 
 
@@ -100,7 +100,7 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             f"{{{TRAINED}, key: model, strip_prefix: m.}}",
             Selection("ema"),
-            "two selections: --key=model --strip-prefix=m. in the suite and --key=ema\n"
+            "the suite selects a part of the checkpoint with --key=model --strip-prefix=m., and the command line selects another part with --key=ema\n"
             "leave --key and --strip-prefix out",
         ),
         (
@@ -112,8 +112,8 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             "[gpt2-tiny, {name: mine, builder: 'nets:build', key: model}]",
             WHOLE,
-            "the models select different weights, and a run has one checkpoint\n"
-            "give all models the same key and strip_prefix, or write a suite for each",
+            "the models of the suite select different parts of a checkpoint (key, strip_prefix), but a run reads one part of one checkpoint\n"
+            "give all models the same key and strip_prefix, or write a suite file for each model",
         ),
         (
             "gpt2-tiny",

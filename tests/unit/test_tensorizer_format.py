@@ -99,7 +99,7 @@ def test_a_users_own_file_is_refused_with_the_repair(tmp_path: Path) -> None:
     assert caught.value.message == (
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads"
     )
-    assert "give the checkpoint that this file was made from" in caught.value.repair
+    assert "give the checkpoint from which this file was made" in caught.value.repair
 
 
 def test_too_many_names_for_the_index_are_refused_before_anything_is_written(

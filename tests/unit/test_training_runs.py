@@ -179,7 +179,7 @@ def empty(step: Path, name: str) -> Path:
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (
         lambda step: copy_optimizer(step, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-        "is of 2 ranks, so bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt is of another run",
+        "is of 2 ranks, so the file bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt comes from another run",
     ),
     "two runs in a folder": (
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -189,7 +189,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
         f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote here",
     ),
-    "no optimizer states": (remove_optimizer, "has no *_optim_states.pt, in which ZeRO keeps"),
+    "no optimizer states": (remove_optimizer, "has no files *_optim_states.pt, in which"),
     "tensor parallelism": (
         lambda step: empty(step, "mp_rank_01_model_states.pt"),
         "(tensor parallelism), and the files do not say along which dimension: mp_rank_01",

@@ -97,7 +97,7 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     assert str(caught.value) == (
         "run/plan.json names code that is not part of weighin and would run here:"
         f" {shown(here)[change]}\n"
-        "read it; if you trust it: weighin bench --resume run --trust; or start a new run"
+        "read that code; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
     assert len(request.resume(Path("run"), trusted=True).planned) == 1
 
@@ -148,7 +148,7 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
         f"run names code that is not part of weighin and would run here: {shown(here)[strategy]}"
     )
     assert caught.value.repair == (
-        "read it; if you trust it: weighin predict --check run --trust; or predict the model itself"
+        "read that code; if you trust it: weighin predict --check run --trust; or predict the model itself"
     )
     monkeypatch.setattr(check, "predict", lambda *_, **__: [])
     with pytest.raises(KeyError):  # what was to be run was asked for; it gave no prediction

@@ -56,7 +56,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
             "holds 5 GGUF models: q2.gguf, q3.gguf, q4.gguf and 2 more",
-            "give one of them: F/q2.gguf",
+            "give the path of one model: F/q2.gguf",
         ),
         (
             {"config.json": CONFIG, "model.fp16.safetensors": ""},
@@ -169,7 +169,7 @@ def test_the_variant_that_the_advice_names_makes_it_a_model(tmp_path: Path) -> N
             "m.gguf",
             b"PK\3\4",
             "not a GGUF file, although it is named so: it does not begin with GGUF",
-            "give it the suffix of its format",
+            "rename the file, with the suffix of its real format",
         ),
         (
             "nets.py",

@@ -66,7 +66,7 @@ def test_a_file_that_is_missing_or_cannot_be_imported_is_refused(here: Path) -> 
     written(here / "my-nets.py")
     assert complaint("my-nets.py:build") == (
         "--model my-nets.py:build: Python cannot import a module called 'my-nets'\n"
-        "rename it: letters, digits and underscores"
+        "rename the file or folder: a module's name has only letters, digits and underscores"
     )
     written(here / "queue.py")
     assert complaint("queue.py:build") == (

@@ -99,7 +99,8 @@ def convert(
         check_converts(source, slices, "leave --dtype out")
     if order.dtype and (found := quantised.in_checkpoint(source, slices)):
         raise CheckpointError(
-            f"{source}: {found.summary}; another dtype would change the codes and the scales",
+            f"{source}: {found.summary}; the tensors are codes and scales, which a conversion to"
+            " another dtype would make useless",
             "leave --dtype out, which copies them as they are"
             + (", or add --keys model, which dequantises them" if found.dequantises else ""),
         )
@@ -138,10 +139,12 @@ def check_target(source: Path, target: Path) -> None:
     """Raise ConfigError if the target exists, has no parent folder, or is inside the source."""
     for path in (target, sidecar.beside(target)):  # old checksums do not fit the new target
         if os.path.lexists(path):
-            raise ConfigError(f"{path} exists already", "name another target, or remove it first")
+            raise ConfigError(
+                f"{path} exists already", "name another target, or first remove the existing one"
+            )
     if not target.parent.is_dir():
         raise ConfigError(
-            f"{target.parent}: no such folder", f"create it: mkdir -p {target.parent}"
+            f"{target.parent}: no such folder", f"create the folder: mkdir -p {target.parent}"
         )
     if source.resolve() in target.resolve().parents:
         raise ConfigError(f"{target} is inside {source}", "name a target outside of the source")

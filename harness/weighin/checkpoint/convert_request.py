@@ -167,7 +167,8 @@ def format_for(target: Path, fmt: str) -> str:
         other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
         raise ConfigError(
             f"{target}: {suffix} is the suffix of format {expected[0]}, and --format says {fmt}",
-            f"leave --format out to write {expected[0]}, or name the target {other}",
+            f"to write {expected[0]}, leave --format out; to write the format of --format, name"
+            f" the target {other}",
         )
     return fmt
 

@@ -69,7 +69,8 @@ def describe(
         if name not in own or value is not own[name]:
             raise ConfigError(
                 f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
-                "name another builder, whose model has no state-dict hooks and no extra state",
+                "name another builder: weighin cannot measure a model with state-dict hooks or"
+                " extra state",
             )
     described = [*described_in(model)]
     if not described:

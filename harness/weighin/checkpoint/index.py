@@ -67,7 +67,7 @@ def index(
     if converts and not slices:
         raise CheckpointError(
             f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
-            f"load it in its own format: --format {own}",
+            f"load the checkpoint in its own format: --format {own}",
         )
     permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
     kept = {one.name for one in described if one.is_kept}

@@ -45,14 +45,17 @@ def index_quantised(
     own = formats.detect(checkpoint).NAME
     if own != fmt:
         raise CheckpointError(
-            f"{checkpoint}: {found.summary}; from_pretrained reads them from {own}, not from {fmt}",
+            f"{checkpoint}: {found.summary}; from_pretrained reads these weights from the format"
+            f" {own}, not from {fmt}",
             "leave --format out",
         )
     adapter = kwargs.get(ARGUMENT, "")
     if found.own and adapter:
         raise CheckpointError(
-            f"{checkpoint}: {found.summary}; weighin merges no adapter into quantised weights",
-            f"write the dequantised weights first: weighin convert {checkpoint} FOLDER --keys model",
+            f"{checkpoint}: {found.summary}; weighin cannot merge an adapter into quantised"
+            " weights",
+            "first write the dequantised weights into a new folder, and use that folder: weighin"
+            f" convert {checkpoint} FOLDER --keys model",
         )
     if found.own:
         entries = _own_entries(kwargs, checkpoint)

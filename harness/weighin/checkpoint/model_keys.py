@@ -107,7 +107,7 @@ def _in_order(
     if missing := sorted(name for name, one in sources.items() if one is None):
         raise CheckpointError(
             f"{source}: holds no values to copy for {first_names(missing)}: transformers computes"
-            " them while it loads, or would draw them at random",
+            " these values during the load, or would give these weights random values",
             "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
         )
     found = {name: one for name, one in sources.items() if one is not None}

@@ -107,7 +107,7 @@ def _lock(folder: Path, target: Path) -> int:
         os.close(descriptor)
         raise ConfigError(
             f"another weighin process is writing {target}",
-            "wait until it has ended, or name another target",
+            "wait until the other process has ended, or name another target",
         )
     return descriptor
 

@@ -125,7 +125,8 @@ def _check_key(
         return
     if normal in _ONLY_TYPED:
         raise ConfigError(
-            f"{place} cannot be set in a file", f"type it on the command line: --{normal}"
+            f"{place} cannot be set in pyproject.toml, because it allows or confirms something",
+            f"give the option on the command line: --{normal}",
         )
     from difflib import get_close_matches  # imported here to save time: most files have no error
 

@@ -114,7 +114,8 @@ class Verb(click.Command):
                 for word in ctx.meta[_WORDS]
             ]
             error.repair = (
-                f"give one of them; the largest: {join(['weighin', str(self.name), *words])}"
+                "give the folder of one model; for the largest model:"
+                f" {join(['weighin', str(self.name), *words])}"
             )
             raise
 

@@ -91,7 +91,7 @@ def _is_confirmed(chosen: "Sequence[CachedCheckpoint]") -> bool:
     if not _has_terminal():
         raise ConfigError(
             f"{_count(chosen)} ({size}) would be deleted, but without a terminal nobody can confirm it",
-            "add --yes to delete without a question",
+            "to delete the checkpoints without a question, add --yes",
         )
     _console.err().print(_table(chosen))
     return click.confirm(f"Delete {_count(chosen)} ({size})?", err=True)

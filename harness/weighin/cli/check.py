@@ -151,11 +151,13 @@ def _refuse(typed: dict[str, Any]) -> None:
             "add --update, or name the intended outcomes: --expect baseline=oom_killed",
         )
     if typed["update"] and typed["baseline"] is None:
-        raise ConfigError("--update has no file to write", "name it: --baseline baseline.yaml")
+        raise ConfigError(
+            "--update has no file to write", "name the baseline file: --baseline baseline.yaml"
+        )
     if typed["github"] and typed["json_file"] == _console.STDOUT:
         raise ConfigError(
-            "--github and --json - both write to standard output",
-            "write the JSON to a file: --json check.json",
+            "--github and --json - would both write to standard output, and mix their lines",
+            "give --json a file: --json check.json",
         )
 
 

@@ -112,10 +112,10 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
             raise found.error(chosen.checkpoint)
     if chosen.checkpoints:
         raise ConfigError(
-            "weighin predict takes one model with weights of its own, and the suite has"
+            "weighin predict can handle one model that has weights of its own, but the suite has"
             f" {len(chosen.checkpoints)}",
-            "predict each model alone: weighin predict FOLDER; or predict a measured run of the"
-            " suite: weighin predict --check RUN",
+            "predict each model in a command of its own: weighin predict FOLDER; or measure the"
+            " suite first, and predict its run: weighin predict --check RUN",
         )
     use_paths = uses.chosen(suite.uses)
     planned = plan(

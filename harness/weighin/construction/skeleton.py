@@ -35,7 +35,8 @@ def resolve_builder(name: str) -> Builder:
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(
-            f"{name!r} is not a builder", "write it as package.module:function in the model's YAML"
+            f"{name!r} is not a builder",
+            "write the builder as package.module:function in the model's YAML file",
         )
     builder = getattr(_import_module(module_name, name), function_name, None)
     if not callable(builder):
@@ -239,7 +240,8 @@ def reset_buffers(
         if value is None:
             raise ConfigError(
                 f"cannot reset buffer {name!r}: the model of builder {_name(builder)} has no such buffer",
-                "register the buffer with persistent=True, or keep the builder's names",
+                "in the model's code, register the buffer with persistent=True, or keep the names"
+                " that buffers have after the builder's call",
             )
         if id(value) not in moved:
             moved[id(value)] = value.to(device)

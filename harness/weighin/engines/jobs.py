@@ -72,13 +72,15 @@ def check(task: Run, jobs: int) -> None:
     cells = [each.cell for each in task.planned if not each.skip]
     if task.settings.checkpoint or task.settings.checkpoints:
         raise ConfigError(
-            "--jobs with a checkpoint of your own: cells that run at once would share its pages in the"
-            " page cache, and the kernel charges a page to the cell that read it first",
+            "--jobs with a checkpoint of your own: all cells would read this one file. The kernel"
+            " charges a page of a file only to the cell that read it first, so that the figures"
+            " of the other cells would be too small",
             "leave --jobs or --checkpoint out",
         )
     if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
-            "--jobs measures only the memory of cells on the CPU, without --steady and --trace",
+            "with --jobs, weighin measures only the memory of cells on the CPU, without --steady"
+            " and --trace",
             "leave --jobs out",
         )
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
@@ -90,9 +92,9 @@ def check(task: Run, jobs: int) -> None:
     needed, (_, free) = sum(sorted(limits)[-jobs:]), delegation.ram_bytes(task.isolation.name)
     if needed > free:
         raise ConfigError(
-            f"--jobs {jobs}: the limits of {jobs} cells are {format_bytes(needed)} together, and"
-            f" {format_bytes(free)} of RAM are free",
-            "use fewer jobs, or smaller limits",
+            f"--jobs {jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"
+            f" but only {format_bytes(free)} of RAM are free",
+            "give a smaller number to --jobs, or smaller limits to --ram",
         )
 
 

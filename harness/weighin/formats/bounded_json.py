@@ -32,7 +32,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
         size = path.stat().st_size
         raise CheckpointError(f"{path}: {size:,} bytes are too many", repair) from None
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
-        raise CheckpointError(f"{path}: damaged: it has too many nested values", repair)
+        raise CheckpointError(f"{path}: damaged: too many values are nested in one another", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except RecursionError:

@@ -210,7 +210,7 @@ def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
     if not any(one.name.startswith(prefix) for one in slices):
         raise CheckpointError(
             f"{path}: no tensor's name begins with {shown(prefix)}",
-            f"its names: {first_names(plain(one.name) for one in slices)}",
+            f"the tensors in the file are called: {first_names(plain(one.name) for one in slices)}",
         )
     renamed = _without(prefix, slices)
     if len({one.name for one in renamed}) != len(renamed):

@@ -216,7 +216,8 @@ def _load(path: Path) -> Opaque:
     for name in pickled.names:
         if name not in _KNOWN and not is_dtype(name.removeprefix("torch.")):
             raise CheckpointError(
-                f"{path}: holds more than tensors, and was NOT executed: it refers to {name}",
+                f"{path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
+                f" refers to {name}",
                 f"if you trust the folder, {MERGE}",
             )
     metadata = pickled.value

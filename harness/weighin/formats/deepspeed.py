@@ -164,7 +164,8 @@ def _partitions(path: Path) -> list[_Partition]:
     by_rank = _by_rank(path, _OPTIMIZER)
     if not by_rank:
         raise CheckpointError(
-            f"{path}: has no *_optim_states.pt, in which ZeRO keeps the float32 weights",
+            f"{path}: the folder has no files *_optim_states.pt, in which DeepSpeed's ZeRO keeps"
+            " the float32 weights",
             f"{COPY}; under ZeRO 1 and 2, the weights in the module's own dtype:"
             f" {path / 'mp_rank_00_model_states.pt'} --key module",
         )
@@ -176,8 +177,9 @@ def _partitions(path: Path) -> list[_Partition]:
     if len(by_rank) > partition.ranks:
         beyond = by_rank[max(by_rank)].name
         raise CheckpointError(
-            f"{path}: {file.name} is of {partition.ranks} ranks, so {beyond} is of another run",
-            "remove the files of the other run: each run writes the files of all its ranks",
+            f"{path}: {file.name} is of {partition.ranks} ranks, so the file {beyond} comes from"
+            " another run",
+            "find out which files the last run wrote, and remove the files of the other run",
         )
     others = (_partition(by_rank[rank]) for rank in range(partition.ranks) if rank != first)
     return sorted([partition, *others], key=lambda one: _rank(_OPTIMIZER.fullmatch(one.file.name)))

@@ -110,7 +110,7 @@ def file_of(path: Path) -> Path:
         names = sorted(file.name for file in models.values())
         raise CheckpointError(
             f"{path}: holds {len(models)} GGUF models: {few(names)}",
-            f"give one of them: {path / names[0]}",
+            f"give the path of one model: {path / names[0]}",
         )
     return next(iter(models.values()))
 
@@ -156,7 +156,7 @@ def read_header(file: Path) -> Header:
     if not head.startswith(_MAGIC):
         raise CheckpointError(
             f"{file}: not a GGUF file, although it is named so: it does not begin with GGUF",
-            "give it the suffix of its format",
+            "rename the file, with the suffix of its real format",
         )
     try:
         with file.open("rb") as stream:
@@ -323,7 +323,7 @@ def _parts(file: Path) -> list[Path]:
         if not part.is_file():
             raise CheckpointError(
                 f"{file}: one of {int(match[3])} parts of a model, and the part {part.name} is missing",
-                "copy or download that part into the same folder",
+                "copy or download the missing part into the folder of the others",
             )
         parts.append(part)
     return parts

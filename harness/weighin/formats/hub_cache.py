@@ -38,7 +38,8 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     entry = hub / f"{HUB_ENTRY}{name.replace('/', '--')}"
     if not (entry / "snapshots").is_dir():
         raise CheckpointError(
-            f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
+            f"{name} is not in the Hub's cache {hub}, and weighin downloads no model",
+            f"hf download {name}",
         )
     return snapshot_of(entry, revision)
 
@@ -70,7 +71,9 @@ def snapshot_of(entry: Path, revision: str = "") -> Path:
             f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
         )
     raise CheckpointError(
-        f"{name}: the cache does not have the revision {one_line(wanted)}, only: {there}", repair
+        f"{name}: the cache of the Hub has no revision {one_line(wanted)} of this model, only:"
+        f" {there}",
+        repair,
     )
 
 
@@ -92,7 +95,8 @@ def path_of(path: Path, revision: str = "") -> Path:
     if path.exists():
         if revision:
             raise ConfigError(
-                f"{path}: not a model of the Hub's cache, so --revision {revision} would be ignored",
+                f"{path}: not a model in the cache of the Hub, so --revision {revision} would be"
+                " ignored",
                 "leave --revision out, or give the model's id: OWNER/NAME",
             )
         return path

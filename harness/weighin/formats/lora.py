@@ -59,7 +59,7 @@ def read(adapter: Path) -> dict[str, Addition]:
     file = next((adapter / name for name in WEIGHTS if (adapter / name).is_file()), None)
     if file is None:
         raise CheckpointError(
-            f"{adapter}: holds {ADAPTER}, and neither {' nor '.join(WEIGHTS)}",
+            f"{adapter}: holds {ADAPTER}, but no weights: neither {' nor '.join(WEIGHTS)}",
             "give the folder that peft's save_pretrained wrote",
         )
     found: dict[tuple[str, bool], dict[str, TensorSlice]] = {}

@@ -64,7 +64,8 @@ def read(path: Path) -> Slices:
     model = value.get("model") if isinstance(value, dict) else None
     if not isinstance(model, dict):
         raise CheckpointError(
-            f"{file}: has no key 'model', which Megatron-LM writes", "copy the file again"
+            f"{file}: has no key 'model', which Megatron-LM writes",
+            "copy the file again, because this copy may be incomplete",
         )
     for size, kind in _SIZES.items():
         if (ranks := _argument(value.get("args"), size)) > 1:

@@ -80,8 +80,8 @@ def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: st
     for one in slices:
         if one.dtype_name in NOT_CONVERTED:
             raise CheckpointError(
-                f"{checkpoint}: {shown(one.name)} is a tensor of torch.{one.dtype_name}; torch"
-                " neither copies nor converts such a tensor",
+                f"{checkpoint}: {shown(one.name)} has the dtype torch.{one.dtype_name}; torch can"
+                " neither copy nor convert a tensor of this dtype",
                 repair,
             )
 

@@ -55,7 +55,8 @@ def check_unchanged(code: Mapping[str, str]) -> Path:
     if digest(folder) != code["sha256"]:
         raise ConfigError(
             f"{folder}: the model's code changed after this run was planned",
-            "start a new run, which reads the code again",
+            "start a new run, because this run can only be resumed with the code with which it"
+            " was planned",
         )
     return folder
 

@@ -164,9 +164,10 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
     """
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: a load is compared with from_pretrained, which selects no part of a folder",
-            f"write the weights into a folder with this config.json: weighin convert {checkpoint}"
-            f" NEW/model.safetensors {' '.join(selection.options)}",
+            f"{checkpoint}: --key and --strip-prefix do not apply to this folder: weighin compares"
+            " each load with from_pretrained, which always loads a whole folder",
+            "write the selected weights into a new folder, and copy config.json there: weighin"
+            f" convert {checkpoint} NEW/model.safetensors {' '.join(selection.options)}",
         )
 
 
@@ -304,10 +305,11 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
         return arguments | {"gguf_file": checkpoint.name}
     if (read := find_weights(folder, variant)) != checkpoint:
         raise CheckpointError(
-            f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this"
-            " folder, and not this file",
-            f"to load it as the folder's weights, name it in {CONFIG}: '{_EXPLICIT}'; for its tensors"
-            f" without a class: from:{checkpoint}",
+            f"{checkpoint}: from_pretrained would not read this file, but"
+            f" {read.name if read else 'no file'} in the file's folder",
+            f"to load this file as the folder's weights, write its name into {CONFIG}, under the"
+            f" key '{_EXPLICIT}'; to load the tensors without the model's class, give the model"
+            f" from:{checkpoint}",
         )
     return arguments | ({"variant": variant} if variant else {})
 

@@ -102,7 +102,11 @@ def _read_value(path: Path, file: IO[bytes] | io.RawIOBase) -> tuple[Pickled, di
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:
-        raise CheckpointError(f"{path}: several data.pkl in the archive", RESAVE)
+        raise CheckpointError(
+            f"{path}: the archive contains several files data.pkl, but a"
+            " checkpoint of torch has one",
+            RESAVE,
+        )
     root = pickles[0].removesuffix(_PICKLE)
     if f"{root}{_BYTE_ORDER}" in archive.records:
         order = archive.read(f"{root}{_BYTE_ORDER}", 16)

@@ -105,10 +105,10 @@ def parts(path: Path) -> list[Part]:
             found.append(Part(f"{name}.{inner}", part, weights))
         elif place and (below := _weights_below(part)):
             raise CheckpointError(
-                f"{path}: a sentence-transformers folder of several parts, with weights in"
-                f" {one_line(', '.join(own_folders(path)))}; the part {shown(place)} has weights that"
-                f" weighin does not join: {shown(str(below.relative_to(path)))}",
-                f"give one part: {below.parent}",
+                f"{path}: a sentence-transformers folder whose weights lie in several parts:"
+                f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of"
+                f" the part {shown(place)}: {shown(str(below.relative_to(path)))}",
+                f"give the folder of one part: {below.parent}",
             )
     return found
 

@@ -170,7 +170,8 @@ def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
         later = max(one.file.name, other.file.name)
         raise CheckpointError(
             f"{one.file}: {shown(one.name)} is also in shard {other.file.name!r}, with other values",
-            f"write the shards again with one of them; from_pretrained takes that of {later}",
+            "decide which values are right, and write the shards again without the other tensor;"
+            f" from_pretrained takes the values in {later}",
         )
 
 

@@ -81,7 +81,8 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
         return Pickled(value, machine.storages, tuple(machine.names))
     except NotTensors as error:
         raise CheckpointError(
-            f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
+            f"{path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
+            f" refers to {error}",
             "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ) from None
     except (TooLarge, Unknown) as error:

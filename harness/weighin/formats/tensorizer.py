@@ -42,8 +42,8 @@ def read(path: Path) -> Slices:
     """Raise CheckpointError: weighin does not read this format."""
     raise CheckpointError(
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
-        "give the checkpoint that this file was made from; "
-        "the strategy tensorizer then gets a file of its own",
+        "give the checkpoint from which this file was made; weighin then writes a file of"
+        " tensorizer's format for the strategy tensorizer",
     )
 
 
@@ -58,7 +58,8 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
         from tensorizer import TensorSerializer, TensorType
     except ImportError as error:
         raise ConfigError(
-            f"only the package tensorizer writes this format: {error}",
+            "the package tensorizer, which alone can write tensorizer's format, cannot be"
+            f" imported: {error}",
             install.command("loaders"),
         ) from None
     import torch

@@ -94,7 +94,7 @@ def check_present(path: Path) -> bytes:
     if not path.exists():
         raise missing(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: not a file", "give the checkpoint file itself")
+        raise CheckpointError(f"{path}: not a file", "give the path of the checkpoint's file")
     try:
         head = read_head(path)
     except OSError as error:
@@ -117,13 +117,15 @@ def _check_fetched(path: Path, head: bytes) -> None:
         raise CheckpointError(f"{path}: empty file", AGAIN)
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         raise CheckpointError(
-            f"{path}: a git-lfs pointer, not the checkpoint that it points to",
-            f"fetch the file itself: git lfs pull --include {path.name}",
+            f"{path}: a git-lfs pointer (a small text file that stands for the real file), not the"
+            " checkpoint",
+            f"fetch the checkpoint: git lfs pull --include {path.name}",
         )
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise CheckpointError(
             f"{path}: an HTML page, not a checkpoint",
-            "the download link led to a web page: use the link to the file itself",
+            "download the checkpoint again, with the link of the file, because the link that was"
+            " used leads to a web page",
         )
 
 

@@ -80,7 +80,8 @@ class Archive:
             if entry.flags & _ENCRYPTED:
                 raise CheckpointError(
                     f"{path}: record {shown(name)} is encrypted",
-                    "decrypt it: unpack the archive with its password, and pack it again with zip -0 -r",
+                    "unpack the archive with its password, and pack the files again without a"
+                    " password: zip -0 -r",
                 )
             if entry.method or entry.packed != entry.size:
                 raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))

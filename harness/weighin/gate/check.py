@@ -126,7 +126,7 @@ def check(
     if baseline_file is None and not extra_budgets:
         raise ConfigError(
             "check has neither a baseline file nor a budget to compare the run with",
-            'give one of them: --baseline FILE, or --budget "peak_rss <= 8GiB"',
+            'give a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
         )
     baseline = baselines.read(baseline_file) if baseline_file else None
     rules = baseline.rules if baseline else baselines.default_rules()
@@ -210,7 +210,8 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "measure again: a baseline without these figures would accept any figure",
+                "measure the run again, because a baseline without the missing figures would"
+                " accept any figure",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(
@@ -220,7 +221,8 @@ def _refuse(measured: MeasuredRuns) -> None:
     if mixed := [name for name, value in measured.environment.items() if " | " in str(value)]:
         shown = "; ".join(f"{name}: {measured.environment[name]}" for name in mixed[:3])
         raise ConfigError(
-            f"the cells were measured under different settings ({shown})",
+            "the cells of one baseline must be comparable, but these cells were measured under"
+            f" different settings ({shown})",
             "measure all cells again on one machine, with the same packages and variables",
         )
 

@@ -72,7 +72,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
             f"cannot compare {len(folders)} run{'s' * (len(folders) != 1)}",
-            "name two or more: weighin compare results/RUN_A results/RUN_B",
+            "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
         )
     runs = [read_runs([folder]) for folder in folders]
     mixed = tuple(_mixed(folder, run) for folder, run in zip(folders, runs, strict=True))

@@ -121,5 +121,5 @@ def _checked(expectation: Expectation, shown: str) -> Expectation:
             if outcome in BROKEN
             else "it says nothing of the strategy"
         )
-        raise ConfigError(f"{shown}: {outcome} cannot be expected: {why}", _REPAIR)
+        raise ConfigError(f"{shown}: {outcome} cannot be an expected outcome: {why}", _REPAIR)
     return expectation

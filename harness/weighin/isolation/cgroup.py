@@ -246,7 +246,8 @@ def limit(group: Path, limit_bytes: int) -> None:
         swap.write_text(value)
     elif len(_SWAPS.read_text().splitlines()) > 1:
         raise IsolationUnavailable(
-            f"the kernel does not account swap per cgroup ({swap.name} is missing)",
+            f"the kernel does not count swap for each cgroup ({swap.name} is missing), so that a"
+            " limited process could swap",
             "sudo swapoff -a, or boot with swapaccount=1",
         )
 

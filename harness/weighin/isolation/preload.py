@@ -28,10 +28,11 @@ def check(environments: Iterable[Mapping[str, str]]) -> None:
         if not Path(name).is_absolute():
             raise ConfigError(
                 f"{VARIABLE}: {name!r} is not an absolute path",
-                "name the library with its whole path",
+                "write the library's whole path, which begins with /",
             )
         if not Path(name).is_file():
             raise ConfigError(
-                f"{VARIABLE}: no such file: {name}",
-                "install the library, or name its path: ldconfig -p lists those of this machine",
+                f"{VARIABLE}: there is no file {name}",
+                "install the library, or write its path into the variable: `ldconfig -p` lists"
+                " the libraries of this machine and their paths",
             )

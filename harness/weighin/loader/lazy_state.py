@@ -178,7 +178,8 @@ def _check_blocks(source: TensorSlice) -> None:
         raise CheckpointError(
             f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
             " does not dequantise",
-            f"write its values first: weighin convert {source.file} FOLDER --keys model",
+            "first write the dequantised values into a folder, and load that folder: weighin"
+            f" convert {source.file} FOLDER --keys model",
         )
     for part in source.parts:
         where = part.where

@@ -87,8 +87,10 @@ def load_pretrained(
     if find_weights(path, variant) is None and gguf.matches(path):
         if key or strip_prefix:
             raise ConfigError(
-                f"{path}: a GGUF file holds one model, in which key and strip_prefix have no meaning",
-                "leave key and strip_prefix out: they choose a part of a training checkpoint",
+                f"{path}: a GGUF file holds only the weights of one model, so that key and"
+                " strip_prefix have nothing to select",
+                "leave key and strip_prefix out, because they choose the model in a training"
+                " checkpoint that holds other objects, too",
             )
         from weighin.models import gguf_spec, pretrained  # imports transformers
 
@@ -102,8 +104,9 @@ def load_pretrained(
             names = sentence_parts.own_folders(path)
             raise ConfigError(
                 f"{path}: a sentence-transformers folder of several parts, with weights in"
-                f" {', '.join(names)}: only the arguments dtype, device, threads and revision apply",
-                f"give one part: {path / names[0]}",
+                f" {', '.join(names)}: for such a folder, load_pretrained accepts only the"
+                " arguments dtype, device, threads and revision",
+                f"give the folder of one part: {path / names[0]}",
             )
         from weighin.loader.sentence import load_whole  # few loads need this import
 

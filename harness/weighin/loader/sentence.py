@@ -47,7 +47,10 @@ def load_whole(
     try:
         import sentence_transformers as package
     except ImportError as error:
-        raise ConfigError(f"{what} needs this package: {error}", install.command(EXTRA)) from None
+        raise ConfigError(
+            f"{what} needs the package sentence-transformers, which cannot be imported: {error}",
+            install.command(EXTRA),
+        ) from None
     options: dict[str, Any] = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
     with torch.random.fork_rng(devices=[]), _streamed(load_part, threads):
         try:
@@ -60,7 +63,7 @@ def load_whole(
             raise ConfigError(
                 f"{what} is a model that sentence-transformers {package.__version__} cannot build:"
                 f" {type(error).__name__}: {error}",
-                f"give one part: {sentence_parts.parts(folder)[0].path}",
+                f"give the folder of one part: {sentence_parts.parts(folder)[0].path}",
             ) from error
 
 
@@ -136,8 +139,8 @@ def _give_settings(model: Any, config: Any, part: Path) -> None:
     changed = [key for key in wanted.keys() | own.keys() if wanted.get(key) != own.get(key)]
     if type(plain) is not type(config) or set(changed) - {_NAME}:
         raise CheckpointError(
-            f"{part / 'config.json'}: sentence-transformers changes settings before it loads this model,"
-            f" which weighin does not do: {one_line(', '.join(sorted(changed)))}",
+            f"{part / 'config.json'}: sentence-transformers would change these settings of the"
+            f" model before the load, and weighin cannot: {one_line(', '.join(sorted(changed)))}",
             "load this folder alone, with the settings of its config.json:"
             f" load_pretrained({str(part)!r})",
         )

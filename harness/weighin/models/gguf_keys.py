@@ -70,7 +70,8 @@ class _Reading:
         if _has_code_of_its_own(architecture):
             raise CheckpointError(
                 f"{file}: transformers can convert the architecture {architecture!r} only in its own load",
-                f"let transformers load it: from_pretrained(FOLDER, gguf_file={file.name!r})",
+                "load the file with transformers: from_pretrained(FOLDER,"
+                f" gguf_file={file.name!r})",
             )
         kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
         processor = kind(config=module.load_gguf_checkpoint(file)["config"])
@@ -154,8 +155,8 @@ class _Reading:
             raise CheckpointError(
                 f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape {found}, and"
                 f" {target!r} of the model has the shape {shape}",
-                "list the tensors of the file: weighin inspect FILE; then try another version of"
-                " transformers",
+                "install another version of transformers. The names and shapes in the file:"
+                " weighin inspect FILE",
             )
         memory.copy_(made)
 

@@ -117,7 +117,8 @@ def pretrained_class(
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"a model of transformers needs this package: {error}", install.command("hf")
+            f"the package transformers, which this model needs, cannot be imported: {error}",
+            install.command("hf"),
         ) from None
     package: Any = transformers
     name = "PreTrainedModel" if code else architecture
@@ -216,13 +217,14 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(
             f"{folder}: the model's code cannot be imported: {error}",
-            "install the packages that it imports, or the version of transformers that it was"
-            " written for (transformers_version in config.json)",
+            "install the packages that the code imports, or the version of transformers for which"
+            " the code was written (transformers_version in config.json)",
         ) from error
     if not issubclass(kind, PreTrainedModel) or kind.config_class is None:
         raise ConfigError(
             f"{folder}: {reference} is not a model class of transformers with a config_class",
-            "derive it from transformers.PreTrainedModel, and set its config_class",
+            "in the folder's code, derive the class from transformers.PreTrainedModel, and set"
+            " the class's config_class",
         )
     return kind
 

@@ -51,8 +51,8 @@ def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
     if quantised := config.get(_QUANTISED):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
         raise ConfigError(
-            f"the weights of this {architecture} are quantised by {method or 'a method'}, which weighin"
-            " does not dequantise",
+            f"the weights of this {architecture} are quantised by {method or 'a method'}, and"
+            " weighin has no code to dequantise them",
             "give the folder of the model that was not quantised",
         )
 
@@ -108,7 +108,8 @@ def _diffusers() -> Any:
         import diffusers
     except ImportError as error:
         raise ConfigError(
-            f"a model of diffusers needs this package: {error}", install.command(DIFFUSERS.extra)
+            f"the package diffusers, which this model needs, cannot be imported: {error}",
+            install.command(DIFFUSERS.extra),
         ) from None
     _quiet(diffusers)
     return diffusers

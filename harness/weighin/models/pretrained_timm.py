@@ -117,7 +117,8 @@ def _timm() -> Any:
         import timm
     except ImportError as error:
         raise ConfigError(
-            f"a model of timm needs this package: {error}", install.command(TIMM.extra)
+            f"the package timm, which this model needs, cannot be imported: {error}",
+            install.command(TIMM.extra),
         ) from None
     except RuntimeError as error:  # torchvision of another build, without which timm does not work
         raise misfit("timm", error) from None
@@ -186,8 +187,8 @@ def _check_complete(
         if names:
             raise CheckpointError(
                 f"{slices[0].file}: {what} {first_names(names)} of this {type(model).__name__}",
-                "correct 'architecture', 'num_classes' and 'model_args' in config.json: timm would refuse the"
-                " file, or draw weights at random",
+                "correct 'architecture', 'num_classes' and 'model_args' in config.json: with the"
+                " present values, timm would refuse the file, or give some weights random values",
             )
 
 

@@ -202,7 +202,8 @@ class _Asker:
         if answer is None:
             raise HarnessError(
                 "weighin's process that computes the prediction was killed",
-                "run it again; if the kernel killed it (see `dmesg`), free some memory first",
+                "run the command again; if `dmesg` says that the kernel killed the process for"
+                " lack of memory, free some memory first",
             )
         del answer["event"]
         return answer

@@ -159,12 +159,14 @@ def _cold(path: Path, read: Callable[[Path], None]) -> float:
     if cached_bytes is None:
         raise ConfigError(
             f"cannot calibrate in {cache.folder()}: this kernel does not report cached file pages",
-            "calibrate on the Linux host, outside of this sandbox",
+            "run weighin doctor --run weighin doctor --calibrate on the Linux host, outside of"
+            " this sandbox",
         )
     if cached_bytes:
         raise ConfigError(
-            f"cannot calibrate in {cache.folder()}: its files stay in memory, so it is not on a disk",
-            "choose a folder on a disk: WEIGHIN_CACHE=/path weighin ...",
+            f"cannot calibrate in {cache.folder()}: the files of this folder stay in memory"
+            " (tmpfs), so that no disk can be measured",
+            "choose a cache folder on a disk: WEIGHIN_CACHE=/path weighin ...",
         )
     start = time.perf_counter()
     read(path)

@@ -78,7 +78,8 @@ def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE)
     _check_limits(request.limits)
     if request.how.image and request.isolation not in ("auto", "docker"):
         raise ConfigError(
-            f"--image {request.how.image} needs a container, not --isolation {request.isolation}",
+            f"--image {request.how.image} is a Docker image, which needs --isolation docker, but"
+            f" the command line has --isolation {request.isolation}",
             "leave out --isolation, or leave out --image",
         )
     machines.check_ram(request.limits)

@@ -112,7 +112,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     if (within := run.settings.within) is None:
         raise RecordError(
             f"{folder} is not a search for floors",
-            f"resume it: {resume_command('bench', folder)}",
+            f"the folder's run can be resumed: {resume_command('bench', folder)}",
         )
     return Search(run, within)
 

@@ -98,8 +98,8 @@ class LoadBench:
             cell = measured.result.cell
             trouble = CheckpointError(
                 f"{checkpoint.path} changed while {cell.strategy} was measured",
-                "restore it from a copy, and change the strategy so that it does not write to the"
-                " checkpoint",
+                "restore the checkpoint from a copy, and change the strategy so that the strategy"
+                " does not write to the checkpoint",
             )
             return replace(measured, trouble=measured.trouble or trouble)
         discard(checkpoint.manifest_path.parent, checkpoint.format)

@@ -132,7 +132,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     if run.settings.within is not None:
         raise RecordError(
             f"{folder} is a search for floors",
-            f"resume it: {resume_command('floor', folder)}",
+            f"the search can be resumed: {resume_command('floor', folder)}",
         )
     return run
 
@@ -160,7 +160,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     except KeyError as error:
         raise RecordError(
             f"{folder / run_folder.PLAN} lacks the path of the strategy {error}",
-            "start a new run: this one cannot be resumed",
+            "start a new run, because this run cannot be resumed without the path",
         ) from None
     _check_any_runs(cells)
     if settings.shard:
@@ -244,7 +244,8 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
         if places.setdefault(name, place) != place:
             raise ConfigError(
                 f"two {kinds} are called {name!r}: {places[name]} and {place}",
-                f"records identify {kinds} by name: rename one, or measure them in two runs",
+                "rename one of the two, or measure them in two runs, because a record identifies"
+                f" {kinds} by name",
             )
 
 
@@ -253,7 +254,7 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
-            f"nothing can be measured, every cell is skipped: {reasons}",
+            f"weighin skips every cell of the run, so that nothing can be measured: {reasons}",
             "choose another strategy, format or device: weighin list strategies shows the formats"
             " and devices of each strategy",
         )
@@ -270,5 +271,5 @@ def _check_gpu(suite: Suite, machines: Machines) -> None:
     if option:
         raise ConfigError(
             f"{option}, but the device is cpu",
-            "add --device cuda, or leave out this option",
+            "add --device cuda, or leave the option out, because it concerns the GPU",
         )

@@ -52,7 +52,8 @@ def only_run(
     except OSError as error:
         raise ConfigError(
             f"cannot open the lock file {path}: {error.strerror}",
-            f"check its owner (ls -l), or name another file: {LOCK_VARIABLE}=/path weighin ...",
+            f"see who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
+            " weighin ...",
         ) from None
     try:
         if not try_lock(file):

@@ -152,7 +152,8 @@ def write_plan(
     if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
         raise RecordError(
             f"{folder} already contains a run",
-            f"resume it: {resume_command(settings.verb, folder)}; or name another folder with --out",
+            f"to resume that run: {resume_command(settings.verb, folder)}; for a new run, name"
+            " another folder with --out",
         )
     ours = settings.shard.of(planned) if settings.shard else planned
     if not ours:

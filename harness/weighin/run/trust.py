@@ -37,7 +37,7 @@ def check(
     if listed := "; ".join(foreign_code):
         raise ConfigError(
             f"{place} names code that is not part of weighin and would run here: {listed}",
-            f"read it; if you trust it: {again} --trust; {repair}",
+            f"read that code; if you trust it: {again} --trust; {repair}",
         )
 
 

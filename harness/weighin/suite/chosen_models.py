@@ -68,8 +68,8 @@ class ChosenModels:
         dtypes = set(self.dtypes.values())
         if len(dtypes) > 1:
             raise ConfigError(
-                f"the models have different dtypes: {', '.join(sorted(dtypes))}",
-                "choose one for all: --dtype bf16",
+                f"the models of the run have different dtypes: {', '.join(sorted(dtypes))}",
+                "choose one dtype for all models, such as --dtype bf16",
             )
         return dtypes.pop()
 
@@ -112,8 +112,8 @@ def choose(
         if weights and len(suite.models) > 1:
             if selection:
                 raise ConfigError(
-                    f"{entry.title} has weights of its own, and {' '.join(selection.options)} is for"
-                    " all models",
+                    f"{entry.title} has weights of its own, so that {' '.join(selection.options)},"
+                    " which applies to all models, does not fit it",
                     "measure this model in a run of its own; weighin compare RUN_A RUN_B then"
                     " compares the runs",
                 )
@@ -151,12 +151,14 @@ def _selection(suite: Suite, typed: Selection) -> Selection:
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
     if any(other != first for other in others):
         raise ConfigError(
-            "the models select different weights, and a run has one checkpoint",
-            "give all models the same key and strip_prefix, or write a suite for each",
+            "the models of the suite select different parts of a checkpoint (key, strip_prefix),"
+            " but a run reads one part of one checkpoint",
+            "give all models the same key and strip_prefix, or write a suite file for each model",
         )
     if first and typed and first != typed:
         raise ConfigError(
-            f"two selections: {' '.join(first.options)} in the suite and {' '.join(typed.options)}",
+            f"the suite selects a part of the checkpoint with {' '.join(first.options)}, and the"
+            f" command line selects another part with {' '.join(typed.options)}",
             "leave --key and --strip-prefix out",
         )
     return first or typed
@@ -173,7 +175,8 @@ def _own(
     if is_folder(spec):
         return None
     raise ConfigError(
-        f"two checkpoints: {entry.checkpoint or entry.source} and --checkpoint {given}",
+        f"the model has the checkpoint {entry.checkpoint or entry.source} already, and"
+        f" --checkpoint names another one: {given}",
         "leave --checkpoint out",
     )
 
@@ -187,7 +190,7 @@ def _dtype(spec: ModelSpec, asked: str) -> str:
     dtype = own_dtype(spec) if asked == "auto" else asked
     if dtype not in DTYPES.values():
         raise ConfigError(
-            f"{spec.title} has the dtype {dtype}, in which weighin measures no load",
-            "choose the dtype of the load: --dtype float32, bfloat16 or float16",
+            f"{spec.title} has the dtype {dtype}, but weighin cannot load a model in this dtype",
+            "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16",
         )
     return dtype

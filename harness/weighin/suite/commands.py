@@ -64,7 +64,7 @@ def _check_names(commands: list[SuiteCommand]) -> list[SuiteCommand]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(
             f"two commands are called {twice!r}",
-            "records identify commands by name: rename one",
+            "rename one of the two commands, because a record identifies a command by its name",
         )
     return commands
 

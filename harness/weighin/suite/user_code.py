@@ -53,7 +53,8 @@ def of_file(name: str) -> tuple[str, Path]:
         if not part.isidentifier():
             raise ConfigError(
                 f"--model {name}: Python cannot import a module called {part!r}",
-                "rename it: letters, digits and underscores",
+                "rename the file or folder: a module's name has only letters, digits and"
+                " underscores",
             )
     if parts[0] in _TAKEN:
         raise ConfigError(

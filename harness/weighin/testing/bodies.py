@@ -73,7 +73,8 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{function} cannot be called in another process: {error}",
-            "measure a module-level function, with arguments that can be pickled",
+            "measure a function that is defined at the top of a module, and give it arguments"
+            " that can be pickled, because weighin sends both to another process",
         ) from None
     with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
         (path := Path(folder) / "call.pickle").write_bytes(content)

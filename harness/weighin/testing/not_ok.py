@@ -24,7 +24,7 @@ class NotOk(Result):
             end = f"{self.outcome}: {self.message}" if self.message else self.outcome
             raise AssertionError(
                 f"{name} of {self.cell.strategy}, which did not end ok: {end}\n"
-                'if that is intended, assert run.outcome == "..." and read no peaks'
+                'a run that did not end ok has no complete peaks: if the outcome is intended, assert run.outcome == "..." and read no peaks'
             )
         return super().__getattribute__(name)
 

@@ -30,7 +30,9 @@ def named_by_strategy(name: object) -> str:
             " and _ . + / ( ) -, and begins with a letter or a digit"
         )
     if name in OURS:
-        raise ValueError(f"phase {name!r}: weighin's own phase has this name; choose another name")
+        raise ValueError(
+            f"phase {name!r}: weighin uses this name for a phase of its own; choose another name"
+        )
     return name
 
 
@@ -50,7 +52,8 @@ class Marks:
         """Measure the body of the ``with`` statement as a phase of this name."""
         if self._current is not None:
             raise RuntimeError(
-                f"phase {name!r} begins inside {self._current!r}: phases do not nest"
+                f"phase {name!r} begins inside {self._current!r}, but a phase cannot begin before"
+                " the previous phase has ended"
             )
         self.flush()
         self._current = name

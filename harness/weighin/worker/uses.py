@@ -93,7 +93,10 @@ def train(use: str, model: torch.nn.Module, given: Given) -> Done:
     """Take one step of an optimizer with a gradient of every floating-point parameter."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
-        raise ValueError("the model has no floating-point parameter to train")
+        raise ValueError(
+            "the use trains the model, but the model has no floating-point parameter"
+            " that can be trained"
+        )
     for weight in weights:
         weight.requires_grad_()
     gradients = "backward" if given.inputs and _backward(model, given.inputs) else "synthetic"

@@ -55,7 +55,10 @@ def check_preloaded() -> None:
     mapped = read_text("/proc/self/maps")
     for library in wanted:
         if os.path.realpath(library) not in mapped:
-            raise OSError(f"the dynamic linker did not load {library}, which LD_PRELOAD names")
+            raise OSError(
+                f"the worker runs without the library {library} that LD_PRELOAD names,"
+                " because the dynamic linker did not load it"
+            )
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:

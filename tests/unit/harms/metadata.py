@@ -54,4 +54,4 @@ def metadata_with_code(given: Given) -> Said:
     metadata = pickle.loads(given.index.read_bytes())
     metadata.planner_data = Command(given.proof)
     given.index.write_bytes(pickle.dumps(metadata))
-    return given.index, "and was NOT executed: it refers to posix.system"
+    return given.index, "did NOT execute it: it refers to posix.system"

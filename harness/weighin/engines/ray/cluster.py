@@ -84,7 +84,8 @@ def answer(
 def no_slot() -> ConfigError:
     return ConfigError(
         f"no node of the cluster has the resource {SLOT} and all labels of --label",
-        f"start Ray with this resource on each machine that measures: {START} --address HOST:6379",
+        f"start Ray with this resource on each machine on which weighin is to measure: {START}"
+        " --address HOST:6379",
     )
 
 
@@ -171,7 +172,8 @@ def connected(
     """
     if address.startswith("ray://"):
         raise ConfigError(
-            f"--address {address} is the address of Ray's client server, which passes no events on",
+            f"--address {address} is the address of Ray's client server, through which weighin"
+            " cannot receive the events of a measurement",
             "run weighin on a machine of the cluster, with --address auto or HOST:6379",
         )
     # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
@@ -183,7 +185,7 @@ def connected(
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
             f"no Ray cluster answers at --address {address}: {one_line(str(error), 200)}",
-            f"start one: {START.replace('ray start', 'ray start --head')}",
+            f"start a Ray cluster: {START.replace('ray start', 'ray start --head')}",
         ) from None
     try:
         yield Cluster(labels, run)

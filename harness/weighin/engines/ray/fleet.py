@@ -74,9 +74,9 @@ class Fleet(Machines):
             refused.append(reasons)
         raise IsolationUnavailable(
             f"no isolation (docker, cgroup, process) works on every node: {'; '.join(refused)}",
-            "repair these nodes, or name an isolation, so that only the nodes on which it works"
-            " take part: --isolation cgroup;"
-            " weighin doctor --engine ray examines each node",
+            "name an isolation that works on some nodes, and weighin measures only on those"
+            " nodes: --isolation cgroup. To find the fault of the others: weighin doctor --engine"
+            " ray",
         )
 
     def check_soft_limit(self, isolation: Isolation) -> None:
@@ -183,7 +183,8 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
         raise ConfigError(
             "Ray's memory monitor is on, and would kill cells before their limit does:"
             f" {'; '.join(on)}",
-            f"stop these nodes (ray stop) and start them with the monitor off: {START}",
+            "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
+            f" {START}",
         )
 
 
@@ -211,7 +212,8 @@ def _described(node: RayNode, facts: Mapping[str, Any]) -> Node:
         raise ConfigError(
             f"the node {node.name} has other code of weighin {__version__} than this machine: its files"
             f" have the digest {facts['code']}, those here {own}",
-            "install the same files on all nodes: records of different code must not share a row",
+            "install the same files of weighin on all nodes, because a table must not mix the"
+            " figures of different code",
         )
     return Node(
         node.id,

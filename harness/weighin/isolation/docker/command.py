@@ -197,7 +197,7 @@ def _command_line(pid: int) -> bytes | None:
 
 def _elsewhere() -> IsolationUnavailable:
     return IsolationUnavailable(
-        "weighin run needs a Docker engine on this machine: the processes of the engine in use are"
-        " not visible here",
+        "weighin run needs a Docker engine on this machine: the processes that the current Docker"
+        " engine starts are not visible on this machine",
         "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
     )

@@ -70,7 +70,7 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
-            f"no permission to use the Docker engine at {address}",
+            f"this user has this user has no permission to use the Docker engine at {address}",
             "sudo usermod -aG docker $USER, then log in again",
         )
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
@@ -90,7 +90,7 @@ def _start() -> str:
     if os.environ.get("DOCKER_HOST"):
         return "set DOCKER_HOST to the address of an engine that runs, or unset it"
     if shutil.which("dockerd"):
-        return "start one: sudo systemctl start docker"
+        return "start a Ray cluster: sudo systemctl start docker"
     return "install Docker: https://docs.docker.com/engine/install"
 
 
@@ -98,7 +98,8 @@ def check_engine(info: dict[str, Any]) -> None:
     """Raise IsolationUnavailable if an engine cannot enforce a RAM limit; ``info`` is that of ``docker info``."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
-            f"the Docker engine runs {info['OSType']} containers", "switch it to Linux containers"
+            f"the Docker engine runs {info['OSType']} containers",
+            "switch the Docker engine to Linux containers",
         )
     if not info.get("MemoryLimit"):
         raise IsolationUnavailable(
@@ -107,7 +108,8 @@ def check_engine(info: dict[str, Any]) -> None:
         )
     if not info.get("SwapLimit"):
         raise IsolationUnavailable(
-            "the Docker engine cannot disable swap: the kernel does not account swap per cgroup",
+            "the Docker engine cannot keep a container from swapping: the kernel does not count"
+            " swap for each cgroup",
             _KERNEL_LINE.format(parameter="swapaccount=1"),
         )
 
@@ -140,7 +142,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",
-            "start it again: sudo systemctl start docker",
+            "start the Docker engine again: sudo systemctl start docker",
         )
     reason = first_line(error)
     if "could not select device driver" in reason:
@@ -157,8 +159,8 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
     if "bind source path does not exist" in reason or "mounts denied" in reason.lower():
         return IsolationUnavailable(
             f"the Docker engine cannot access a folder of this machine: {reason}",
-            "share it with the engine (Docker Desktop: Settings, Resources, File sharing); "
-            "an engine on another machine cannot be used",
+            "share the folder with the Docker engine (Docker Desktop: Settings, Resources, File"
+            " sharing); weighin cannot use a Docker engine on another machine",
         )
     return IsolationUnavailable(
         f"the Docker engine could not {doing}: {reason}",

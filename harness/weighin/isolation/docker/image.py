@@ -169,7 +169,8 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
             raise
         raise IsolationUnavailable(
             f"cannot write the wheels for the image: {error}",
-            "free some space there, or set TMPDIR to a folder with room for twice torch's wheels",
+            "free some space in that folder, or set TMPDIR to a folder that has room for twice"
+            " the size of torch's wheels",
         ) from error
     finally:
         _prune(client)

@@ -64,8 +64,8 @@ def _lacking(builder: str, python_path: tuple[str, ...], mounts: tuple[str, ...]
         raise ConfigError(
             f"builder {builder!r}: the Docker image has no package {top!r}, which is not mounted because"
             f" it contains compiled code, built for this machine's Python: {compiled}",
-            f"measure it outside of Docker: --isolation cgroup; or, if the image's Python can import it,"
-            f" mount it: --mount {place}",
+            "measure the builder outside of Docker: --isolation cgroup; or, if the image's Python"
+            f" can import the package, mount the package: --mount {place}",
         )
     paths, lines = [place], [f"mounting {place} read-only: the image has no package {top}"]
     for normal, distribution in wheels.installed(names, in_image):
