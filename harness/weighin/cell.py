@@ -164,7 +164,8 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, with the files that the cell's worker reads. Paths are those inside the container.
+    """A cell, with the files that the cell's worker reads. In a container, the paths of a job are
+    the paths inside the container.
 
     Attributes:
         manifest: a file with the names and checksums of the expected tensors.

@@ -1,4 +1,5 @@
-"""Define the exceptions that stop weighin. A cell that fails raises none: it has an ``Outcome``.
+"""Define the exceptions that stop weighin. A cell that fails raises no error of this module, but
+has an ``Outcome``.
 
 ::
 
@@ -94,8 +95,8 @@ class CheckpointError(HarnessError):
 class WholePipeline(CheckpointError):
     """A pipeline of several models was given in place of one model.
 
-    ``folder`` is the pipeline, and ``largest`` is the folder of the pipeline's largest model, with
-    which the command line repeats the typed command as a repair.
+    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. As a
+    repair, the command line shows the typed command with ``largest`` in place of ``folder``.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Talk with the parent process, which started this one with ``weighin.child_process``, in JSON lines."""
+"""Exchange lines of JSON with the process that started this process through
+``weighin.child_process``.
+"""
 
 import ctypes
 import os

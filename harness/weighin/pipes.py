@@ -1,7 +1,7 @@
 """Read lines from pipes, and write whole lines to pipes; parent and child processes use this module.
 
-The module imports little, because a worker imports it before torch, and because Ray pickles it by
-value for its nodes.
+weighin.pipes imports little, because a worker imports it before torch, and because Ray copies its
+functions to nodes.
 """
 
 import contextlib

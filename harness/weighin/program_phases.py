@@ -1,6 +1,7 @@
 """Name a part of a program with ``weighin.phase``, so that ``weighin run`` measures the part's peaks.
 
-Any program may import this module, so that the module imports almost nothing outside of weighin run.
+Any program may import weighin.program_phases; outside of ``weighin run``, the module therefore
+imports almost nothing.
 """
 
 import os
@@ -39,11 +40,12 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
     error and never changes what the program does. If weighin does not answer within 2 s, the process
     reports no further phases.
 
-    Phases may be nested, and phases of several threads may overlap: the peak of a phase includes all
-    memory of the process during the phase. The phases of the first process that begins one also have
-    the peaks of the whole command. The phases of other processes have only the peaks of their process.
-    If a process forks in a phase, the phase ends only in the process that began the phase. weighin
-    measures decorated functions and coroutine functions, but no decorated generator functions.
+    Phases may be nested, and phases of several threads may overlap: the peak of a phase includes
+    all memory of the process during the phase. The phases of the first process that begins one also
+    have the peaks of the whole command. A phase of any other process has only the peaks of that
+    process. If a process forks in a phase, the phase ends only in the process that began the phase.
+    weighin measures decorated functions and coroutine functions, but no decorated generator
+    functions.
     """
 
     def __init__(self, name: str) -> None:

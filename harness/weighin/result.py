@@ -199,7 +199,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process of a cell of several ranks; the rank's number is its index in ``Result.ranks``.
+    """One process (rank) of a cell that several processes load together; its index in
+    ``Result.ranks`` is the rank's number.
 
     ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
     samples.
@@ -256,9 +257,10 @@ class Process:
 class Kill:
     """One process that the kernel killed for lack of memory, according to the kernel's log.
 
-    ``limit_of`` is the cgroup that reached its limit: empty for the command's own cgroup, "machine" if
-    the whole machine had no memory left, "unknown" without a log entry, else the path of another
-    cgroup. ``limit_bytes`` is the limit of the command's cgroup or of a cgroup around it, else None.
+    ``limit_of`` is the cgroup that reached its limit: empty for the command's own cgroup, "machine"
+    if the whole machine had no memory left, "unknown" without a log entry, else the path of another
+    cgroup. ``limit_bytes`` is the limit that was reached: of the command's cgroup or of a cgroup
+    around it; None for any other kill.
     """
 
     pid: int
@@ -298,7 +300,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases of one further process of a command, with the peaks of this process alone.
+    """The phases that a further process of a command began, with peaks that cover only this process.
 
     The process that began the first phase has no track: its phases are ``Result.phases``.
     """

@@ -59,7 +59,8 @@ class Prepared:
 class _Task:
     """The arguments of one call of ``ensure``, and the folder ``entry`` of the checkpoint in the cache.
 
-    If ``in_place``, cells load the user's own file, and the cache has only its manifest.
+    With ``in_place``, cells load the user's own file, and the cache has only the manifest of that
+    file.
     """
 
     model: ModelSpec

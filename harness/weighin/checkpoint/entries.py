@@ -1,4 +1,5 @@
-"""Manage the cache's folder. It has one entry for each model with the values of one seed or one file.
+"""Manage the cache's folder. The cache has one entry for each model with the values of one seed or
+one file.
 
 ::
 
@@ -11,8 +12,9 @@
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
-weighin replaces a format that has no marker, or whose files have other sizes or modification times than
-the marker lists. Files are read-only, so that a strategy of an ordinary user cannot change them.
+weighin replaces a format that has no marker, or whose files have other sizes or modification times
+than the marker lists. The files in the cache are read-only, so that a strategy of an ordinary user
+cannot change them.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Provide temporary folders that weighin can remove even if the process that made them was killed.
 
-The process locks its folder. The kernel releases the lock when the process ends, so that a folder without
-a lock is a leftover. ``growing_beside`` makes a hidden folder next to a target, one for each target: a
-conversion writes the target there, and then renames it. ``own_folder`` makes a new folder each time.
+Each process locks the temporary folder that it made. The kernel releases the lock when the process
+ends, so that a folder without a lock is a leftover. ``growing_beside`` makes a hidden folder next
+to a target, one for each target: a conversion writes the target there, and then renames it.
+``own_folder`` makes a new folder each time.
 """
 
 import os

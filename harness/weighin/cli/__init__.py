@@ -1,1 +1,3 @@
-"""The command line of weighin, with one module for each verb. Only this package prints or exits."""
+"""The command line of weighin, with one module for each verb. Only the package weighin.cli prints
+or exits.
+"""

@@ -1,10 +1,10 @@
 """Defer a constructor's writes to tensors until their values are read, or skip them.
 
 A constructor initialises weights that a checkpoint then replaces. A ``WriteLog`` records in-place
-writes instead of executing them, if their memory was allocated since the recording began. Memory that
-no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log first
-executes the writes on which the values depend. The order and the random numbers are those of an
-execution without a log.
+writes instead of executing them, if their memory was allocated since the recording began. Memory
+that no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log
+first executes the writes on which the values depend. The deferred writes get the order and the
+random numbers that they would get without a log.
 
 The log patches no function, and affects only the recording thread. The log also notices the methods in
 ``_DIRECT_READS``, which read a tensor's memory without a torch operation. The log cannot notice a read

@@ -1,6 +1,7 @@
 """Recognise calls of ``torch.nn.init`` that only write random numbers.
 
-To record one such call is faster than to record the ten operations of which it consists.
+To record one call of an initialiser is faster than to record the ten operations of which the call
+consists.
 """
 
 from collections.abc import Mapping

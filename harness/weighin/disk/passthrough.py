@@ -2,14 +2,15 @@
 
     python -m weighin.disk.passthrough FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
 
-The answer to a request is due after the time of its bytes at the rate, plus the latency. All requests
-share the rate, but they wait for their latencies at the same time. FUSE divides a read into requests of
-at most 128 KiB. The process reads the real files without the page cache. The mounted files have a page
-cache as on any disk: buffered and mapped reads fill it, and direct reads do not. SIGINT and SIGTERM
-unmount the folder and end the process.
+The answer to a request is due after the time of its bytes at the rate, plus the latency. All
+requests share the rate of the slow disk, but the latencies of several requests pass at the same
+time. FUSE divides a read into requests of at most 128 KiB. The process reads the real files without
+the page cache. The mounted files have a page cache as on any disk: buffered and mapped reads fill
+it, and direct reads do not. SIGINT and SIGTERM unmount the folder and end the process.
 
-weighin starts this process with ``--name``. The process then reports when the folder is mounted, answers
-each line of its parent with the reads that still wait, and unmounts when its parent ends.
+weighin starts the FUSE process with ``--name``. The process then reports when the folder is
+mounted, answers each line of its parent with the reads that still wait, and unmounts when its
+parent ends.
 """
 
 import argparse

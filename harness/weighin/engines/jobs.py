@@ -1,8 +1,8 @@
 """Run several cells at once on this machine (``weighin bench --jobs``), for their memory alone.
 
 Two cells that read one file would share its pages in the page cache, and the kernel charges a page
-to the cell that read it first. Each job therefore has a checkpoint cache of its own, which is
-removed at the end.
+to the cell that read it first. Each job therefore has a checkpoint cache of its own, and weighin
+removes this cache at the end of the run.
 """
 
 import shutil

@@ -1,8 +1,9 @@
 """Tell whether a folder has an adapter beside a model.
 
-``from_pretrained`` adds such an adapter to the model if peft is installed, and ignores it silently if
-not. weighin never adds this adapter. If peft is installed, weighin refuses the folder, because the weights
-would differ from those of ``from_pretrained``; if not, a note names the adapter.
+If peft is installed, ``from_pretrained`` adds an adapter beside the weights to the model; without
+peft, ``from_pretrained`` ignores the adapter silently. weighin never adds an adapter beside the
+weights. If peft is installed, weighin refuses the folder, because the weights would differ from
+those of ``from_pretrained``; if not, a note names the adapter.
 """
 
 from importlib.util import find_spec

@@ -23,10 +23,11 @@ weighin reads these formats of training runs and of llama.cpp, but does not writ
 
 The folder of a whole training run stands for its newest step.
 
-weighin also writes files in the format of the package ``tensorizer``, for the strategy of that name.
-``NAMES`` leaves this format out, because weighin does not read, convert or inspect such files.
+weighin also writes files in the format of the package ``tensorizer``, for the strategy of that
+name. ``NAMES`` leaves the format tensorizer out, because weighin does not read, convert or inspect
+its files.
 
-Importing this module does not import torch.
+An import of weighin.formats.catalog does not import torch.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``.
 
-The file is a pickle, which this module interprets without executing any code. A name of a class or
-function that such metadata never contains is an error. torch.distributed is not imported.
+The file is a pickle, which this module interprets without executing any code. If the pickle has the
+name of a class or function that ``.metadata`` never contains, reading fails with an error.
+torch.distributed is not imported.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Read the first bytes of a file, by which each format recognises its files.
 
-Each format looks at the same bytes. Storage behind a network answers each open and each read only after
-some milliseconds, so that ``remembering`` keeps the bytes that were read.
+A file's first bytes are read once, and every format looks at them. Storage behind a network answers
+each open and each read only after some milliseconds, so that ``remembering`` keeps the bytes that
+were read.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Describe a tensor whose elements lie, in row-major order, in several flat tensors of other files.
 
 An optimizer of DeepSpeed that divides a model among ranks stores the share of each rank as one flat
-tensor. Such a share may begin and end within a row of a weight, so that it is not one block of the
-weight. ``boxes`` divides the share into few blocks.
+tensor. The share of a rank may begin and end within a row of a weight, so that the share is not one
+block of the weight. ``boxes`` divides the share into few blocks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Read an adapter of LoRA that peft saved: the matrices and the factor for each changed module.
 
-A plain adapter adds a scaled product of two matrices to some weights. This module refuses every other
-adapter, because peft merges it by another formula.
+A plain adapter adds a scaled product of two matrices to some weights. weighin.formats.lora refuses
+an adapter other than plain LoRA, because peft merges other adapters by other formulas.
 """
 
 import re

@@ -5,8 +5,9 @@
     iter_0000010/
         mp_rank_00/model_optim_rng.pt     the model of one rank is in the key "model"
 
-The file of one rank of several has a part of the tensors or of the layers. weighin refuses such a folder,
-because the files do not say along which dimension a tensor is divided.
+The file of one rank of several has a part of the tensors or of the layers. weighin refuses the
+folder of a model that was divided among ranks, because the files do not say along which dimension a
+tensor is divided.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Read a checkpoint's many headers at once from a disk that answers each read late.
 
-Storage behind a network answers each read after some milliseconds. Hundreds of headers, read one after
-the other, then take seconds. The kernel's read-ahead helps little, because FUSE sends at most 12
-read-ahead requests at once.
+Storage behind a network answers each read after some milliseconds. On a slow disk, hundreds of
+headers that are read one after the other take seconds. The kernel's read-ahead helps little,
+because FUSE sends at most 12 read-ahead requests at once.
 """
 
 import mmap

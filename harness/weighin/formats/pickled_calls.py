@@ -85,7 +85,9 @@ _MOST_USUAL: Final = 2**40  # elements; their bytes fit into 64 bits in every dt
 
 
 class _Other(Exception):
-    """The pickle makes a tensor that weighin does not read; the arguments are its title and the repair."""
+    """The pickle makes a tensor of a kind that weighin does not read; the arguments are the kind's
+    title and the repair.
+    """
 
 
 def persistent(identity: Any) -> StorageRef | Named:

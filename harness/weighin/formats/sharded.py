@@ -12,7 +12,7 @@ All names of a tied tensor are in one shard. In safetensors shards, only the fir
 state dict, ``weighin.order`` in the index's metadata keeps the order.
 
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
-file elsewhere: Hugging Face's cache uses such links, and only the folder's owner can create a link.
+file elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create one.
 
 The path of such a checkpoint is its folder, or its index if the index has another name, such as
 ``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as ``from_pretrained``

@@ -1,7 +1,7 @@
 """Find the state dict among the records of a pickled checkpoint, or say why there is none.
 
-A training checkpoint also holds settings, schedulers and random states of any class. The selected state
-dict itself may have such an object only if the object holds no tensors.
+A training checkpoint also holds settings, schedulers and random states of any class. The selected
+state dict may have an object other than a tensor only if the object holds no tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

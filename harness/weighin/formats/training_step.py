@@ -1,4 +1,4 @@
-"""Find the newest step in the folder of a training run. The trainer names this step in a file:
+"""Find the newest step in the folder of a training run. A trainer names the newest step in a file:
 
 =====================================  ==========================================
 ``latest``                             DeepSpeed: the name of the step's folder

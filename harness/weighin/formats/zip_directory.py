@@ -56,7 +56,9 @@ class _Entry:
 
 
 class Archive:
-    """The checked records of one archive. ``file`` must stay open as long as records are read."""
+    """The checked records of one archive. The caller keeps ``file`` open as long as it reads
+    records.
+    """
 
     def __init__(self, path: Path, file: IO[bytes] | RawIOBase) -> None:
         """Read the archive's directory from ``file``; errors name the file ``path``.

@@ -1,4 +1,4 @@
 """Judge a run against a baseline file and against budgets, and compare runs with each other.
 
-This package reads nothing of a run but its records and its plan.
+The package weighin.gate reads nothing of a run but its records and its plan.
 """

@@ -81,8 +81,8 @@ class Rules:
 class Baseline:
     """The content of a baseline file: its rules, and the figures of each measurement by its name.
 
-    ``accepted`` has those expected outcomes that ``weighin check --update`` wrote. ``rules.expected``
-    has these outcomes, and those that the user wrote.
+    ``accepted`` has those expected outcomes that ``weighin check --update`` wrote.
+    ``rules.expected`` has all expected outcomes: the accepted ones, and those that the user wrote.
     """
 
     rules: Rules

@@ -28,7 +28,8 @@ class MeasuredRuns:
     """The figures of one or more runs; repeats of a measurement count together, whatever their run.
 
     Attributes:
-        environment: the machine and software of the runs. A setting that differs has all of its values.
+        environment: the machine and software of the runs. If a setting differs between cells, its
+            entry has all of the values.
         series: the figures of each measurement over its repeats, by the name of the measurement.
         machines: the fingerprints of the kinds of machine on which the runs were measured.
         nodes: the names of the machines, if a fleet measured the runs.

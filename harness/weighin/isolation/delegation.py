@@ -1,8 +1,9 @@
 """Find the folder in which this user may create memory cgroups: the root, or a delegated subtree.
 
 cgroup v2 lets an ordinary user limit memory only in a *delegated* subtree. The systemd user manager
-creates such a subtree (a scope) on request. ``enter`` runs this command again inside a scope.
-Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
+creates a delegated subtree (a scope) on request. ``enter`` runs the command line of this process
+again inside a scope. Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's
+CGROUP_DELEGATION.md.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Find a worker and all processes that it started by a mark that they inherit.
+"""Find a worker and all processes that the worker started, by a mark that children inherit.
 
 A child in its own session is outside the worker's process group, and a child of root may have left
 the worker's cgroup. weighin therefore marks a worker with an environment variable and with a limit
@@ -109,9 +109,9 @@ def _end_by_limit() -> dict[int, str]:
 def _dead_owner(pid: int) -> int | None:
     """Return the dead owner that the limit of a process names, if this process may kill that process.
 
-    The process must belong to this user, and its owner to this pid namespace. A process with the
-    same limit as this process stays, because a killed run may have started the shell in which
-    weighin runs now.
+    Only a process of this user counts, and only if its owner (the run that started it) is in this
+    pid namespace. A process with the same limit as this process stays, because a killed run may
+    have started the shell in which weighin runs now.
     """
     named = owner_by_limit(pid)
     if not named or named == owner_by_limit(os.getpid()):

@@ -1,4 +1,6 @@
-"""Refuse quantised tensors (codes) whose scales the load would leave out."""
+"""Refuse quantised tensors (codes) if the load would leave out the scales that turn the codes into
+weights.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,9 +1,9 @@
 """Convert a group of a file's tensors to a tensor of a model, piece by piece where that is possible.
 
-transformers converts whole tensors: the codes, the values in float32 and the result are in memory at
-the same time. Most dequantisations compute each row, or each expert, independently of the others. The
-loader runs them on a few rows at a time, with transformers' own operations, and copies each result
-into the model. Every other conversion runs on whole tensors.
+transformers converts whole tensors: the codes, the values in float32 and the result are in memory
+at the same time. Most dequantisations compute each row, or each expert, independently of the
+others. The loader converts a few rows at a time, with transformers' own operations, and copies each
+result into the model. Every other conversion runs on whole tensors.
 """
 
 import threading

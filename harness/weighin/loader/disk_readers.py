@@ -1,10 +1,10 @@
 """Measure the first reads from a disk, and choose the number of threads and the size of their reads.
 
-A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage behind a
-network answers after some milliseconds. FUSE also divides a large read into requests of 128 KiB, which
-it makes one after the other. One thread therefore receives only 128 KiB per latency, and up to 64
-threads must read at once. The reads from such a disk are small, because the whole load waits for the
-last read.
+A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage
+behind a network answers after some milliseconds. FUSE also divides a large read into requests of
+128 KiB, which it makes one after the other. One thread therefore receives only 128 KiB per latency,
+and up to 64 threads must read at once. The reads from a disk with a high latency are small, because
+the whole load waits for the last read.
 """
 
 import time

@@ -22,9 +22,9 @@ MAP_NORESERVE: Final = 0x4000
 class Area:
     """Newly allocated memory in huge pages for tensors that are adjacent in a file.
 
-    Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other tensor. A page
-    that holds only one tensor is freed with this tensor. All other pages are freed with the last tensor
-    of the area.
+    Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other tensor.
+    When a tensor is freed, the pages that hold only this tensor are freed, too. All other pages are
+    freed with the last tensor of the area.
 
     Args:
         size: the size of the range of the file, in bytes.

@@ -1,9 +1,9 @@
 """Convert a tensor to a smaller dtype inside the memory of the result, without a second copy.
 
-Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the whole
-memory of the bfloat16 tensor. After the conversion these elements take the front half of that memory.
-Then half of the remaining elements are read into the back half and converted, and so on. The
-reads are large and need no buffer, except the read of the last MiB.
+Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the
+whole memory of the bfloat16 tensor. After the conversion the converted elements take the front half
+of the memory. Then half of the remaining elements are read into the back half and converted, and so
+on. The reads are large and need no buffer, except the read of the last MiB.
 """
 
 from typing import Final

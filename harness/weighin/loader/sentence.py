@@ -1,8 +1,9 @@
 """Load a sentence-transformers folder of several parts as the package does, through weighin's loader.
 
-The package's own code builds the parts. weighin replaces the two functions with which the package reads
-weights: ``from_pretrained`` of transformers by ``load_pretrained``, and ``load_torch_weights`` of all
-other parts by ``load_streaming``. The peak is therefore one copy of the model.
+The code of the package sentence-transformers builds the parts of the model. weighin replaces the
+two functions with which the package reads weights: ``from_pretrained`` of transformers by
+``load_pretrained``, and ``load_torch_weights`` of all other parts by ``load_streaming``. The peak
+is therefore one copy of the model.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Fill many small tensors in their present memory, hundreds of them by one vectored read.
 
-A tensor of at most 64 KiB gains nothing from huge pages. Its load time is mostly the time of function
-calls, so that one call must fill many tensors.
+A tensor of at most 64 KiB gains nothing from huge pages. The load time of many small tensors is
+mostly the time of function calls, so that one call fills many tensors.
 """
 
 from bisect import bisect_right

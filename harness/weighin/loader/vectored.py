@@ -1,10 +1,11 @@
 """Fill several targets by one vectored read: large targets directly, small targets through a buffer.
 
-A direct read (``O_DIRECT``) transfers whole pages of a file to whole pages of memory. The kernel writes
-directly to the pages that lie wholly in a large target. If the target has another offset within a page
-in memory than in the file, its bytes are afterwards moved by less than a page. The first and last bytes
-of a target, and small targets, pass through a buffer. The same system call reads both kinds, because a
-separate small read would wait for the large reads before it.
+A direct read (``O_DIRECT``) transfers whole pages of a file to whole pages of memory. The kernel
+writes directly to the pages that lie wholly in a large target. If the target has another offset
+within a page in memory than in the file, its bytes are afterwards moved by less than a page. The
+first and last bytes of a target, and small targets, pass through a buffer. One system call reads
+both direct and buffered parts, because a separate small read would wait for the large reads before
+it.
 """
 
 import ctypes

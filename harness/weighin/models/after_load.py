@@ -1,8 +1,8 @@
 """Change a loaded model of transformers as ``from_pretrained`` changes it after reading the weights.
 
-After the load, ``from_pretrained`` calls the model's ``_init_weights``. This method skips each tensor
-that was loaded, but it may write to a part of such a tensor. An example is the row of the padding token:
-the class sets this row to zero, whatever values the file has.
+After the load, ``from_pretrained`` calls the model's ``_init_weights``. ``_init_weights`` skips
+each tensor that was loaded, but may write to a part of a loaded tensor. An example is the row of
+the padding token: the class sets this row to zero, whatever values the file has.
 """
 
 from collections.abc import Iterator, Sequence

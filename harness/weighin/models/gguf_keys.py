@@ -1,9 +1,10 @@
 """Give the tensors of a GGUF file the names and values of the model of transformers.
 
 llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
-transformers has a table of the names, and code that undoes the changes of one tensor; this module uses
-both. To find out whether this code only moves rows, this module runs the code on the row numbers. If the code
-only moves rows, the loader computes a few rows at a time and writes them directly to the model's tensor.
+transformers has a table of the names, and code that undoes the changes of one tensor;
+weighin.models.gguf_keys uses both. To find out whether the code of transformers only moves rows,
+weighin runs the code on the row numbers. If the code only moves rows, the loader computes a few
+rows at a time and writes them directly to the model's tensor.
 """
 
 from collections.abc import Mapping, Sequence

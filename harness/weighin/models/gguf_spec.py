@@ -1,8 +1,9 @@
 """Describe the model in a GGUF file with the configuration that transformers makes of its metadata.
 
-transformers needs torch for this, and the parent process must not import torch. ``spec_of`` therefore
-starts a child process, ``python -m weighin.models.gguf_spec FILE``. The child sends one event:
-``answer`` with the fields architecture and config, or ``error`` with message and repair.
+transformers needs torch to make the configuration, and the parent process must not import torch.
+``spec_of`` therefore starts a child process, ``python -m weighin.models.gguf_spec FILE``. The child
+sends one event: ``answer`` with the fields architecture and config, or ``error`` with message and
+repair.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Dequantise bitsandbytes, GPTQ and AWQ without their packages, in transformers' table of conversions.
 
-For these methods transformers has no dequantisation: it loads the codes into modules of the methods'
-packages. The class ``Dequantiser`` replaces transformers' own quantiser.
+For bitsandbytes, GPTQ and AWQ, transformers has no dequantisation: it loads the codes into modules
+of these packages. The class ``Dequantiser`` replaces transformers' own quantiser.
 """
 
 import json
@@ -42,7 +42,7 @@ def fitting(name: str) -> Iterator[None]:
 class Operation:
     """Dequantises the weight of one module; a weight that is not quantised stays as it is.
 
-    The result has the shape of the weight of ``torch.nn.Linear``.
+    A dequantised weight has the shape of the weight of ``torch.nn.Linear``.
     """
 
     names: ClassVar[tuple[str, ...]]

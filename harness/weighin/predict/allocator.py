@@ -1,7 +1,8 @@
 """A model of PyTorch's CUDA caching allocator: the bytes that it allocates and reserves.
 
-The model follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings: one
-stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two.
+The model of the allocator follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default
+settings: one stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of
+two.
 """
 
 from bisect import bisect_left, insort

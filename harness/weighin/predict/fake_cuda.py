@@ -1,8 +1,8 @@
 """Simulate one GPU: calls that name "cuda" create CPU storages that the ledger counts as GPU memory.
 
 Torch without CUDA refuses to create a tensor on "cuda" or to move a tensor there. A call that names
-this device is therefore executed on the CPU, and the ledger records "cuda" as the place of its
-results. The attribute ``device`` of such a tensor is "cuda".
+the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place of
+its results. For a tensor that the ledger places on the GPU, the attribute ``device`` is "cuda".
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,5 @@
-"""Patch the functions of transformers that dequantise a GGUF file: they update the ledger instead.
+"""Replace the functions of transformers that dequantise a GGUF file by functions that only update
+the ledger of predicted memory.
 
 The package gguf computes with numpy, so that no torch operation could be intercepted. For each
 tensor of the file, transformers keeps in memory the pages of the codes, the values in parts and as

@@ -1,7 +1,8 @@
 """A model of glibc's malloc for large blocks: the blocks in the heap, and the heap's resident pages.
 
-The model follows malloc/malloc.c of glibc 2.36 with its default settings. It leaves out small
-blocks, whose positions differ between processes. A ``Heap`` instead models one of three cases:
+The model of the heap follows malloc/malloc.c of glibc 2.36 with its default settings. The model of
+the heap leaves out small blocks, because their positions differ between processes. A ``Heap``
+instead models one of three cases:
 
 * usual: small blocks use the space beside large blocks, so that the hole that a freed large block leaves between two blocks in use is too small for another block of the same size;
 * ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;

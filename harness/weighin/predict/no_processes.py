@@ -1,4 +1,4 @@
-"""Refuse the processes that a strategy starts in a prediction, and kill those that start anyway.
+"""Keep a strategy from starting processes in a prediction, and kill processes that start anyway.
 
 Python reports most ways to start a process as an audit event. ``multiprocessing`` and C code start
 processes without an event; ``check`` finds such processes afterwards.

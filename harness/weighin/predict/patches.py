@@ -1,8 +1,10 @@
-"""Patches for code that reads files without torch operations; each patch updates the ledger.
+"""During a prediction, replace code that reads files without torch operations by code that updates
+the ledger of memory.
 
 ``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads, so that no
-torch operation could be intercepted. Another patch replaces ``trunc_normal_``, which reads values.
-All other code of a strategy runs unchanged.
+torch operation could be intercepted. The patch of ``trunc_normal_`` is needed because
+``trunc_normal_`` reads values, which a prediction does not have. All other code of a strategy runs
+unchanged.
 """
 
 import json

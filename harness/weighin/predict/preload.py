@@ -1,9 +1,10 @@
 """Import torch's largest optional part once, and hide it from each load until the load imports it.
 
 A module on the meta device makes torch import ``torch._dynamo``: 827 modules, and a second of
-processor time. In a worker, this import is a part of the load. The predicting process imports the
-modules once, for all its forks, and removes them from ``sys.modules``. When a fork imports
-``torch._dynamo``, it gets these modules, and their memory counts from then on.
+processor time. In a measured worker, the import of ``torch._dynamo`` is a part of the load. The
+predicting process imports the modules once, for all its forks, and removes them from
+``sys.modules``. When a fork imports ``torch._dynamo``, it gets these modules, and their memory
+counts from then on.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The output of ``weighin predict``: tables for people, and the same data as JSON."""
+"""Show the output of ``weighin predict`` as tables for people, and as JSON."""
 
 import itertools
 from collections.abc import Iterable, Sequence

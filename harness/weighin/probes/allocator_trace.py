@@ -1,7 +1,8 @@
 """Compute an exact timeline of requested and reserved bytes from the CUDA allocator's events.
 
-The events do not contain the sizes of blocks, so that they give no timeline of allocated bytes. A
-record's phases have the peaks of allocated bytes, and its samples have the values over time.
+The allocator's events do not contain the sizes of blocks, so that no timeline of allocated bytes
+can be computed from them. A record's phases have the peaks of allocated bytes, and its samples have
+the values over time.
 """
 
 import csv

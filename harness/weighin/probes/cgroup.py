@@ -1,8 +1,9 @@
 """Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-The module works on cgroup v2, on v1 and on the hybrid of both. A figure is None, never zero, if this
-kernel lacks its file. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst
-and admin-guide/cgroup-v1/memory.rst of the kernel.
+weighin.probes.cgroup works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel
+lacks the file of a figure, the figure is None, and not zero. Source:
+Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst
+of the kernel.
 """
 
 import os
@@ -336,10 +337,11 @@ def _unreclaimable(folder: Path) -> int:
 class PeakMark:
     """The kernel's high-water mark of a cgroup's charge.
 
-    ``resets`` tells whether the kernel can reset the mark. On v1, a write of 0 resets the mark for
-    all readers. On v2 since Linux 6.12, a write resets the mark for the open file that is written.
-    On other kernels, the mark is the peak since the group's creation. ``highest_bytes`` is the
-    largest result of all calls of ``read``.
+    ``resets`` tells whether the kernel can reset the cgroup's high-water mark of memory. On cgroup
+    v1, a write of 0 resets the high-water mark for all readers. On cgroup v2 since Linux 6.12, a
+    write to an open file resets the mark only for reads from this open file. On other kernels, the
+    high-water mark is the peak since the cgroup's creation. ``highest_bytes`` is the largest result
+    of all calls of ``read``.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:

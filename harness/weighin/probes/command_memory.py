@@ -40,7 +40,7 @@ class GroupMemory:
     """The memory of a cgroup and the groups below it.
 
     A sample's ``file_bytes`` is the mapped page cache: the kernel's mapped memory less all shared
-    memory. The figure is too low for a command that writes shared memory without mapping it.
+    memory. The sum of PSS is too low for a command that writes shared memory without mapping it.
     """
 
     is_fresh = True
@@ -117,9 +117,10 @@ class GroupMemory:
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
-    This process is a subreaper: a process whose parent ended becomes a child of this process, and
-    belongs to the tree. Between two sums, a sample adds the growth of a process's anonymous memory
-    to the last sum, if the anonymous memory of no other process has changed.
+    weighin's process is a subreaper: a process of the command whose parent has ended becomes
+    weighin's child, and still belongs to the tree. Between two sums, a sample adds the growth of a
+    process's anonymous memory to the last sum, if the anonymous memory of no other process has
+    changed.
     """
 
     kernel_bytes = None

@@ -1,8 +1,8 @@
 """Sample the memory of a command and of all its processes, in a thread of weighin.
 
-The timeline of a report draws the samples, split into anonymous memory, page cache and shared memory.
-The share of each process and its open files are expensive to read. The sampler therefore reads them
-only when the command uses more memory than before.
+The timeline of a report draws the samples, split into anonymous memory, page cache and shared
+memory. The share of memory and the open files of each process are expensive to read. The sampler
+therefore reads shares and open files only when the command uses more memory than before.
 """
 
 import contextlib

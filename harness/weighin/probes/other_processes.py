@@ -1,4 +1,6 @@
-"""Sample the memory of a worker's child processes, because the worker's figures do not include it."""
+"""Sample the memory of a worker's child processes, because the worker's own figures leave this
+memory out.
+"""
 
 import os
 import time

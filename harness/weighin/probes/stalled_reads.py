@@ -1,6 +1,7 @@
 """Find the system calls in which a process waits for a file, with the file's path and offset.
 
-A thread that waits for a page of a mapped file is in no system call, so that it is not found.
+A thread that waits for a page of a mapped file is in no system call, so that weighin cannot find
+this thread.
 """
 
 import platform

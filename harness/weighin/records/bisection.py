@@ -1,10 +1,11 @@
 """Choose the next cell of the search for a RAM floor, and estimate the time that the search still takes.
 
-The search keeps no state besides the results, so that an interrupted search can be resumed. The first
-cell has no limit. The memory that this cell needed, anonymous and shared, is the estimate of the floor
-and the first limit to try. Further limits move away from the estimate until one limit works and one
-limit fails. The search then bisects the interval between these two limits, and confirms the smallest
-working limit. A search takes 6 cells if the floor is the estimate or one step above the estimate.
+The search keeps no state besides the results, so that an interrupted search can be resumed. The
+first cell has no limit. The memory that the first cell needed, anonymous and shared, is the
+estimate of the floor and the first limit to try. Further limits move away from the estimate until
+one limit works and one limit fails. The search then bisects the interval between the largest
+failing limit and the smallest working limit, and confirms the smallest working limit. A search
+takes 6 cells if the floor is the estimate or one step above the estimate.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,5 @@
-"""Compute the RAM floor of a series: the smallest limit under which it survives, or ends at all.
+"""Compute the RAM floor of a series: the smallest RAM limit under which a load survives, or ends at
+all.
 
 The only input is results; ``weighin.records.bisection`` chooses the cells to measure. A limit *works*
 if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
@@ -45,7 +46,9 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a floor: it lies above ``failing_bytes``, and not above ``working_bytes``."""
+    """The bounds of a RAM floor: the floor lies above ``failing_bytes``, and not above
+    ``working_bytes``.
+    """
 
     failing_bytes: int | None
     working_bytes: int | None

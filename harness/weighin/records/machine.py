@@ -1,7 +1,8 @@
 """Compare the environment of a run with that of the baseline, and set a policy for each difference.
 
-Figures of another torch or cgroup version are not comparable, so that such a difference fails the
-gate. Another kernel or processor hardly affects memory: the gate then warns, and judges no times.
+Figures of two versions of torch or of cgroups are not comparable, so that the gate fails if one of
+these versions differs. Another kernel or processor hardly affects memory: the gate then warns, and
+judges no times.
 """
 
 import hashlib

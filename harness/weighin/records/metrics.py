@@ -11,9 +11,10 @@ the highest run was above the median: for the strategy that varies most, and for
     peak_cgroup     96.7 MiB (meta_copy)      59.5 MiB
     load, ready     225 %    (mmap_assign)   160 %
 
-Most of the variation is freed heap, which glibc either keeps or returns to the kernel: in one run of
-six, per_module kept 36 MiB. With three repeats, one such run does not move the median. peak_cgroup
-varies because the kernel charges the pages of torch's libraries to the process that reads them first.
+Most of the variation is freed heap, which glibc either keeps or returns to the kernel: in one run
+of six, per_module kept 36 MiB. With three repeats, one run that deviates does not move the median.
+peak_cgroup varies because the kernel charges the pages of torch's libraries to the process that
+reads them first.
 """
 
 from collections.abc import Callable

@@ -4,11 +4,13 @@ A search for a floor compares a running cell with the same cell without a limit,
 running cell is proven to thrash if its memory has reached the limit, and one of these holds:
 
 * The cell has read more than ``MOST_REREAD`` times the size of its data again, after the kernel had
-  reclaimed pages. For a load, this counts until every byte was read.
+  reclaimed pages. For a load, the bytes that are read again count until every byte of the model was
+  read.
 * The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
   some, where the kernel has it).
 * The cell has taken more than ``MOST_TIME`` times the reference's time, and loses time for lack of
-  memory by the rule of ``weighin.records.verdict``. The time alone is no proof: the machine may be busy.
+  memory by the rule of ``weighin.records.verdict``. A long time proves nothing, because the machine
+  may be busy.
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ LEAST_LOST_NS: Final = 500_000_000
 
 
 class Verdict(StrEnum):
-    """How a cell ran under its limit."""
+    """The judgement on a cell under its limit: whether the cell survived, thrashed or was killed."""
 
     SURVIVES = "survives"
     THRASHES = "thrashes"

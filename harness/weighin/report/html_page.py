@@ -1,8 +1,8 @@
 """Write the report of a run as one HTML file that needs no network, no other file, and no library.
 
-The modules of ``weighin.report.html`` compute the coordinates of the drawings, and the templates draw
-them as SVG. ``templates/script.js`` sorts and filters the table of results. The script also explains
-the mark under the mouse pointer. A browser without scripts shows the same figures.
+The modules of ``weighin.report.html`` compute the coordinates of the drawings, and the templates
+draw them as SVG. ``templates/script.js`` sorts and filters the table of results. The script also
+explains the point or bar under the mouse pointer. A browser without scripts shows the same figures.
 """
 
 import base64

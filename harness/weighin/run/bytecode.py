@@ -1,7 +1,8 @@
 """Compile the code that workers import to bytecode, as pip does on installation.
 
-A strategy's imports are part of its load time. A container cannot write bytecode, so that every cell
-would compile the imported modules again. That takes 25 ms of a ``streaming`` load.
+A strategy's imports are part of its load time. A container cannot write bytecode, so that every
+cell would compile the imported modules again. The compilation would take 25 ms of a ``streaming``
+load.
 """
 
 import compileall

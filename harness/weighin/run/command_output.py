@@ -1,7 +1,7 @@
 """Pass a command's output on unchanged, and search its lines while the command runs.
 
 The command writes to a pseudo-terminal if this process writes to a terminal, because programs print
-differently to a pipe. Each byte is passed on before it is searched.
+differently to a pipe. weighin passes each byte of the output on, and only then searches it.
 """
 
 import contextlib

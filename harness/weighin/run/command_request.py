@@ -36,7 +36,7 @@ _LONG_CODE: Final = ("--eval", "--print")
 
 @dataclass(frozen=True, slots=True)
 class CommandRequest:
-    """A command, and the limits under which it is to run.
+    """A command that the user wants to measure, and the limits under which it is to run.
 
     Attributes:
         label: the command's name in tables; empty for the name of its program or script.

@@ -39,9 +39,11 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The measured speed of a direct read, for the rate and the latency that ``pace`` asks for.
+    """The measured speed of a direct read, which shows whether the disk has the rate and the
+    latency of ``pace``.
 
-    ``bytes_per_s`` and ``latency_ns`` are None if ``pace`` does not ask for them.
+    ``bytes_per_s`` is None if ``pace`` sets no rate, and ``latency_ns`` is None if ``pace`` sets no
+    latency.
     """
 
     pace: Pace

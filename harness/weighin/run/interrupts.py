@@ -1,6 +1,6 @@
 """Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between its steps.
 
-The state of this module is global, because a process has one handler for each signal.
+weighin.run.interrupts keeps global state, because a process has one handler for each signal.
 """
 
 import signal

@@ -41,7 +41,8 @@ class _Open:
 class ProcessTrack:
     """Measures the phases of one process, which waits while a message of it is answered.
 
-    Only the main process has a ``group``, so that only its phases have peaks of the cgroup.
+    Only the command's main process has a ``group``, so that only the phases of the main process
+    have peaks of the cgroup.
     """
 
     def __init__(self, pid: int, group: PeakMark | None) -> None:

@@ -1,4 +1,4 @@
-"""Wait until a server is ready, and then stop the server, because that ends its cell."""
+"""Wait until a server is ready, which ends its measurement, and then stop the server."""
 
 import contextlib
 import signal
@@ -40,8 +40,8 @@ def check(how: CommandSettings) -> None:
 class Readiness:
     """Waits until one command is ready.
 
-    Any thread may call ``now`` when the command is ready. The first call calls ``at_ready``, which
-    reads the command's figures.
+    Any thread may call ``now`` when the command is ready. When the server is ready, the object
+    calls ``at_ready`` once, which reads the command's figures.
     """
 
     def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:

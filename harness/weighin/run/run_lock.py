@@ -1,6 +1,7 @@
 """Lock the machine for one measuring run at a time, because two runs distort each other's figures.
 
-All users share one lock file. Read permission is enough to lock the file, and no process writes to it.
+All users share one lock file. Read permission is enough to lock the lock file, and no process
+writes to this file.
 """
 
 import contextlib

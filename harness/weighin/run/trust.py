@@ -1,7 +1,7 @@
 """Find foreign code in a run's plan, so that weighin runs such code only if the user trusts it.
 
-A plan from somebody else may name any code. weighin imports the builders of a plan, and runs its
-strategies with the user's rights. Code of weighin and of installed packages is not foreign.
+A plan that somebody else wrote may name any code. weighin imports the builders of a plan, and runs
+its strategies with the user's rights. Code of weighin and of installed packages is not foreign.
 """
 
 import hashlib

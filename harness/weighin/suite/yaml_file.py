@@ -1,5 +1,5 @@
-"""Read a YAML file without validation. This module avoids pydantic, whose import slows ``weighin
-list``.
+"""Read a YAML file without validation. weighin.suite.yaml_file avoids pydantic, because an import
+of pydantic slows ``weighin list`` down.
 """
 
 from pathlib import Path

@@ -9,8 +9,9 @@
     @pytest.mark.limit_peak("1.5GiB", metric="anon")
     def test_my_own_loader(): ...
 
-Every pytest run in this environment imports this module. Until a test uses the fixture or the marker,
-the plugin therefore imports no other module of weighin.
+Every run of pytest imports weighin.testing.plugin, if weighin is installed in its environment.
+Until a test uses the fixture or the marker, the plugin therefore imports no other module of
+weighin.
 """
 
 from __future__ import annotations

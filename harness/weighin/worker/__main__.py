@@ -3,8 +3,8 @@
 For a save: save the model in phases, sync the files, read them back and verify them.
 
 An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
-protocol. Modules that are imported before torch add weighin's own memory to the figures. Even pathlib is
-therefore imported after torch, because it takes 1 MiB.
+protocol. Modules that are imported before torch add weighin's own memory to the figures. The worker
+therefore imports even pathlib, which takes 1 MiB, after torch.
 """
 
 import contextlib

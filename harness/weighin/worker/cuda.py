@@ -1,9 +1,10 @@
 """Read the CUDA allocator's peaks of one device: requested, allocated and reserved bytes.
 
 Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
-to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also samples
-the memory in use that the driver reports. Page-locked host memory has its own allocator and peak. The
-worker synchronises the device before each reading, so that memory and time include pending copies.
+to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also
+samples the memory in use that the driver reports. Page-locked host memory has an allocator of its
+own, which keeps a peak of its own. The worker synchronises the device before each reading, so that
+memory and time include pending copies.
 """
 
 import math

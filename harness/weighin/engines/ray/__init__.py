@@ -1,1 +1,3 @@
-"""Run cells on the nodes of a Ray cluster. Only these modules import ray, and only for --engine ray."""
+"""Run cells on the nodes of a Ray cluster. Only the modules of weighin.engines.ray import ray, and
+only for --engine ray.
+"""

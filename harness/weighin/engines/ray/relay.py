@@ -1,8 +1,8 @@
 """The Ray tasks: one starts ``weighin.engines.node`` on its node and passes the events on.
 
 Ray copies these functions by value to the nodes, with the functions of ``child_process`` and
-``pipes`` that they use. All of them import only the standard library, so that a node without
-weighin can report that weighin is missing.
+``pipes`` that they use. The functions that run on a node import only the standard library, so that
+a node without weighin can report that weighin is missing.
 """
 
 import contextlib

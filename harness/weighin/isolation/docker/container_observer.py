@@ -1,12 +1,12 @@
 """Observe a worker from inside its container, if the parent cannot see the container's processes.
 
 ``DockerRunning.observe_inside`` starts this module beside the worker as ``python -m
-weighin.isolation.docker.container_observer SECONDS``. This process uses the parent's code
-(``weighin.probes.observer``) and imports no torch. The memory of this process is charged to the
-cell, and the last event reports it. The parent sends one word per line. The process answers each
-word with one event, which has the word as its name and one field, ``answer``. The process sends
-nothing before the first word, because the Docker SDK loses what arrives together with the engine's
-own answer:
+weighin.isolation.docker.container_observer SECONDS``. The observer in the container uses the
+parent's code (``weighin.probes.observer``) and imports no torch. The kernel charges the observer's
+memory to the cell, and the observer's last event reports this memory. The parent sends one word per
+line. The observer answers each word on its standard input with one event: the event has the word as
+its name, and one field, ``answer``. The process sends nothing before the first word, because the
+Docker SDK loses what arrives together with the engine's own answer:
 
 ========  ======================================================================================
 event     answer

@@ -56,7 +56,8 @@ class DockerIsolation:
 
     The workers' image is built on ``base_image``; None means the variable WEIGHIN_BASE_IMAGE, or
     without it python:3.11-slim-bookworm. The workers' image contains ``packages``, which the run's
-    strategies need. Commands run in ``image``, or if it is empty, in the workers' image.
+    strategies need. Commands run in ``image``; if ``image`` is empty, commands run in the workers'
+    image.
     """
 
     name = "docker"

@@ -1,8 +1,8 @@
 """The bind mounts of a container: weighin's code, one strategy and one checkpoint, all read only.
 
-A user's own model adds the folder of its module, its package, and the paths that the user names. A
-user's own use adds its file. A save, and the use "save", add their empty target folder, which is
-writable.
+For a user's own model, the mounts include the folder of its module, its package, and the paths that
+the user names. For a user's own use, the mounts include the file of the use. For a save, and for
+the use "save", the mounts include the empty target folder, which is writable.
 """
 
 import sys

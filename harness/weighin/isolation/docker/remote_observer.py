@@ -1,4 +1,4 @@
-"""The parent's client of ``container_observer``, the watcher process inside a container."""
+"""Let weighin's own process ask the watcher process inside a container (``container_observer``)."""
 
 import queue
 import threading
