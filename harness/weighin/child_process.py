@@ -143,7 +143,9 @@ class PipeChannel:
                 write(self._copy, data)
 
     def _drain(self, descriptor: int) -> None:
-        """Read a pipe until it is empty, at most 2 MiB, because another process may go on writing."""
+        """Read a pipe until the pipe is empty, but at most 2 MiB, because a process may write
+        without end.
+        """
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not ready([descriptor], 0):
                 return
@@ -255,7 +257,7 @@ def ask(
 
 
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to each of these processes; ignore processes that have ended."""
+    """Send a signal to each process in a list; ignore processes that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

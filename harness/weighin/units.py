@@ -145,7 +145,7 @@ def format_rate(bytes_per_s: int) -> str:
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
     """Return a complaint about a RAM limit below 1 MiB, and the repair; None for a larger limit.
 
-    A user who types such a limit has usually left out the unit.
+    A user who types a limit of a few bytes has usually left out the unit.
     """
     if limit is None or limit >= MIB:
         return None

@@ -27,9 +27,9 @@ _computing = threading.Lock()
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Tensors with equal bytes have equal checksums, whatever their strides and device. The function needs
-    up to 16 MiB of memory for a contiguous tensor. Of another tensor, it copies 4 MiB or one row of the
-    first dimension at a time.
+    Tensors with equal bytes have equal checksums, whatever their strides and device. The function
+    needs up to 16 MiB of memory for a contiguous tensor. Of a tensor that is not contiguous, the
+    function copies 4 MiB or one row of the first dimension at a time.
     """
     running = RunningChecksum(tensor.numel() * tensor.element_size())
     for part in _contiguous_parts(tensor):

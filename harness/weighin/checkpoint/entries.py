@@ -76,7 +76,8 @@ def entry_name(model: str, *origin: Any) -> str:
 
 
 def write_marker(entry: Path, fmt: str) -> None:
-    """Mark format ``fmt`` of an entry as complete, and make its files read-only.
+    """Mark the files of format ``fmt`` in an entry of the cache as complete, and make these files
+    read-only.
 
     The marker records the current sizes and modification times (in ns) of the files.
     """
@@ -118,7 +119,9 @@ def _harm(file: Path, size: int, mtime_ns: int) -> str:
 
 
 def discard(entry: Path, fmt: str) -> None:
-    """Remove format ``fmt`` of an entry, its marker first."""
+    """Remove the files of format ``fmt`` from an entry of the cache; first remove the marker that
+    calls them complete.
+    """
     (entry / f"{fmt}.json").unlink(missing_ok=True)
     shutil.rmtree(entry / fmt, ignore_errors=True)
 
@@ -153,7 +156,9 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_leftovers(entry: Path) -> None:
-    """Remove the folders of killed subprocesses from an entry, whose lock the caller must have."""
+    """Remove the folders of killed subprocesses from an entry of the cache; the caller holds the
+    entry's lock.
+    """
     for leftover in entry.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -165,7 +170,8 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove the entries of the model ``name``, the entry ``name``, or all entries if it is None.
+    """Remove from the cache the entries of the model ``name``, or the entry ``name``; if ``name``
+    is None, all entries.
 
     The function waits for subprocesses that are writing to these entries, removes nothing else in the
     cache's folder, and returns the removed checkpoints.

@@ -35,8 +35,9 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    The function loads the model once in each dtype, and needs memory for the whole model. It uses
-    ``from_pretrained``, or ``load_streaming`` if only weighin dequantises the codes.
+    The function loads the model once in each dtype, and needs memory for the whole model. The
+    expected values come from ``from_pretrained``, or from ``load_streaming`` if only weighin can
+    dequantise the codes.
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder, or ``fmt`` is not its format.

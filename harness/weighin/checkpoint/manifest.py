@@ -94,7 +94,7 @@ class Manifest:
         return sum(entry.bytes_as(dtype) for entry in self._once())
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the tensor called ``name``; raise KeyError if it does not exist."""
+        """Return the tensor called ``name``; raise KeyError if the manifest has no such tensor."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry

@@ -142,7 +142,8 @@ def _merged(
     """Return the tensors of a model, with an adapter of LoRA merged into some of them.
 
     A tensor that the adapter changes is computed when it is read. ``sources`` maps the names of the
-    model's tensors to their places. The tensors are merged in ``dtype``, or without it in their own.
+    model's tensors to their places. The tensors are merged in ``dtype``; if ``dtype`` is None, each
+    tensor keeps its own dtype.
 
     Raises:
         CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.

@@ -52,7 +52,9 @@ class KnownChecksums:
             raise self._other("tensors or dtypes", odd)
 
     def check(self, names: Iterable[str], actual: str) -> None:
-        """Raise CheckpointError unless ``actual`` is the checksum of all these tensors."""
+        """Raise CheckpointError if the file has another checksum than ``actual`` for a tensor in
+        ``names``.
+        """
         if wrong := [name for name in names if self._sums[name] != actual]:
             raise self._other("values", wrong)
 

@@ -122,7 +122,9 @@ def _remove(folder: Path, descriptor: int) -> None:
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether the open folder is still at this path: its owner may have removed it."""
+    """Tell whether the open folder is still at its path, because the folder's owner may have
+    removed it.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

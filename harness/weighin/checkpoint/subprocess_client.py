@@ -28,7 +28,7 @@ def run_maker(
     done and the total. The subprocess ends before this function returns.
 
     Raises:
-        HarnessError: the subprocess raised this error, or it was killed.
+        HarnessError: the subprocess raised an error, or the kernel or a user killed the subprocess.
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:

@@ -49,7 +49,9 @@ def read(context: click.Context) -> dict[str, Any]:
 
 
 def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
-    """Raise ConfigError if one of these parameters was typed: it would have no effect."""
+    """Raise ConfigError if the user typed one of the given parameters, because it would have no
+    effect.
+    """
     ignored = [
         one.opts[0] if isinstance(one, click.Option) else one.name.upper()
         for one in context.command.params

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def enter_scope(isolation: str) -> None:
-    """Run this command again in a systemd scope, which lets a user other than root set limits."""
+    """Start this command line again in a systemd scope, because a user other than root can set
+    limits only there.
+    """
     from weighin.isolation import delegation, select
 
     if select.wants_cgroup(isolation) and delegation.helps():

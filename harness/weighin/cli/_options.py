@@ -28,7 +28,9 @@ def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], lis
 
 
 def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds ``options`` to a command; the help lists them in this order."""
+    """Return a decorator that adds ``options`` to a command; the help lists the options in the
+    given order.
+    """
 
     def decorate(function: Any) -> Any:
         for option in reversed(options):

@@ -91,7 +91,7 @@ class WriteLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record this thread's writes until the context exits."""
+        """Record the writes of the current thread to tensors, until the context exits."""
         with _DirectReads(self), _Operations(self):
             yield
 
@@ -191,7 +191,8 @@ class WriteLog:
         return tensor
 
     def initialise(self, func: Any, tensor: torch.Tensor, settings: dict[str, Any]) -> bool:
-        """Record a call of a function of ``torch.nn.init``; return False if the caller must make it.
+        """Record a call of a function of ``torch.nn.init``; return False if it cannot be recorded,
+        so that the caller makes the call.
 
         A call for which torch would raise an exception is not recorded, so that the constructor gets
         the exception.
@@ -209,7 +210,8 @@ class WriteLog:
         return True
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
-        """Execute the writes on which the values of these tensors depend, before code reads them.
+        """Before code reads the values of tensors, execute the recorded writes on which these
+        values depend.
 
         With ``random``, also execute all writes that draw random numbers, because the caller will draw
         the next random numbers.
@@ -230,7 +232,7 @@ class WriteLog:
         self._run(reversed(chosen))
 
     def _run(self, numbers: Iterable[int]) -> None:
-        """Execute these writes in this order, each with its recorded random state."""
+        """Execute recorded writes in the given order, each with its recorded random state."""
         before = None
         with torch.no_grad(), self._making():
             for number in list(numbers):
@@ -339,7 +341,9 @@ class WriteLog:
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the equivalent write into newly allocated memory; None if it cannot be deferred."""
+        """Return the write that has the same effect on newly allocated memory; None if the write
+        cannot be deferred.
+        """
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None

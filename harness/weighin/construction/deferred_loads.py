@@ -49,7 +49,8 @@ class IndependentLoads:
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
     def add(self, key: int, load: DeferredLoad) -> bool:
-        """Add an earlier load; return False if it must be executed before the chosen loads.
+        """Add a load that was recorded earlier; return False if it cannot be moved, because it has
+        to be executed before the chosen loads.
 
         The method drops the load if the chosen loads overwrite its whole target.
         """

@@ -180,9 +180,10 @@ def give_back_heap() -> None:
 def map_large_tensors() -> None:
     """Make glibc return the memory of tensors of 1 MiB or more to the kernel when they are freed.
 
-    By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller freed
-    tensors. A worker must not call this function, because users' programs do not call it. The
-    function does nothing without glibc.
+    By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller
+    freed tensors. weighin's worker does not call ``map_large_tensors``, because users' programs do
+    not call it, and the figures would differ from those of users' programs. The function does
+    nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -47,7 +47,7 @@ class Mount:
     """
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
-        """Mount ``source`` below ``root``; return when its files can be read.
+        """Mount the folder ``source`` below ``root``; return when the mounted files can be read.
 
         Raises:
             IsolationUnavailable: the FUSE process ended, or did not mount the folder within 20 s.

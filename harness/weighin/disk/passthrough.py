@@ -113,7 +113,9 @@ class PassThrough:
             del self._waiting[number]
 
     def _read(self, size: int, offset: int, fh: int) -> bytes:
-        """Read whole pages into a buffer of whole pages, because O_DIRECT requires both."""
+        """Read whole pages into a buffer of whole pages, because a direct read (O_DIRECT) requires
+        a buffer and a length of whole pages.
+        """
         before = offset % PAGESIZE
         length = -(-(before + size) // PAGESIZE) * PAGESIZE
         area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
@@ -129,7 +131,9 @@ class PassThrough:
 
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
-        """Run the block, which serves a request, and then wait until the answer is due."""
+        """Run the ``with`` block, which serves a request of the kernel, and then wait until the
+        answer is due.
+        """
         due_ns = self._schedule.due_ns(time.monotonic_ns(), length)
         yield
         if (left_ns := due_ns - time.monotonic_ns()) > 0:

@@ -133,7 +133,7 @@ class Scheduler:
         return True
 
     def stuck(self, nodes: Iterable[Node]) -> str:
-        """Return why none of these free nodes can run the first waiting cell."""
+        """Return the reason why none of the free nodes can run the first waiting cell."""
         index = min(indices[0] for indices in self._waiting.values() if indices)
         demand = Demand.of(self._cells[index])
         return "; ".join(demand.lacks_now(node) for node in nodes)

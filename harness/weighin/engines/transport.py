@@ -42,7 +42,9 @@ class Transport(Protocol):
         """Tell whether a node still belongs to the cluster."""
 
     def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Return these nodes with the RAM that is free on them now; lost nodes are left out."""
+        """Return the given nodes, each with the RAM that is free on it now; nodes that were lost
+        are left out.
+        """
 
     def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
         """Return the nodes beside ``known`` that can measure, and a line for each that cannot."""

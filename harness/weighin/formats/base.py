@@ -100,7 +100,9 @@ class TensorSlice:
 
     @property
     def place(self) -> object:
-        """A key that tied tensors have in common: the place of the same elements in the same files."""
+        """The place of the tensor's elements in its files; tied tensors have the same place, so
+        that the place identifies them.
+        """
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 

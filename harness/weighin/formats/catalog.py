@@ -107,7 +107,9 @@ def named(name: str) -> Layout:
 
 
 def known(name: str) -> str:
-    """Return ``name`` if weighin reads the format with this name; raise UnknownName otherwise."""
+    """Return ``name`` if it is the name of a format that weighin reads; raise UnknownName
+    otherwise.
+    """
     return name if name in READ_ONLY else named(name).NAME
 
 
@@ -137,7 +139,7 @@ def detect(path: Path) -> ReadLayout:
 
 
 def _located(path: Path) -> tuple[ReadLayout, Path]:
-    """Return the format of a checkpoint, and its own path.
+    """Return the format of a checkpoint, and the path of the checkpoint itself.
 
     This path is below ``path`` if ``path`` is the folder of a Hugging Face model or of a training run.
     """
@@ -202,10 +204,11 @@ def _below(path: Path, slices: Slices, key: str) -> Slices:
 
 
 def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
-    """Return the tensors with ``prefix`` removed from the names that begin with it.
+    """Return the tensors; remove ``prefix`` from each name that begins with ``prefix``.
 
     Raises:
-        CheckpointError: no name begins with the prefix, or two names are equal without it.
+        CheckpointError: no name begins with the prefix, or two names become equal when the prefix
+            is removed.
     """
     prefix = prefix if prefix.endswith(".") else f"{prefix}."
     if not any(one.name.startswith(prefix) for one in slices):

@@ -67,7 +67,7 @@ def _of_bits(codes: TensorSlice, _: Find, bits: Bits) -> int | None:
 
 
 def _each_or_packed(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Codes of 4 or fewer bits are packed into uint8; those of 8 bits have a dtype of their own."""
+    """Codes of 4 or fewer bits are packed into uint8; codes of 8 bits have a dtype of their own."""
     if codes.dtype_name == "uint8":
         return _of_bits(codes, find, bits if bits and bits < 8 else 4)
     return _each(codes, find, bits)

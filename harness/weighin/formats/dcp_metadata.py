@@ -238,6 +238,6 @@ def _state(value: Any) -> Any:
 
 
 def _field(value: Any, name: str) -> Any:
-    """Return an attribute of an object; None if it has none of that name."""
+    """Return an attribute of an object; None if the object lacks the attribute."""
     attributes = _state(value)
     return attributes.get(name) if isinstance(attributes, dict) else None

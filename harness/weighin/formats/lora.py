@@ -137,7 +137,9 @@ def _other(file: Path, what: str) -> CheckpointError:
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the factor of an addition, by the same floating-point operations as peft."""
+    """Return the factor by which an adapter's product is multiplied, computed by peft's own
+    floating-point operations.
+    """
     rank = _pattern(config.get("rank_pattern") or {}, module, config["r"])
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     return float(alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)

@@ -69,7 +69,7 @@ def write_index(folder: Path, keys: Iterable[str], shared: Mapping[str, str]) ->
 
 
 def read_index(folder: Path) -> dict[str, Path]:
-    """Return each key's file, in the state dict's order; tied keys have the same file.
+    """Return the file of each key, in the state dict's order; keys of one tied tensor have one file.
 
     Raises:
         CheckpointError: the index is missing or damaged, a file is missing or outside the folder, or

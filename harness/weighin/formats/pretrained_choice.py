@@ -25,7 +25,7 @@ class FolderChoice:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options for the same choices, without --trust-remote-code."""
+        """The choices as options of the command line, without --trust-remote-code."""
         values = {
             "variant": self.variant,
             "class": self.model_class,

@@ -50,7 +50,9 @@ def digest(folder: Path) -> str:
 
 
 def check_unchanged(code: Mapping[str, str]) -> Path:
-    """Return the folder of the code; raise ConfigError if its files changed after the run was planned."""
+    """Return the folder of the model's code; raise ConfigError if a file of the code changed after
+    the run was planned.
+    """
     folder = Path(code["folder"])
     if digest(folder) != code["sha256"]:
         raise ConfigError(

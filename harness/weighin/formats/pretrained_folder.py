@@ -245,7 +245,8 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
     """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
 
     The result is the file of weights, the folder itself for shards with the usual index, or another
-    index. It is the file in ``transformers_weights`` if ``config.json`` has this key.
+    index. If ``config.json`` has the key ``transformers_weights``, the weights are the file that
+    this key names.
 
     Raises:
         CheckpointError: ``config.json`` names weights that are not in the folder.

@@ -164,7 +164,7 @@ class Sharded:
 
 
 def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
-    """Raise CheckpointError if two tensors of the same name have different values."""
+    """Raise CheckpointError if two shards have a tensor of one name, but different values for it."""
     comparable = one.shape == other.shape and one.contiguous and other.contiguous
     if not (comparable and are_equal(one, other)):
         later = max(one.file.name, other.file.name)

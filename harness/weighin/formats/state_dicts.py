@@ -94,7 +94,8 @@ def inner(path: Path, value: Any, key: str) -> Any:
     Without such a key, return a dict of the values whose names begin with the key and a dot.
 
     Raises:
-        CheckpointError: no name is the key or begins with it; the repair lists the existing keys.
+        CheckpointError: no name is the key or begins with the key; the repair lists the existing
+            keys.
     """
     if not key:
         return value
@@ -132,7 +133,9 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the size in bytes of each state dict in nested dicts by its key, without optimizers'."""
+    """Return the size in bytes of each state dict in nested dicts by its key; the state of
+    optimizers is left out.
+    """
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -181,7 +184,8 @@ def is_beside_weights(path: Path) -> bool:
 def all_empty(path: Path) -> CheckpointError:
     """Return the exception for a checkpoint whose tensors are all empty.
 
-    ZeRO-3 of DeepSpeed writes such a file, and the weights into ``*_optim_states.pt`` beside it.
+    DeepSpeed's ZeRO-3 writes a checkpoint of empty tensors, and the weights into
+    ``*_optim_states.pt`` beside it.
     """
     folder = path if path.is_dir() else path.parent
     if not is_beside_weights(path):
@@ -227,8 +231,8 @@ def _no_state_dict(
 ) -> CheckpointError:
     """Return the exception for a dict whose item ``name`` cannot be in a state dict.
 
-    ``values`` are the dict's items other than tensors. The message names the first of them that
-    torch.load refuses too, if there is one.
+    ``values`` are the dict's items other than tensors. The message names the first object that
+    torch.load(weights_only=True) refuses, too, if there is one.
     """
     item, sizes = values[name], _sizes(value)
     places = largest(sizes)

@@ -39,7 +39,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Raise CheckpointError: weighin does not read this format."""
+    """Raise CheckpointError, because weighin does not read tensorizer's format."""
     raise CheckpointError(
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
         "give the checkpoint from which this file was made; weighin then writes a file of"

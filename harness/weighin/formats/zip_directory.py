@@ -150,7 +150,9 @@ class Archive:
             yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return an entry's values; the entry's extra field has those that need 64 bits."""
+        """Return the values of an entry of the archive's directory; values that need 64 bits are in
+        the entry's extra field.
+        """
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):

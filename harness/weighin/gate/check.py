@@ -119,7 +119,8 @@ def check(
         extra_budgets: budgets in addition to those in the baseline file.
         metrics: the metrics to compare with the baseline file; an empty sequence means all metrics.
         expected: expected outcomes in addition to those in the baseline file.
-        partial: judge only the measured part of an incomplete run. Otherwise, such a run fails.
+        partial: judge only the measured part of an incomplete run. Without ``partial``, a run that
+            was stopped fails the gate.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.

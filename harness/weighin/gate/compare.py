@@ -251,7 +251,9 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the positions of the words in names that are the same in each run, but differ between runs."""
+    """Return the positions of those words of a name that are constant within each run, but differ
+    between the runs.
+    """
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
     own = set()

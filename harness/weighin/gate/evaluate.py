@@ -171,7 +171,9 @@ def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Return a note on the measurements under a budget that lack its figure, if others have it."""
+    """Return a note on measurements that a budget covers, but that lack the budget's figure, if
+    other measurements have this figure.
+    """
     names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
         name

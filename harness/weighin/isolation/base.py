@@ -117,7 +117,7 @@ class RunningCommand(Started, Protocol):
 
     @property
     def pid(self) -> int:
-        """The pid of the command's first process, in this process's pid namespace."""
+        """The pid of the command's first process, as weighin's process sees it."""
 
     @property
     def groups(self) -> Sequence[Path]:
@@ -171,7 +171,7 @@ class Isolation(Protocol):
         return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
-        """Start one worker for this job, under the limits of its cell."""
+        """Start one worker for the given job, under the limits of the job's cell."""
 
     def start_command(
         self,
@@ -194,5 +194,5 @@ class Isolation(Protocol):
         """
 
     def describe(self) -> dict[str, str]:
-        """Return facts about this isolation for the records' environment, such as Docker's version."""
+        """Return facts about the isolation for the records, such as the version of Docker."""
         return {}

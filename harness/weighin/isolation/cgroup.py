@@ -56,7 +56,9 @@ class CgroupIsolation(Isolation):
             limit(group, 2**40)
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Report a limit on this process's cgroup that does not hold for the cells."""
+        """Report a memory limit of weighin's own cgroup if this limit does not hold for the
+        measured cells.
+        """
         if left := delegation.left_limit():
             progress(
                 f"the cells run outside this process's cgroup {left[1]}: its limit of"
@@ -150,7 +152,8 @@ class CgroupCommand(LocalCommand):
 
 @contextlib.contextmanager
 def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
-    """Make the cgroups of a cell and set its limits; remove the cgroups if the block raises an error.
+    """Make the cgroups of a cell and set the cell's limits; remove the cgroups if the ``with``
+    block raises an error.
 
     ``device`` is the disk from which the cell may read at its rate at most; empty for no such
     limit.

@@ -62,7 +62,8 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
 
 
 def left_limit() -> tuple[int, Path] | None:
-    """Return the (limit, group) that limits this process but not its cells; None without such a group.
+    """Return the limit and the name of a cgroup that limits weighin's process, but not its cells;
+    None if there is no such cgroup.
 
     On cgroup v1, root creates the cells' groups in the root of the hierarchy, outside this
     process's group.

@@ -68,7 +68,7 @@ def kill(mark: str) -> list[int]:
 
 
 def end(mark: str) -> None:
-    """Kill all processes with this mark; return when they have ended, or after 10 s."""
+    """Kill all processes with the given mark; return when the processes have ended, or after 10 s."""
     deadline = time.monotonic() + _PATIENCE_S
     while kill(mark) and time.monotonic() < deadline:
         time.sleep(0.005)  # a killed process takes a moment to end, and may just have forked
@@ -94,7 +94,9 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose limit names a weighin that has ended; return its pid by process."""
+    """Kill this user's processes whose resource limit names a weighin process that has ended;
+    return that process's pid for each.
+    """
     ended: dict[int, str] = {}
     while found := {
         pid: str(owner)
@@ -107,7 +109,8 @@ def _end_by_limit() -> dict[int, str]:
 
 
 def _dead_owner(pid: int) -> int | None:
-    """Return the dead owner that the limit of a process names, if this process may kill that process.
+    """Return the ended weighin process that the limit of a process names, if weighin may kill the
+    process for it.
 
     Only a process of this user counts, and only if its owner (the run that started it) is in this
     pid namespace. A process with the same limit as this process stays, because a killed run may

@@ -24,9 +24,10 @@ def refuse_left_out_scales(
 ) -> None:
     """Raise CheckpointError if the model has no tensor for the scales of quantised tensors.
 
-    Integers or 8-bit floats in the file are codes if the model has wider floats under their name. Their
-    scale is then a key of the same module in the file, which the model lacks. If the model has a
-    quantiser, a tensor that the quantiser does not convert keeps the dtype of the file.
+    Integers or 8-bit floats in the file are codes if the model has wider floats under their name.
+    The scale of such codes is then a key of the same module in the file, and the model lacks this
+    key. If the model has a quantiser, a tensor that the quantiser does not convert keeps the dtype
+    of the file.
 
     Args:
         slices: the tensors under their names in the file.

@@ -125,7 +125,9 @@ class PieceReader:
         return self._file
 
     def close(self) -> None:
-        """Close the open file. The buffer is freed with the last reference to it."""
+        """Close the open file. The memory of the reader's buffer is freed when nothing refers to
+        the buffer any more.
+        """
         if self._file:
             self._file.close()
         self._file = None

@@ -297,7 +297,8 @@ class _Placer:
         yield from provide(needs)
 
     def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
-        """Return the new memory that a tensor needs; None if the tensor must keep its present memory.
+        """Return the new memory that a tensor needs; None if the load fills the tensor's present
+        memory.
 
         A tensor keeps its memory in three cases: other tensors share the memory, torch's conversion
         would untie the names of a buffer, or a module overrides the conversion.

@@ -65,7 +65,7 @@ class Window:
             _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap the file. No view of it may be in use."""
+        """Unmap the file. The caller no longer uses any view of the mapped memory."""
         if self._address != _MAP_FAILED:
             _libc.munmap(self._address, self._size)
             self._address = _MAP_FAILED

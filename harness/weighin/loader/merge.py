@@ -92,7 +92,7 @@ def _conv1d() -> Any:
 
 
 def elements(one: Addition) -> int:
-    """Return the number of float32 elements for the product and both matrices in ``add``."""
+    """Return the number of float32 elements that ``add`` needs for the product and both matrices."""
     rows, columns = one.b.shape[0], one.a.shape[1]
     return _aligned(rows * columns) + _aligned(prod(one.b.shape)) + _aligned(prod(one.a.shape))
 

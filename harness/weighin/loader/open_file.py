@@ -173,7 +173,7 @@ class OpenedFile:
             raise self._ended(offset + size) from error
 
     def close(self) -> None:
-        """Close the file. No view of it may be in use."""
+        """Close the file. The caller no longer uses any view of the mapped memory."""
         if self._window:
             self._window.close()
             self._window = None

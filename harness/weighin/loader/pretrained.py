@@ -46,10 +46,10 @@ def load_pretrained(
 
     For a GGUF file, or a folder whose only weights are one GGUF file, the result is the model that
     ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised. For a part of a
-    pipeline of diffusers, such as ``FOLDER/unet``, it is the model that ``from_pretrained`` of diffusers
-    returns. For a folder of timm it is the model that ``create_model`` returns. For a
-    sentence-transformers folder with several parts it is the model that ``SentenceTransformer(folder)``
-    returns.
+    pipeline of diffusers, such as ``FOLDER/unet``, the result is the model that ``from_pretrained``
+    of diffusers returns. For a folder of timm, the result is the model that timm's ``create_model``
+    returns. For a sentence-transformers folder with several parts, the result is the model that
+    ``SentenceTransformer(folder)`` returns.
 
     Weights in fp8, MXFP4 and compressed-tensors are dequantised, as with ``dequantize=True``. Weights of
     bitsandbytes, GPTQ and AWQ are also dequantised, without the packages of these methods.

@@ -41,7 +41,7 @@ def load_whole(
 
     Raises:
         ConfigError: sentence-transformers is missing, or cannot build the parts.
-        CheckpointError: a part's files do not fit it.
+        CheckpointError: the files of a part do not fit the part's model.
     """
     names = ", ".join(part.path.name for part in sentence_parts.parts(folder))
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"

@@ -50,7 +50,9 @@ class Conversion:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether a quantiser takes part. A source may then hold codes, which must not be cast."""
+        """Whether a quantiser takes part. If a quantiser takes part, a source may hold codes, which
+        lose their meaning if they are cast to another dtype.
+        """
         return any(getattr(one, "hf_quantizer", None) for one in self.converter.operations)
 
     @property

@@ -128,7 +128,8 @@ def pretended(ledger: Ledger) -> Iterator[None]:
 def _deserialized() -> Iterator[None]:
     """Simulate ``torch.load(map_location="cuda")``.
 
-    torch reads each storage into CPU memory, copies it to the GPU and frees the CPU memory.
+    For a load onto the GPU, torch reads each storage into CPU memory, copies the storage to the
+    GPU, and frees the CPU memory.
     """
 
     def move(storage: Any, location: str) -> Any:

@@ -25,7 +25,9 @@ _FLOAT_BYTES: Final = 4
 
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """Patch the reads of ``checkpoint`` if it is a GGUF file; do nothing for any other file."""
+    """If ``checkpoint`` is a GGUF file, let its reads update the ledger of predicted memory; do
+    nothing for any other file.
+    """
     if not gguf.is_file(checkpoint):
         yield
         return

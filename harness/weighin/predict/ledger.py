@@ -197,7 +197,9 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """Count ``nbytes`` from now on as the load's, after they were only the symbolic run's."""
+        """From now on, count ``nbytes`` as memory of the predicted load; before, they counted only
+        as memory of the predicting process.
+        """
         self.other_anon_bytes -= nbytes
 
     def trimmed(self) -> None:

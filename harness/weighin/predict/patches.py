@@ -30,7 +30,7 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
-    """Patch the functions that read a checkpoint: they update the ledger and read no bytes."""
+    """Let functions that read a checkpoint update the ledger of memory instead, and read no bytes."""
     with ExitStack() as stack:
         for place in (
             _archives(ledger),
@@ -108,7 +108,9 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
 
 
 def _archives(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` for zip files, where it reads each record into a storage of its own."""
+    """In a prediction, replace the reads of ``torch.load`` from zip files; each record becomes a
+    storage of its own.
+    """
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -134,7 +136,9 @@ def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
 
 
 def _maps(ledger: Ledger) -> Any:
-    """Patch ``torch.load(mmap=True)`` and safetensors, which make a private mapping of the whole file."""
+    """In a prediction, count the private mapping of the whole file that ``torch.load(mmap=True)``
+    and safetensors make.
+    """
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
@@ -143,7 +147,9 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` for files of old torch: it creates all storages, then reads into them."""
+    """In a prediction, replace the reads of ``torch.load`` from files of old torch, which first
+    creates all storages and then fills them.
+    """
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
@@ -160,7 +166,9 @@ def _legacy(ledger: Ledger) -> Any:
 
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
-    """Patch ``load_streaming``, whose threads read into memory that is already allocated."""
+    """In a prediction, replace the reads of ``load_streaming`` by updates of the ledger. The reads
+    need no further memory, because they fill tensors that exist already.
+    """
     from weighin.loader import fill, small
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.pieces import Fill
@@ -224,7 +232,7 @@ def _prefetches() -> Any:
 
 
 def _truncated() -> Any:
-    """Patch ``trunc_normal_``, which reads the drawn values to replace those outside its bounds.
+    """In a prediction, keep ``trunc_normal_`` from looking for drawn values outside its bounds.
 
     No value is outside of bounds that are eight standard deviations from the mean.
     """

@@ -149,5 +149,7 @@ def table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
 
 
 def as_json(path: str, parts: Iterable[str], answers: Iterable[Combined]) -> dict[str, Any]:
-    """Return the whole pipeline for ``--json``; bytes are integers, None means not predicted."""
+    """Return the predicted peaks of a pipeline as the document for ``--json``; a size is an integer
+    in bytes, or None if it was not predicted.
+    """
     return {"path": path, "parts": list(parts), "combined": [asdict(each) for each in answers]}

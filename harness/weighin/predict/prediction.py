@@ -167,7 +167,9 @@ class Prediction:
 
     @property
     def use_floor_bytes(self) -> int | None:
-        """The smallest RAM limit for the use alone, if the load before it had no limit."""
+        """The smallest RAM limit that suffices for the use, if the load before the use had no
+        limit.
+        """
         return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
 
     @property

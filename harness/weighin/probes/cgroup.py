@@ -156,8 +156,8 @@ def has_left(pid: int, group: Path) -> bool:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    The result is None if PSI is off. It is None for the root group, because the PSI of that group is
-    of the whole machine.
+    The result is None if PSI is off. The result is None for the root group, because the root
+    group's PSI file describes the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -368,7 +368,9 @@ class PeakMark:
         return peak
 
     def reset(self) -> bool:
-        """Reset the mark to the current charge; return whether the kernel can do that."""
+        """Reset the cgroup's high-water mark to the current charge; return whether the kernel can
+        reset it.
+        """
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)

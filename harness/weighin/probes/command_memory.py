@@ -137,7 +137,9 @@ class TreeMemory:
         self._counted_twice = 0
 
     def pids(self) -> list[int]:
-        """Return the pids of the tree at the last search for processes, which takes too long for each call."""
+        """Return the pids of the process tree at the last search; a search at each call would take
+        too long.
+        """
         if self._search.begin():
             parents = {pid: parent_of(pid) for pid in all_pids()}
             self._not_ours &= parents.keys()
@@ -184,7 +186,8 @@ class TreeMemory:
         """Read the shares, and compute how many bytes the sum of anonymous memory counts twice.
 
         The anonymous memory is read before and after the shares, because the processes may grow
-        between. The two readings are bounds of the figure, which changes only if it is outside.
+        between. The two readings are bounds of the figure; the figure is changed only if it lies
+        outside the bounds.
         """
         self._shares, self._status = _read_shares(list(status)), status
         shared = sum(anon for anon, _, _ in self._shares.values())

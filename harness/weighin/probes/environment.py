@@ -53,8 +53,8 @@ def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder.
 
     ``git_commit`` is None if the folder is in no git work tree or git fails. ``git_dirty`` tells
-    whether tracked files differ from that commit. It is None if the work tree's configuration names
-    a filter, because git would run the filter's program.
+    whether tracked files differ from that commit. The result is None if the work tree's
+    configuration names a filter, because git would run the filter's program.
     """
     commit: str | None
     is_changed: bool | None = None

@@ -69,9 +69,10 @@ class OtherProcesses:
 def limit_of(mark: str) -> int:
     """Return the resource limit that marks a worker's processes.
 
-    A child process may clear its environment, but it inherits the limit. The limit is of realtime CPU time, in microseconds between 2**61 and 2**62. Its bits are the pid
-    (22 bits) and the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7
-    bits of the number in ``mark``.
+    A child process may clear its environment, but it inherits the limit. The limit is of realtime
+    CPU time, in microseconds between 2**61 and 2**62. The bits of the limit are the pid (22 bits)
+    and the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7 bits of
+    the number in ``mark``.
     """
     owner, _, number = mark.rpartition(".")
     pid, _, namespace = owner.split("-")
@@ -89,7 +90,9 @@ def owner_by_limit(pid: int) -> tuple[int, int] | None:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Return whether a process inherited this mark, in its environment or as a resource limit."""
+    """Return whether a process inherited the mark ``mark``, in its environment or as a resource
+    limit.
+    """
     return mark_of(pid) == mark or _limit(pid) == limit_of(mark)
 
 

@@ -59,7 +59,9 @@ class _Seen:
     files: tuple[OpenFile, ...] = ()
 
     def read(self) -> None:
-        """Read the process's peak RSS and command line; keep the last ones if it has ended."""
+        """Read the process's peak RSS and command line; if the process has ended, keep the values
+        of the last reading.
+        """
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
             # A process that ends loses its command line, and a process whose parent ends gets another.

@@ -178,7 +178,9 @@ def _verdict(
 
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
-    """Return the verdict under a RAM limit; ``tried`` tells whether a measured load worked under it."""
+    """Return the verdict on a strategy under a RAM limit; ``tried`` tells whether a measured load
+    worked under this limit.
+    """
     least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE

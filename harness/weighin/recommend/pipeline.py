@@ -34,7 +34,9 @@ class PipelineAdvice:
 
     @property
     def best(self) -> str:
-        """How the parts are sure to fit: "together", else "one after the other"; empty if neither is sure."""
+        """The way in which the parts are sure to fit into the memory: "together", else "one after
+        the other"; empty if neither way is sure.
+        """
         for held, advices in (
             (_TOGETHER, self.together),
             (_ONE_AFTER_THE_OTHER, self.one_after_the_other),

@@ -40,7 +40,9 @@ class Evidence:
     incomplete: dict[str, None] = field(default_factory=dict)
 
     def take(self, result: Result, use: str = "") -> None:
-        """Add a record; if the model was used otherwise than ``use``, add only the time of its load."""
+        """Add a record; if the record's model was used in another way than ``use``, add only the
+        time of the load.
+        """
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OK and result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)

@@ -46,7 +46,9 @@ def rate(pace: Pace, requests: int) -> float:
 
 
 def _direct_requests(pace: Pace) -> int:
-    """Return the number of threads with which ``load_streaming`` reads from such a disk."""
+    """Return the number of threads with which ``load_streaming`` reads from a disk of this rate and
+    latency.
+    """
     sizes = (4096, LARGEST_READ_BYTES)
     return choose([TimedRead(size, round(_request_s(pace, size) * 1e9)) for size in sizes]).threads
 

@@ -126,7 +126,7 @@ def searched(cell: Cell) -> Cell:
 
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    """Return the bounds of a floor of this kind from the results of one series."""
+    """Return the bounds of a RAM floor of the kind ``aim`` from the results of one series."""
     by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -142,7 +142,8 @@ def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
 
 
 def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
-    """Return True if a cell shows that its limit works, False if that the limit fails, else None.
+    """Return True if a cell's result proves that its limit works, False if it proves a failure,
+    else None.
 
     A cell that weighin killed because it thrashed shows nothing for ``Aim.ENDS``: without the kill,
     the cell might have ended.

@@ -106,7 +106,7 @@ def differences(
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    """Return whether these differences make times incomparable."""
+    """Return whether a list of differences between two machines makes times incomparable."""
     return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 

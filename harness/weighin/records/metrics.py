@@ -128,7 +128,9 @@ def ready_anon(result: Result) -> int | None:
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Wrap ``read`` to return None if the use is forward passes, which had no such figures in old records."""
+    """Return a function that gives None for a record whose use is forward passes, and else the
+    result of ``read``; old records have no figures of forward passes.
+    """
     return lambda result: read(result) if result.cell.use else None
 
 

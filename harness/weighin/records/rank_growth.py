@@ -39,7 +39,9 @@ class RankSeries:
 
     @property
     def growth(self) -> Literal["flat", "between", "linear"] | None:
-        """Flat if each further rank adds less than 0.25 model sizes, linear if it adds at least 0.75."""
+        """Return "flat" if each further rank adds less than 0.25 model sizes of memory, "linear" if
+        it adds at least 0.75.
+        """
         if (copies := self.copies_per_rank) is None:
             return None
         if copies < _FLAT:

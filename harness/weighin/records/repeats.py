@@ -40,7 +40,9 @@ def latest(results: Iterable[Result]) -> list[Result]:
 
 
 def outcome_of(outcomes: Iterable[Outcome]) -> str:
-    """Return the outcome if all repeats have the same, else each with its count: "ok 2, timeout 1"."""
+    """Return the outcome of all repeats if it is one; if outcomes differ, return each with its
+    count: "ok 2, timeout 1".
+    """
     counts = Counter(outcomes)
     if len(counts) == 1:
         return next(iter(counts)).value

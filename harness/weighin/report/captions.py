@@ -50,7 +50,7 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def has_uses(rows: Sequence[Row]) -> bool:
-    """Return whether a model in these rows was used in another way than by forward passes."""
+    """Return whether a model in the given rows was used in another way than by forward passes."""
     return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 

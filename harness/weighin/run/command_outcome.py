@@ -48,7 +48,7 @@ class Facts:
 
 
 def judge(facts: Facts) -> tuple[Outcome, str]:
-    """Return the outcome of a command, and its proof in one line.
+    """Return the outcome of a command, and the proof of this outcome in one line.
 
     Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
     well: a pipeline that lost one of its processes prints a wrong result.

@@ -65,8 +65,8 @@ class CommandBench:
     def _patience_s(self, cell: Cell) -> float:
         """Return the time-out of a cell without --timeout, in seconds; 0 for none.
 
-        In a search, a command whose limit is too small may run for hours. Its time-out is 10 times
-        the time of the same command without a limit, and 30 s more.
+        In a search, a command whose limit is too small may run for hours. In a search for a floor,
+        the time-out of a command is 10 times the command's time without a limit, and 30 s more.
         """
         if not self.how.in_search:
             return 0.0

@@ -96,7 +96,9 @@ class EventLog:
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases up to ``loaded``, because the checksums after it allocate GPU memory."""
+        """Return the phases up to the event ``loaded``; later phases compute checksums, which
+        allocate GPU memory.
+        """
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
@@ -133,8 +135,9 @@ class EventLog:
         """Return the outcome of a worker that ended before its time-out, and one line of reason.
 
         The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
-        shows a kill for lack of memory; a high peak is no proof. A kill of a child process counts
-        if the worker failed after it. ``machine_oom_kills`` decides for a worker without a cgroup.
+        shows a kill for lack of memory; a high peak is no proof. The kill of a child process makes
+        the outcome oom_killed only if the worker failed after this kill. ``machine_oom_kills``
+        decides for a worker without a cgroup.
         """
         if self.done:
             return Outcome.OK, ""

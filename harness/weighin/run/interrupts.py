@@ -34,7 +34,7 @@ _state = _State()
 
 @contextmanager
 def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
-    """Raise ``error`` in this block on the first signal, and ignore later signals.
+    """In the ``with`` block, raise ``error`` at the first signal, and ignore later signals.
 
     Blocks may be nested. A SIGHUP that this process ignores, as under nohup, stays ignored.
     """
@@ -55,7 +55,7 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Raise the exception for a signal in this block only at the block's end."""
+    """If a signal arrives in the ``with`` block, raise its exception only at the end of the block."""
     before, _state.put_off = _state.put_off, True
     try:
         yield
@@ -67,7 +67,9 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Raise the exception at once in this block, although a block of ``put_off`` is around it."""
+    """If a signal arrives in the ``with`` block, raise its exception at once, even inside a block
+    of ``put_off``.
+    """
     before, _state.put_off = _state.put_off, False
     try:
         check()

@@ -38,7 +38,8 @@ def lock_path() -> Path:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the lock in this block; wait for the lock up to ``patience_s`` seconds.
+    """Hold the machine's lock during the ``with`` block; wait for the lock up to ``patience_s``
+    seconds.
 
     The kernel releases the lock when the process ends. ``waiting`` is called once with the reason
     if another run holds the lock.

@@ -233,7 +233,9 @@ class Watch:
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
-        """Return the limit for which the kernel killed; empty if it was the cell's own limit."""
+        """Return the limit because of which the kernel killed a process; empty if it was the cell's
+        own limit.
+        """
         peak = largest(
             (self._peak_bytes, self._at_end.peak_bytes)
         )  # each phase resets the kernel's mark
@@ -453,7 +455,8 @@ class Watch:
     def _kill(self) -> None:
         """Kill the worker, read the peak, and lift the limit so that a thrashing process can exit.
 
-        The limit is lifted after the kill, so that the worker cannot raise the peak above the limit.
+        weighin lifts the cell's limit only after the kill, so that the worker cannot raise the peak
+        above the limit.
         """
         if not (self._observer and self._observer.kill()):
             self._running.kill()

@@ -367,8 +367,8 @@ def check_suite(options: dict[str, Any]) -> Suite:
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     """Validate ``content`` and return it as an instance of ``kind``.
 
-    ``file`` is the name of the content's source in error messages. It is empty if the content comes
-    from a command line.
+    ``file`` is the name of the content's source in error messages. ``file`` is empty if the content
+    comes from a command line.
 
     Raises:
         ConfigError: a key or value is invalid; the message names the key, and the most similar

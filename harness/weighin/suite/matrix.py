@@ -159,9 +159,9 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
     """Return the formats in which one strategy loads or saves one model.
 
     If the suite names formats (``wanted``), the result has those formats that the strategy
-    supports. If the strategy supports none of them, the first format is returned, whose cell is
-    then skipped with a reason. Without ``wanted``, the result is the ``own`` format of the model's
-    checkpoint, or the first format that the strategy declares.
+    supports. If the strategy supports none of the wanted formats, the function returns the first
+    one; the cell of this format is then skipped with a reason. Without ``wanted``, the result is
+    the ``own`` format of the model's checkpoint, or the first format that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.

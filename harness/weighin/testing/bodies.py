@@ -131,8 +131,9 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
     """Return the arguments of the pytest that runs a test in the measured process.
 
-    They replace ``addopts`` of the ini file, because it could start coverage or xdist in the measured
-    process, or overwrite the report files of this pytest.
+    The arguments replace ``addopts`` of the ini file, because ``addopts`` could start coverage or
+    xdist in the measured process, or overwrite the report files of the pytest that the user
+    started.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()

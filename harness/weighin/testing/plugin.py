@@ -89,8 +89,9 @@ class Weighin:
 
         Raises:
             HarnessError: the load cannot be measured. A load or a function that fails raises no
-                error: its result has the outcome and the message of the failure. The peaks of such a
-                result raise AssertionError, so that a test that reads only the peaks fails.
+                error: its result has the outcome and the message of the failure. The peaks of a
+                    result that is not ok raise AssertionError, so that a test that reads only the
+                    peaks fails.
         """
         from weighin.testing import bodies, loads
         from weighin.testing.not_ok import guarded

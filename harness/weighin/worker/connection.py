@@ -21,7 +21,9 @@ class Lifeline(Parent):
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line of standard input. After this call, the end of input ends this process."""
+        """Return the first line of standard input. After ``receive_job``, the worker ends when its
+        standard input ends.
+        """
         if (line := self.receive()) is None:
             os._exit(_ORPHANED)
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()

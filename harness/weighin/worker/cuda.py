@@ -110,7 +110,7 @@ class CudaMemory:
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return the device's properties. ``gpu_uuid`` identifies it in the driver's tools."""
+        """Return the device's properties. ``gpu_uuid`` identifies the GPU in the driver's tools."""
         properties = torch.cuda.get_device_properties(self.device)
         uuid = getattr(properties, "uuid", None)
         return {

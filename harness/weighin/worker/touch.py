@@ -45,6 +45,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two tensors share only if they are the same view of the same memory."""
+    """Return a key of a tensor's view of its memory; two tensors have one key only if they view the
+    same memory in the same way.
+    """
     tensor = local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -21,8 +21,8 @@ def check_structure(
 ) -> None:
     """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    This check runs before the phase "touch", because reading the values of a tensor on the meta device
-    would fail.
+    The check of the structure runs before the phase "touch", because the values of a tensor on the
+    meta device cannot be read.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())

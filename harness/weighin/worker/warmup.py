@@ -62,7 +62,9 @@ def check_preloaded() -> None:
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the baseline: the memory before the load, which the record subtracts from later figures."""
+    """Send the baseline, which is the worker's memory before the load; figures "above import" are
+    later figures minus the baseline.
+    """
     lifeline.send_and_wait(
         "baseline",
         t_ns=time.monotonic_ns(),

@@ -61,7 +61,7 @@ class RayTask:
 def answer(
     node: RayNode, task: RayTask, kind: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return the event of this kind from a task; ``say`` gets a line for each step of the task.
+    """Return the event ``kind`` of a task; ``say`` gets a line for each step of the task.
 
     Raises:
         LostTask: the task's process, or its node, was lost.
@@ -119,7 +119,9 @@ class Cluster:
         ]
 
     def monitor(self, node: RayNode) -> tuple[bool, str]:
-        """Tell whether Ray's memory monitor, which kills tasks, is on at a node, and which setting says so."""
+        """Tell whether Ray's memory monitor, which would kill cells, is on at a node; name its
+        setting.
+        """
         configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
         if configured is not None:
             return int(configured) > 0, f"the cluster's system config: {configured}"

@@ -159,7 +159,9 @@ class DockerCommand:
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes except the helpers; if another user owns them, kill the whole container."""
+        """Kill all processes of the container except weighin's helpers; if another user owns the
+        processes, kill the whole container.
+        """
         killed: set[int] = set()
         try:
             while new := set(self.members()) - killed:

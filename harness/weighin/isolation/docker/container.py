@@ -212,8 +212,8 @@ def is_here(container: str, pid: int) -> bool:
 def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
     """Remove a container and all processes in it; return when the container is gone.
 
-    ``certain`` means that the container exists. Otherwise, the engine may still be creating the
-    container, and the function tries again for 1 s.
+    ``certain`` means that the container exists. If ``certain`` is False, the engine may still be
+    creating the container, and the function tries again for 1 s.
     """
     with explained(f"remove the container {container}"):
         for attempt in range(1, _REMOVE_ATTEMPTS + 1):

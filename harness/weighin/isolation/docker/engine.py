@@ -117,7 +117,8 @@ def check_engine(info: dict[str, Any]) -> None:
 def owner_labels() -> dict[str, str]:
     """Return labels that identify a container's owner: this process, its host, and the lock file of runs.
 
-    The host's label contains the lock file only if it is not the usual one.
+    The host's label contains the path of the lock file only if the user chose another lock file
+    than the usual one.
     """
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
 

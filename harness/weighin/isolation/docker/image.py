@@ -87,7 +87,7 @@ def ensure_image(
 def find_image(
     client: docker.APIClient, name: str, progress: Progress, *, is_base: bool = True
 ) -> str:
-    """Return the ID of an image; pull the image if the engine does not have it.
+    """Return the ID of a Docker image; pull the image if the engine does not have the image.
 
     ``is_base`` tells whether weighin's own image is built on it. The repair in an error names
     another option for a base image (WEIGHIN_BASE_IMAGE) than for an image that is used as it is

@@ -85,7 +85,8 @@ class DockerIsolation:
             self._has_base = True
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
-        """Build the workers' image if it is missing; for commands in another image, pull that one.
+        """Build the workers' image if the image is missing; for a command with an image of the
+        user, pull the user's image.
 
         Raises:
             IsolationUnavailable: an image or a wheel is missing, or the build failed.

@@ -91,7 +91,9 @@ def environment_inside(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _preloaded(environment: dict[str, str]) -> dict[str, str]:
-    """Return the path in the container for each library of LD_PRELOAD, because the image may lack it."""
+    """Return the path in the container for each library of LD_PRELOAD; the library is mounted,
+    because the image may lack it.
+    """
     return {
         library: f"/weighin/preload/{number}/{Path(library).name}"
         for number, library in enumerate(preload.libraries(environment))

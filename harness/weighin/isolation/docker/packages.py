@@ -36,7 +36,8 @@ class Lacking:
 
 
 def lacking(job: Job) -> Lacking:
-    """Return the installed package of a job's model, and its requirements, if the image lacks them.
+    """Return the installed package of a job's model, and the packages that it requires, as far as
+    the image lacks them.
 
     The result is empty if the model's module is part of weighin or of the image, lies in a folder
     of ``job.python_path`` or in ``job.mounts``, or does not exist here.

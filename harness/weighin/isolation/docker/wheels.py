@@ -92,7 +92,7 @@ def installed(
 ) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
     """Yield installed packages by name and, transitively, the packages that they require.
 
-    The packages ``without``, and what only they require, are left out, as are extras.
+    The result leaves out the packages in ``without``, packages that only these require, and extras.
     """
     todo, seen = [*requirements], {*without}
     while todo:
