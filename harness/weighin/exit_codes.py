@@ -23,12 +23,14 @@ BROKEN: Final = (
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
-    1: "a gate failed, no strategy fits, or the user declined a confirmation",
+    1: "a comparison of `weighin check` failed, no strategy fits into the memory, or the user"
+    " declined a confirmation",
     2: "bad input",
     3: "the isolation that limits the memory of the measured processes does not work on this"
     " machine",
     4: "a cell (one measurement) could not be made, or another run is measuring on this machine",
-    5: "a strategy loaded wrong weights or failed, a use failed, or one of several commands failed",
+    5: "a strategy loaded wrong weights or failed, a use of the loaded model failed, or one of"
+    " several measured commands failed",
     130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."

@@ -179,7 +179,7 @@ _PLAIN: Final = "weighin reads plain tensors\n"
 _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     "six-bit numbers of safetensors (F6_E2M3)": (
         _six_bits,
-        r"'F6_E2M3'; torch does not have this dtype\nconvert it to a dtype of torch",
+        r"'F6_E2M3'; torch does not have this dtype\nwith the program that wrote the file, convert the tensor",
     ),
     "a quantised tensor (qint8) beside plain ones": (
         _saved(_quantised),

@@ -66,8 +66,7 @@ def test_auto_takes_a_cgroup_where_the_engine_has_no_base_image(command: Command
     )
     assert ended.code == 0, ended.err
     assert ended.err.startswith(
-        "note: isolation cgroup: the base image weighin-missing:never does not exist here and cannot"
-        " be pulled: "
+        "note: isolation cgroup: the base image weighin-missing:never does not exist here and cannot be pulled from a registry: "
     )
     assert "isolation cgroup" in ended.out
 

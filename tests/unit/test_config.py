@@ -264,7 +264,7 @@ def test_a_suite_of_saves_has_every_way_of_saving() -> None:
     [
         (
             "models: a\noperation: save\ncache: warm",
-            "FILE: cache: warm does not apply to a save, which reads no checkpoint\nleave it out",
+            "FILE: cache: warm does not apply to a save, because a save reads no checkpoint\nleave cache out",
         ),
         (
             "models: a\noperation: safe",

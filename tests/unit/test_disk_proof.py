@@ -196,7 +196,7 @@ def test_each_pace_is_tested_once_and_again_if_other_work_disturbed_it(folder: P
         check(Probed(bad, bad, bad), [job(folder, RATE)])
     assert str(caught.value) == (
         "this machine cannot provide a disk of 100MB/s: a direct read measured 50.0 MB/s through the"
-        " kernel's throttle\nstop other work on this machine, or ask for a slower disk"
+        " kernel's throttle\nstop other work on this machine, or give --disk a slower rate"
     )
 
 

@@ -115,11 +115,11 @@ def test_a_suite_lists_rates_and_latencies() -> None:
         ),
         (
             {"disk": "50MB/s", "operation": "save"},
-            "--disk: a save is not slowed down, only a load\nleave it out",
+            "--disk: weighin slows the disk down only for a load, not for a save\nleave the slow disk out",
         ),
         (
             {"disk_latency": "5ms", "cache": "warm"},
-            "--disk-latency: a warm load reads the page cache, and not the disk\nleave out cache",
+            "--disk-latency: a warm load reads the page cache, so that the speed of the disk does not matter\nleave cache out, or leave the slow disk out",
         ),
     ],
 )

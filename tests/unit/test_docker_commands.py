@@ -282,8 +282,7 @@ def test_an_image_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HarnessError) as caught:
         DockerIsolation(image="some:image").prepare()
     assert str(caught.value) == (
-        "the image some:image does not exist here and cannot be pulled: "
-        "Get https://registry-1.docker.io/v2/: no such host\n"
+        "the image some:image does not exist here and cannot be pulled from a registry: Get https://registry-1.docker.io/v2/: no such host\n"
         "choose an image that `docker images` lists: --image IMAGE; or leave --image out for"
         " weighin's own image"
     )

@@ -259,8 +259,7 @@ def test_a_base_image_that_cannot_be_had() -> None:
     with pytest.raises(IsolationUnavailable) as caught:
         find_image(client, "python:3.11-slim-bookworm", lambda _: None)
     assert str(caught.value) == (
-        "the base image python:3.11-slim-bookworm does not exist here and cannot be pulled: "
-        "Get https://registry-1.docker.io/v2/: no such host\n"
+        "the base image python:3.11-slim-bookworm does not exist here and cannot be pulled from a registry: Get https://registry-1.docker.io/v2/: no such host\n"
         "choose an image that `docker images` lists: export WEIGHIN_BASE_IMAGE=IMAGE; "
         "or make a base image without a registry: sudo docker/make-base weighin-base:bookworm"
     )

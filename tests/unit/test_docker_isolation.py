@@ -71,7 +71,7 @@ def test_an_image_that_a_registry_has_is_not_pulled_by_the_check(engine: Recorde
     engine.says(
         "GET /distribution/weighin-base:bookworm/json", Answer(401, {"message": "who are you"})
     )
-    with pytest.raises(IsolationUnavailable, match="cannot be pulled: who are you"):
+    with pytest.raises(IsolationUnavailable, match="cannot be pulled from a registry: who are you"):
         DockerIsolation(BASE).check()
 
 

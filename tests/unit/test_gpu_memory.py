@@ -50,7 +50,7 @@ def test_the_looks_end_with_the_process(use: Callable[[Nvml], Nvml]) -> None:
     ("processes", "expected"),
     [
         ([(2, 5)], "NVML lists no process 1: another PID namespace, or MIG"),
-        ([(1, None)], "NVML does not report memory per process here"),
+        ([(1, None)], "NVML does not report the memory of single processes on this machine"),
     ],
 )
 def test_a_driver_that_does_not_tell_says_why(
@@ -98,7 +98,12 @@ def test_nvidias_module_is_imported_where_there_is_a_gpu_only() -> None:
 
 
 def test_without_a_uuid_or_a_pid_there_is_nothing_to_ask() -> None:
-    with pytest.raises(NvmlUnavailable, match=r"^this torch does not report the GPU's UUID$"):
+    with pytest.raises(
+        NvmlUnavailable, match=r"^this version of torch does not report the UUID of the GPU$"
+    ):
         DriverMemory(None, 1)
-    with pytest.raises(NvmlUnavailable, match=r"^the worker is not a process of this machine$"):
+    with pytest.raises(
+        NvmlUnavailable,
+        match=r"^the worker does not run on this machine, so that NVML cannot find it$",
+    ):
         DriverMemory("GPU-ab", None)

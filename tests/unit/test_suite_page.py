@@ -136,7 +136,7 @@ def test_a_selection_that_a_suite_cannot_make(
     [
         (
             "{folder: ./f, kwargs: {a: 1}}",
-            "the folder ./f brings its own code and weights\nleave builder, kwargs and checkpoint out",
+            "the folder ./f names the model's code and weights itself\nleave builder, kwargs and checkpoint out",
         ),
         (
             "{builder: nets}",

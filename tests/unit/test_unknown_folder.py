@@ -168,14 +168,14 @@ def test_the_variant_that_the_advice_names_makes_it_a_model(tmp_path: Path) -> N
         (
             "m.gguf",
             b"PK\3\4",
-            "not a GGUF file, although it is named so: it does not begin with GGUF",
+            "not a GGUF file, although its name ends like one: the file does not begin with GGUF",
             "rename the file, with the suffix of its real format",
         ),
         (
             "nets.py",
             b"def build(): ...",
             "a Python file, not a checkpoint",
-            "name the function in it that builds the model: --model nets.py:FUNCTION",
+            "name the function in this file that builds the model: --model nets.py:FUNCTION",
         ),
     ],
 )

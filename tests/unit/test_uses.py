@@ -54,8 +54,8 @@ def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> 
     ("asked", "message"),
     [
         ({"passes": 0}, "--passes: 0 forward passes mean the use none\nwrite --use none, or uses: none"),
-        ({"passes": 2, "uses": "write"}, "--passes: forward is not among the uses, so the passes would be ignored\nleave it out"),
-        ({"operation": "save", "uses": "write"}, "--use: a save is not followed by a use\nleave it out"),
+        ({"passes": 2, "uses": "write"}, "--passes: forward is not among the uses, so the passes would be ignored\nleave passes out"),
+        ({"operation": "save", "uses": "write"}, "--use: weighin runs no use of the model after a save\nleave the use out"),
         ({"uses": []}, "--use: empty\nname at least one, or leave the key out"),
     ],
 )  # fmt: skip

@@ -52,11 +52,11 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="The model to measure or inspect; --model NAME means what the argument MODEL means. A"
-    " builder is package.module:callable or path/nets.py:callable (weighin also looks for modules"
-    " in the current folder and on PYTHONPATH). from:CHECKPOINT is a model without code: weighin"
-    " makes it from the names and shapes of the checkpoint's tensors. If the path of a checkpoint"
-    " is given, and the path is not a Hugging Face folder, weighin takes it as from:PATH.",
+    help="Give the model as an option, in place of the argument MODEL. A builder is a function"
+    " that returns the model, given as package.module:callable or path/nets.py:callable (weighin"
+    " also looks for modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model"
+    " without code: weighin makes it from the names and shapes of the checkpoint's tensors."
+    " weighin takes the path of a checkpoint outside a Hugging Face folder as from:PATH.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -76,17 +76,17 @@ selection = several(
         default="",
         metavar="KEY",
         help="The key under which a training checkpoint holds the model's weights (state dict),"
-        " beside other objects such as an optimizer. Example: --key model; for a dict in a dict:"
-        " --key state.model. Default: no key, because the whole checkpoint is the model's state"
-        " dict.",
+        " beside other objects such as an optimizer. For example, --key model, or --key"
+        " state.model for a dict in a dict. Without --key, weighin takes the whole checkpoint as"
+        " the model's state dict.",
     ),
     click.option(
         "--strip-prefix",
         default="",
         metavar="PREFIX",
         help="A prefix that the tensor names in the checkpoint have and the model's names lack;"
-        " weighin removes the prefix. Example: --strip-prefix module. or --strip-prefix"
-        " _orig_mod.",
+        " weighin removes the prefix. DistributedDataParallel adds the prefix `module.` to names,"
+        " and torch.compile adds `_orig_mod.`",
     ),
 )
 model = several(
@@ -100,7 +100,8 @@ model = several(
     kwargs,
 )
 generated = checkpoint(
-    "The file or folder with your own weights. Default: weighin generates random weights from --seed."
+    "The file or folder with your own weights. Without --checkpoint, weighin generates random"
+    " weights from --seed."
 )
 only_structure = checkpoint(
     "The file or folder with your own weights, of which only names, shapes and dtypes are read."
@@ -113,8 +114,9 @@ strategies = click.option(
     multiple=True,
     metavar="NAMES",
     shell_complete=completed("strategies"),
-    help="Comma-separated strategy names or files, or `all`. Default for loads: baseline,"
-    " sequential, meta_copy, mmap_assign, per_param, streaming; for saves: all.",
+    help="Comma-separated strategy names or files, or `all`. Without --strategies, weighin takes"
+    " baseline, sequential, meta_copy, mmap_assign, per_param and streaming for loads, and all"
+    " strategies for saves.",
 )
 isolation = click.option(
     "--isolation",
@@ -128,7 +130,7 @@ device = click.option(
     "--device",
     default="cpu",
     metavar="DEVICE",
-    help="Device of the loaded model: cpu, cuda or cuda:1.",
+    help="The device that holds the model after the load: cpu, cuda or cuda:1.",
 )
 dtype = click.option(
     "--dtype",
@@ -142,10 +144,12 @@ formats = click.option(
     "--format",
     "fmt",
     metavar="NAMES",
-    help="Formats in which the checkpoint is measured, comma-separated. Default: for each"
-    " strategy, the first format in the strategy's constant FORMATS.",
+    help="Formats in which the checkpoint is measured, comma-separated. Without --format, each"
+    " strategy gets the first format in its constant FORMATS.",
 )
-seed = click.option("--seed", default=0, metavar="N", help="Seed of the generated weights.")
+seed = click.option(
+    "--seed", default=0, metavar="N", help="Seed of the random weights that weighin generates."
+)
 environment = click.option(
     "--env",
     "env",
@@ -164,9 +168,9 @@ ranks = click.option(
     "--ranks",
     default="1",
     metavar="NUMBERS",
-    help="Numbers of processes that load the model at once under one limit, comma-separated: 1,4. Each"
-    " process gets the environment variables of torchrun, and all processes form one"
-    " torch.distributed process group.",
+    help="How many processes load the model at once under one limit. Several numbers, such as"
+    " 1,4, are measured or predicted one after the other. Each process gets the environment"
+    " variables of torchrun, and all processes form one torch.distributed process group.",
 )
 trust = click.option(
     "--trust",
@@ -182,8 +186,8 @@ folder_choice = several(
         default="",
         metavar="NAME",
         help="The variant of a Hugging Face folder's weights to load, which is a part of the"
-        " file's name: --variant fp16 loads model.fp16.safetensors. Default: the file of weights"
-        " whose name contains no variant, such as model.safetensors.",
+        " file's name: --variant fp16 loads model.fp16.safetensors. Without --variant, weighin"
+        " loads the file of weights whose name contains no variant, such as model.safetensors.",
     ),
     click.option(
         "--revision",
@@ -198,17 +202,17 @@ folder_choice = several(
         default="",
         metavar="CLASS",
         help="The class of transformers with which to load a Hugging Face folder, for example"
-        " BertModel or AutoModelForCausalLM. Default: the class that config.json names; if"
-        " config.json names no class, the class that transformers' AutoModel chooses for the"
-        " model type.",
+        " BertModel or AutoModelForCausalLM. Without --class, weighin takes the class that"
+        " config.json names, or else the class that transformers' AutoModel chooses for the model"
+        " type.",
     ),
     click.option(
         "--trust-remote-code",
         is_flag=True,
-        help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
-        " The code runs with your rights, so read the code before you use this option. Without"
-        " this option, weighin uses the class of transformers for the model type, and refuses the"
-        " folder if transformers has no such class.",
+        help="Run the model's code that comes with a Hugging Face folder (auto_map in"
+        " config.json). The code runs with your rights, so read the code before you use this"
+        " option. Without --trust-remote-code, weighin loads the folder with transformers' own"
+        " class for the model type, and refuses the folder if transformers has no class for it.",
     ),
 )
 adapter = click.option(
@@ -296,7 +300,11 @@ cold = click.option(
     " Repeatable.",
 )
 label = click.option(
-    "--name", "label", default="", metavar="LABEL", help="The command's name in tables."
+    "--name",
+    "label",
+    default="",
+    metavar="LABEL",
+    help="The name that the command gets in tables, such as --name train.",
 )
 server = several(
     click.option(
@@ -338,7 +346,7 @@ engine = several(
     click.option(
         "--address",
         metavar="ADDRESS",
-        help="The address of the Ray cluster for --engine ray: HOST:PORT, or auto for the cluster"
+        help="The address of the Ray cluster for --engine ray, as HOST:PORT. auto is the cluster"
         " that this machine belongs to. Default: auto.",
     ),
     click.option(

@@ -75,15 +75,16 @@ EXAMPLES = (
     default="none",
     metavar="RATES",
     help="Slow the checkpoint's disk down to these rates, comma-separated: 50MB/s, 200MB/s, none"
-    " (the disk's own rate). weighin tests each rate before the run. A rate needs root, or FUSE"
-    " and the package extra weighin[disk].",
+    " (the disk's own rate). weighin tests each rate before the run. To slow a disk down, weighin"
+    " needs root, or FUSE and the package extra weighin[disk].",
 )
 @click.option(
     "--disk-latency",
     default="none",
     metavar="TIMES",
     help="Delay each request to the checkpoint's disk by these times, comma-separated: 1ms, 20ms,"
-    " none (no delay). A delay needs FUSE and the package extra weighin[disk].",
+    " none (no delay). To delay the requests, weighin needs FUSE and the package extra"
+    " weighin[disk].",
 )
 @click.option(
     "--storage",

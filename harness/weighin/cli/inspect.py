@@ -25,7 +25,10 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
 @click.option(
-    "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
+    "--sort",
+    default="file",
+    metavar="ORDER",
+    help="Order in which the tensors are listed: file (as in the file), name or size.",
 )
 @click.option(
     "--all",

@@ -74,8 +74,8 @@ def predict(context: click.Context, /, **_: Any) -> None:
     With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for what
     the program does with the model after the load.
 
-    For a folder of a diffusers pipeline, weighin predicts each part, all parts loaded together, and
-    all parts loaded one after the other.
+    For a folder of a diffusers pipeline, weighin predicts the memory of each part alone, of all
+    parts loaded together, and of all parts loaded one after the other.
     """
     from weighin.predict import tables
 

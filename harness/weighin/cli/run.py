@@ -41,7 +41,9 @@ EXAMPLES = (
     help="RAM limits, comma-separated: 8g, 600m, none (no limit). The command runs once under each"
     " limit.",
 )
-@click.option("--repeats", default=1, metavar="N", help="Number of runs under each limit.")
+@click.option(
+    "--repeats", default=1, metavar="N", help="How many times to run the command under each limit."
+)
 @_options.isolation
 @_options.image
 @_options.mounts

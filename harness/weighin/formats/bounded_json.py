@@ -36,7 +36,9 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     try:
         value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except RecursionError:
-        raise CheckpointError(f"{path}: damaged: it is nested too deeply", repair) from None
+        raise CheckpointError(
+            f"{path}: damaged: its values are nested too deeply in one another", repair
+        ) from None
     except ValueError as error:
         raise not_json(path, text, f"damaged: {error}", repair) from error
     if not isinstance(value, dict):

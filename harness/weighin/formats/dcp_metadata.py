@@ -139,7 +139,7 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     if isinstance(dtype, str) and dtype not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
-            "load it with torch, and save tensors of another dtype",
+            "load the checkpoint with torch, and save tensors of another dtype",
         )
     if not isinstance(dtype, str) or not places:
         raise _damaged(path, f"{shown(key)} has no dtype or no offset")

@@ -155,7 +155,8 @@ def read_header(file: Path) -> Header:
     head = check_present(file)
     if not head.startswith(_MAGIC):
         raise CheckpointError(
-            f"{file}: not a GGUF file, although it is named so: it does not begin with GGUF",
+            f"{file}: not a GGUF file, although its name ends like one: the file does not begin"
+            " with GGUF",
             "rename the file, with the suffix of its real format",
         )
     try:

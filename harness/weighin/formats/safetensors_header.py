@@ -203,7 +203,7 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> TensorSlice:
             f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; "
             + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know")
             + " this dtype",
-            "convert it to a dtype of torch with the program that wrote the file",
+            "with the program that wrote the file, convert the tensor to a dtype of torch",
         )
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not is_sizes(shape):

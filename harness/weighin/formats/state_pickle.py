@@ -83,12 +83,13 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
         raise CheckpointError(
             f"{path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
             f" refers to {error}",
-            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load the file with torch and save plain weights:"
+            " torch.save(model.state_dict(), ...)",
         ) from None
     except (TooLarge, Unknown) as error:
         raise CheckpointError(
             f"{path}: the pickle from byte {start:,} cannot be read: {error}",
-            "load it with torch, and save plain weights: torch.save(model.state_dict(), ...)",
+            "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)",
         ) from None
     except (Malformed, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         reason = error if isinstance(error, Malformed) else "an instruction has no operand"

@@ -103,7 +103,7 @@ def check_present(path: Path) -> bytes:
     if path.suffix == ".py":
         raise CheckpointError(
             f"{path}: a Python file, not a checkpoint",
-            f"name the function in it that builds the model: --model {path}:FUNCTION",
+            f"name the function in this file that builds the model: --model {path}:FUNCTION",
         )
     if recognised := by_content(path, head):
         what, repair = recognised

@@ -120,7 +120,7 @@ def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
         kind, wanted = (f"{tuple(each.shape)} of {each.dtype}" for each in (value, target))
         raise CheckpointError(
             f"{one.sources[0][1].file}: the quantised {plain(one.name)} becomes {kind}, and the model has {wanted}",
-            "choose the class that the checkpoint was saved from, or correct quantization_config",
+            "choose the class from which the checkpoint was saved, or correct quantization_config",
         )
 
 

@@ -72,7 +72,7 @@ def _check(file: Path) -> None:
     if len(parts := files(file)) > 1:
         raise CheckpointError(
             f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF files",
-            f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
+            f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
         )
 
 

@@ -158,8 +158,8 @@ def reference(
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint}: from_pretrained of {kind.__name__} cannot load it: {error}",
-            "choose the class that the checkpoint was saved from",
+            f"{checkpoint}: from_pretrained of {kind.__name__} cannot load the checkpoint: {error}",
+            "choose the class from which the checkpoint was saved",
         ) from error
     buffers = dict(model.named_buffers())
     return model, [name for name in info["missing_keys"] if name not in buffers]

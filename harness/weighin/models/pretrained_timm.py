@@ -204,8 +204,8 @@ def reference(
         model = _created(kwargs["architecture"], folder_of(checkpoint))
     except RuntimeError as error:
         raise CheckpointError(
-            f"{checkpoint}: timm cannot load it: {error}",
-            "choose the architecture that the checkpoint was saved from",
+            f"{checkpoint}: timm cannot load the checkpoint: {error}",
+            "choose the architecture from which the checkpoint was saved",
         ) from error
     return model.to(dtype), []
 

@@ -24,9 +24,11 @@ class DriverMemory:
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
         if uuid is None:
-            raise NvmlUnavailable("this torch does not report the GPU's UUID")
+            raise NvmlUnavailable("this version of torch does not report the UUID of the GPU")
         if pid is None:
-            raise NvmlUnavailable("the worker is not a process of this machine")
+            raise NvmlUnavailable(
+                "the worker does not run on this machine, so that NVML cannot find it"
+            )
         self._pid = pid
         self._points: list[tuple[int, int]] = []
         self._stop = threading.Event()
@@ -66,7 +68,9 @@ class DriverMemory:
                 f"NVML lists no process {self._pid}: another PID namespace, or MIG"
             )
         if used[self._pid] is None:
-            raise NvmlUnavailable("NVML does not report memory per process here")
+            raise NvmlUnavailable(
+                "NVML does not report the memory of single processes on this machine"
+            )
         return int(used[self._pid])
 
 

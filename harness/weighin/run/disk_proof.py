@@ -79,7 +79,7 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
         else:
             raise IsolationUnavailable(
                 f"this machine cannot provide a disk of {proof.pace}: a direct read measured {proof}",
-                "stop other work on this machine, or ask for a slower disk",
+                "stop other work on this machine, or give --disk a slower rate",
             )
 
 

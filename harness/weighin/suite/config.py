@@ -85,10 +85,14 @@ def _complaint_of_variable(name: object, content: object) -> tuple[str, str] | N
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
         return f"{name!r} is not the name of a variable", "write it as in {MALLOC_ARENA_MAX: 2}"
     if name in _SET_BY_US or name.startswith("WEIGHIN_"):
-        return f"weighin sets {name} itself", "leave it out"
+        return f"weighin sets {name} itself", f"leave {name} out"
     if isinstance(content, bool) or not isinstance(content, str | int | float):
         return f"the value of {name} is {content!r}, not a text", "write it in quotes"
-    return (f"the value of {name} contains a NUL", "leave it out") if "\0" in str(content) else None
+    return (
+        (f"the value of {name} contains a NUL", f"leave {name} out")
+        if "\0" in str(content)
+        else None
+    )
 
 
 def _as_device(value: str) -> str:
@@ -202,7 +206,7 @@ def _check_model(model: SuiteModel) -> SuiteModel:
         )
     if model.folder and (model.builder or model.kwargs or model.checkpoint):
         raise ValueError(
-            f"the folder {model.folder} brings its own code and weights",
+            f"the folder {model.folder} names the model's code and weights itself",
             "leave builder, kwargs and checkpoint out",
         )
     return model
@@ -210,24 +214,26 @@ def _check_model(model: SuiteModel) -> SuiteModel:
 
 def _check_cache(value: str, info: ValidationInfo) -> str:
     if value == "warm" and info.data.get("operation") == "save":
-        raise ValueError("warm does not apply to a save, which reads no checkpoint", "leave it out")
+        raise ValueError(
+            "warm does not apply to a save, because a save reads no checkpoint", "leave cache out"
+        )
     return value
 
 
 def _check_uses(value: list[str], info: ValidationInfo) -> list[str]:
     if value != [FORWARD] and info.data.get("operation") == "save":
-        raise ValueError("a save is not followed by a use", "leave it out")
+        raise ValueError("weighin runs no use of the model after a save", "leave the use out")
     return value
 
 
 def _check_passes(value: int, info: ValidationInfo) -> int:
     if value > 1 and info.data.get("operation") == "save":
-        raise ValueError("a save runs no forward pass", "leave it out")
+        raise ValueError("weighin runs no forward pass after a save", "leave passes out")
     if value < 1:
         raise ValueError("0 forward passes mean the use none", "write --use none, or uses: none")
     if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
         raise ValueError(
-            "forward is not among the uses, so the passes would be ignored", "leave it out"
+            "forward is not among the uses, so the passes would be ignored", "leave passes out"
         )
     return value
 
@@ -247,9 +253,14 @@ def _check_disk(value: list[int | None], info: ValidationInfo) -> list[int | Non
     if all(each is None for each in value):
         return value
     if info.data.get("operation") == "save":
-        raise ValueError("a save is not slowed down, only a load", "leave it out")
+        raise ValueError(
+            "weighin slows the disk down only for a load, not for a save", "leave the slow disk out"
+        )
     if info.data.get("cache") == "warm":
-        raise ValueError("a warm load reads the page cache, and not the disk", "leave out cache")
+        raise ValueError(
+            "a warm load reads the page cache, so that the speed of the disk does not matter",
+            "leave cache out, or leave the slow disk out",
+        )
     return value
 
 

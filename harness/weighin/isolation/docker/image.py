@@ -122,12 +122,14 @@ def check_image(client: docker.APIClient, name: str, *, is_base: bool = True) ->
 def _no_image(name: str, error: BaseException, *, is_base: bool) -> IsolationUnavailable:
     if not is_base:
         return IsolationUnavailable(
-            f"the image {name} does not exist here and cannot be pulled: {first_line(error)}",
+            f"the image {name} does not exist here and cannot be pulled from a registry:"
+            f" {first_line(error)}",
             "choose an image that `docker images` lists: --image IMAGE; or leave --image out for"
             " weighin's own image",
         )
     return IsolationUnavailable(
-        f"the base image {name} does not exist here and cannot be pulled: {first_line(error)}",
+        f"the base image {name} does not exist here and cannot be pulled from a registry:"
+        f" {first_line(error)}",
         f"choose an image that `docker images` lists: export {BASE_VARIABLE}=IMAGE; "
         "or make a base image without a registry: sudo docker/make-base weighin-base:bookworm",
     )
