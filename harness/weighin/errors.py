@@ -83,7 +83,9 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """This machine cannot run cells in an isolation; ``repair`` is the command that enables this."""
+    """This machine cannot run cells in an isolation; ``repair`` is a command after which the
+    isolation works.
+    """
 
     exit_code = 3
 

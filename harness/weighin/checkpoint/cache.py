@@ -1,7 +1,7 @@
 """Provide checkpoints to load. weighin generates or converts a checkpoint once, and then keeps it in a cache.
 
-This module runs in the parent process, which does not import torch; a subprocess writes the
-checkpoints. The module ``entries`` describes the cache's folder.
+``weighin.checkpoint.cache`` runs in the parent process, which does not import torch; a subprocess
+writes the checkpoints. The module ``weighin.checkpoint.entries`` describes the folder of the cache.
 """
 
 import os

@@ -1,10 +1,11 @@
 """Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-weighin measures the time until every byte of a loaded model was read once, and computing the checksums
-reads every byte. A CRC reads only 2 GB/s and would take longer than many loads; a plain sum does not
-detect swapped bytes. This checksum reads 13 GB/s. The algorithm adds 8-byte words in 65,521 lanes,
-multiplies each lane by an odd constant, and chains the chunks. The number of lanes is a prime, so that a
-shifted row falls into other lanes. Any single changed word changes the result.
+weighin measures the time until every byte of a loaded model was read once, and computing the
+checksums reads every byte. A CRC reads only 2 GB/s and would take longer than many loads; a plain
+sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm adds 8-byte
+words in 65,521 lanes, multiplies each lane by an odd constant, and chains the chunks. The number of
+lanes is a prime, so that a shifted row falls into other lanes. Any single changed word changes the
+result.
 """
 
 import threading
@@ -27,7 +28,7 @@ _computing = threading.Lock()
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Tensors with equal bytes have equal checksums, whatever their strides and device. The function
+    Tensors with equal bytes have equal checksums, whatever their strides and device. ``checksum``
     needs up to 16 MiB of memory for a contiguous tensor. Of a tensor that is not contiguous, the
     function copies 4 MiB or one row of the first dimension at a time.
     """

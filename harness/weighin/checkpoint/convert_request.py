@@ -96,7 +96,7 @@ def convert(
 ) -> FinishedConversion:
     """Convert the checkpoint in a subprocess, and show the progress on ``console``.
 
-    The function calls ``complete`` when the target is complete. A Ctrl-C between the two is ignored.
+    ``convert`` calls ``complete`` when the target is complete. A Ctrl-C between the two is ignored.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.
@@ -197,7 +197,7 @@ def _request(wish: Wish, checksums: Path | None) -> dict[str, Any]:
 def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress line: the share done, the speed, and the time left; yield a function to update it.
 
-    The function takes the bytes done and the total.
+    ``_shown`` takes the bytes done and the total.
     """
     started = monotonic()
     with Progress(

@@ -91,7 +91,8 @@ def write_marker(entry: Path, fmt: str) -> None:
 def damage(entry: Path, fmt: str) -> str | None:
     """Return a description of the damage to format ``fmt`` of an entry.
 
-    The result is None if all files are as recorded, and "" if the entry lacks this format.
+    The result of ``damage`` is None if all files are as recorded, and "" if the entry lacks this
+    format.
     """
     try:
         files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -130,7 +131,7 @@ def discard(entry: Path, fmt: str) -> None:
 def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock one entry within the context; the kernel releases the lock if the process is killed.
 
-    The function calls ``waiting`` once if another process has the lock.
+    ``locked`` calls ``waiting`` once if another process has the lock.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -173,7 +174,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     """Remove from the cache the entries of the model ``name``, or the entry ``name``; if ``name``
     is None, all entries.
 
-    The function waits for subprocesses that are writing to these entries, removes nothing else in the
+    ``clear`` waits for subprocesses that are writing to these entries, removes nothing else in the
     cache's folder, and returns the removed checkpoints.
 
     Raises:

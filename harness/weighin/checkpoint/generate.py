@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
-The seed, a tensor's name and an element's position determine the value of the element; the format and the
-order of writing do not. This module runs in a subprocess, which needs memory for the persistent buffers
-and for a few pieces of 16 MiB.
+The seed, a tensor's name and an element's position determine the value of the element; the format
+and the order of writing do not. ``weighin.checkpoint.generate`` runs in a subprocess, which needs
+memory for the persistent buffers and for a few pieces of 16 MiB.
 """
 
 import time
@@ -47,7 +47,7 @@ def make(
 ) -> Made:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    The tensors have the dtype of the model's published files, or float32. The function calls ``permit``
+    The tensors have the dtype of the model's published files, or float32. ``make`` calls ``permit``
     with an upper bound of the bytes to write, before it writes anything.
 
     Raises:

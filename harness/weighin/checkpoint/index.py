@@ -38,9 +38,9 @@ def index(
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    The function reads tensors piece by piece. The function converts a checkpoint that has another
-    format than ``fmt`` or holds more than tensors, and a checkpoint of which ``selection`` leaves
-    out or renames tensors. ``permit`` is called with the number of bytes to write.
+    ``index`` reads tensors piece by piece. ``index`` converts a checkpoint that has another format
+    than ``fmt`` or holds more than tensors, and a checkpoint of which ``selection`` leaves out or
+    renames tensors. ``permit`` is called with the number of bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.

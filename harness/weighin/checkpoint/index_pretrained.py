@@ -44,8 +44,8 @@ def index_pretrained(
 ) -> Made:
     """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
 
-    The function loads the model with ``from_pretrained``, and so needs as much memory as that
-    function.
+    ``index_pretrained`` loads the model with ``from_pretrained``, and so needs as much memory as
+    that function.
 
     Raises:
         CheckpointError: the folder lacks some weights, so that ``from_pretrained`` draws them at random.

@@ -35,9 +35,9 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    The function loads the model once in each dtype, and needs memory for the whole model. The
-    expected values come from ``from_pretrained``, or from ``load_streaming`` if only weighin can
-    dequantise the codes.
+    ``index_quantised`` loads the model once in each dtype, and needs memory for the whole model.
+    The expected values come from ``from_pretrained``, or from ``load_streaming`` if only weighin
+    can dequantise the codes.
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder, or ``fmt`` is not its format.
@@ -76,9 +76,10 @@ def _entries(
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of the model that from_pretrained loads, with their checksums in each dtype.
 
-    The function loads the model once in each dtype, because codes that are dequantised to float32 and
-    then rounded to bfloat16 may have other values than codes that are dequantised to bfloat16.
-    ``arguments`` make from_pretrained dequantise the codes; without them, some models keep the codes.
+    ``_entries`` loads the model once in each dtype, because codes that are dequantised to float32
+    and then rounded to bfloat16 may have other values than codes that are dequantised to bfloat16.
+    ``arguments`` make from_pretrained dequantise the codes; without them, some models keep the
+    codes.
     """
     sums: dict[str, dict[str, str]] = {}
     described: list[Described] = []
@@ -116,8 +117,8 @@ def _entries(
 def _own_entries(kwargs: Mapping[str, Any], checkpoint: Path) -> tuple[TensorEntry, ...]:
     """Return the tensors of the model that ``load_streaming`` loads, with their checksums in each dtype.
 
-    ``load_streaming`` dequantises in pieces. This function dequantises each matrix a second time, from
-    whole tensors, and takes the checksum of that result.
+    ``load_streaming`` dequantises in pieces. ``_own_entries`` dequantises each matrix a second
+    time, from whole tensors, and takes the checksum of the result.
     """
     slices = formats.read(checkpoint)[1]
     sums: dict[str, dict[str, str]] = {}

@@ -1,6 +1,7 @@
 """Read and write manifests: the name, shape, dtype and checksums of each tensor of a loaded model.
 
-This module does not import torch, because the parent process reads manifests too.
+``weighin.checkpoint.manifest`` does not import torch, because the parent process reads manifests
+too.
 """
 
 import json

@@ -41,7 +41,8 @@ class Checksums:
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
     """Return the checksums of a tensor by dtype.
 
-    The function needs 64 MiB of memory; for a tensor that is not contiguous, it needs a copy.
+    ``tensor_checksums`` needs 64 MiB of memory; for a tensor that is not contiguous, it needs a
+    copy.
     """
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():

@@ -5,8 +5,8 @@ checksum file of a folder is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has no checksum file, because its manifest has the checksums. This module
-does not import torch, because the parent process uses it.
+A checkpoint in the cache has no checksum file, because its manifest has the checksums.
+``weighin.checkpoint.sidecar`` does not import torch, because the parent process uses it.
 """
 
 import json

@@ -38,7 +38,7 @@ def growing_beside(target: Path) -> Iterator[Path]:
 def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
     """Yield a new folder in ``root``, and remove it at the end.
 
-    The function first removes the folders of killed processes with the same prefix.
+    ``own_folder`` first removes the folders of killed processes with the same prefix.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)

@@ -23,9 +23,9 @@ def run_maker(
 ) -> dict[str, float]:
     """Run ``python -m weighin.checkpoint`` with a request; return the seconds of each stage.
 
-    The function calls ``permit`` with the number of bytes to write, before the subprocess writes the
-    first byte; ``permit`` raises an exception to refuse. The function calls ``report`` with the bytes
-    done and the total. The subprocess ends before this function returns.
+    ``run_maker`` calls ``permit`` with the number of bytes to write, before the subprocess writes
+    the first byte; ``permit`` raises an exception to refuse. ``run_maker`` calls ``report`` with
+    the bytes done and the total. The subprocess ends before this function returns.
 
     Raises:
         HarnessError: the subprocess raised an error, or the kernel or a user killed the subprocess.

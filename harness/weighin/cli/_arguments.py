@@ -122,7 +122,7 @@ def noted_model(typed: dict[str, Any]) -> str:
 def pipeline(typed: dict[str, Any]) -> Path | None:
     """Return the folder of the diffusers pipeline that was typed as the model.
 
-    The result is None for any other model, and for a pipeline without weights.
+    The result of ``pipeline`` is None for any other model, and for a pipeline without weights.
     """
     from weighin.formats import pipeline as pipelines
     from weighin.formats.pretrained_folder import path_of

@@ -34,8 +34,8 @@ def planned(
 ) -> "Iterator[tuple[Run, Engine]]":
     """Yield the run to perform, and the engine that performs the run.
 
-    With --resume, the run is an earlier one. Otherwise ``start`` plans a new run from the engine's
-    settings and the engine's machines.
+    With --resume, the run is an earlier one. Without --resume, ``start`` plans a new run from the
+    engine's settings and the engine's machines.
     """
     from weighin.engines import base
 

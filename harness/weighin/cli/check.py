@@ -185,7 +185,7 @@ def _repairs(
 ) -> list[str]:
     """Return notes on how to accept the failed comparisons.
 
-    The result is empty for an incomplete run, and has no command for wrong weights.
+    The result of ``_repairs`` is empty for an incomplete run, and has no command for wrong weights.
     """
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest

@@ -35,8 +35,8 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
 
     The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
     measure the cells of the plan for which no joined run has a record. `weighin merge` refuses runs
-    with different plans. It also refuses two runs that both measured the same cell, because it
-    cannot tell which record counts.
+    with different plans. `weighin merge` also refuses two runs that measured the same cell, because
+    it cannot tell which of the two records counts.
     """
     from weighin.run import merge as merging
 

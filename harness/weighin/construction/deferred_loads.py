@@ -52,7 +52,7 @@ class IndependentLoads:
         """Add a load that was recorded earlier; return False if it cannot be moved, because it has
         to be executed before the chosen loads.
 
-        The method drops the load if the chosen loads overwrite its whole target.
+        ``add`` drops the load if the chosen loads overwrite its whole target.
         """
         if key not in self.reached and is_whole_storage(load.target):
             self.chosen.append(load)

@@ -182,8 +182,8 @@ def map_large_tensors() -> None:
 
     By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller
     freed tensors. weighin's worker does not call ``map_large_tensors``, because users' programs do
-    not call it, and the figures would differ from those of users' programs. The function does
-    nothing without glibc.
+    not call it, and the figures would differ from those of users' programs. ``map_large_tensors``
+    does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

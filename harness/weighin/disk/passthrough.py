@@ -4,13 +4,14 @@
 
 The answer to a request is due after the time of its bytes at the rate, plus the latency. All
 requests share the rate of the slow disk, but the latencies of several requests pass at the same
-time. FUSE divides a read into requests of at most 128 KiB. The process reads the real files without
-the page cache. The mounted files have a page cache as on any disk: buffered and mapped reads fill
-it, and direct reads do not. SIGINT and SIGTERM unmount the folder and end the process.
+time. FUSE divides a read into requests of at most 128 KiB. The FUSE process reads the real files
+with direct reads, so that they do not fill the page cache. The mounted files have a page cache as
+on any disk: buffered and mapped reads fill it, and direct reads do not. SIGINT and SIGTERM unmount
+the folder and end the process.
 
-weighin starts the FUSE process with ``--name``. The process then reports when the folder is
-mounted, answers each line of its parent with the reads that still wait, and unmounts when its
-parent ends.
+weighin starts the FUSE process with ``--name``. With ``--name``, the FUSE process reports when the
+folder is mounted, answers each line of its parent with the reads that still wait, and unmounts the
+folder when its parent ends.
 """
 
 import argparse

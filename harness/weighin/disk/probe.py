@@ -3,9 +3,9 @@
     python probe.py FILE OPTIONS
 
 OPTIONS is a JSON object. ``requests`` is the number of one-page reads, which are timed one by one.
-Then ``threads`` threads read ``before`` bytes without timing, and ``bytes`` bytes with timing. When
-the reads reach the end of the file, they continue at its start. The program imports only the
-standard library, so that it runs in any container with Python.
+After the timed requests, ``threads`` threads read ``before`` bytes without timing, and ``bytes``
+bytes with timing. When the reads reach the end of the file, they continue at its start. The program
+imports only the standard library, so that it runs in any container with Python.
 """
 
 import json

@@ -66,8 +66,8 @@ class Examination:
 def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` is called with a line of text before each slow step.
 
-    The function removes the containers, cgroups, mounts and folders that killed runs left behind, and
-    reports each of them. ``clean`` also removes those of runs with another lock file.
+    ``examine`` removes the containers, cgroups, mounts and folders that killed runs left behind,
+    and reports each of them. ``clean`` also removes those of runs with another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]

@@ -1,8 +1,8 @@
 """Choose the class of a Hugging Face folder's model, as the auto classes of transformers choose it.
 
 transformers has a table for each auto class, such as {"bert": "BertForMaskedLM"} for
-``AutoModelForMaskedLM``. This module reads the tables from the source code of the installed package,
-because an import of transformers takes seconds.
+``AutoModelForMaskedLM``. ``weighin.formats.auto_classes`` reads the tables from the source code of
+the installed package, because an import of transformers takes seconds.
 """
 
 import ast
@@ -101,8 +101,9 @@ def _no_class(
 def classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
     """Return the classes of transformers for a model type, by the names of the auto classes.
 
-    Of several classes, an auto class takes the class that ``config.json`` names, or else the first. The
-    result is empty for an unknown model type, and if transformers is not installed.
+    Of several classes, an auto class takes the class that ``config.json`` names, or else the first.
+    The result of ``classes_of`` is empty for an unknown model type, and if transformers is not
+    installed.
     """
     if not isinstance(model_type, str):
         return {}

@@ -221,7 +221,7 @@ class ReadLayout(Protocol):
     def read(self, path: Path) -> Slices:
         """Return the places of all tensors, each within its file, in the state dict's order.
 
-        The function executes no code in the files, and reads no file outside ``path``.
+        ``read`` executes no code in the files, and reads no file outside ``path``.
 
         Raises:
             CheckpointError: a file is damaged; the message names the file and the place of the
@@ -237,7 +237,7 @@ class Layout(ReadLayout, Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        The function calls ``pieces`` once for each tensor that is not tied to an earlier tensor. A
+        ``write`` calls ``pieces`` once for each tensor that is not tied to an earlier tensor. A
         write needs anonymous memory for a few pieces. Afterwards the files are synced, and dropped
         from the page cache.
         """

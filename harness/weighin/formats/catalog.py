@@ -116,9 +116,10 @@ def known(name: str) -> str:
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
     """Return the format in which strategies load the user's checkpoint itself.
 
-    The result is None if there is no such file. The result is also None if the strategies need a
-    converted file, because ``selection`` chooses a part or the file holds more than tensors, and weighin
-    does not write the checkpoint's format. The function raises CheckpointError as ``read`` does.
+    The result of ``loaded_as`` is None if there is no such file. The result of ``loaded_as`` is
+    also None if the strategies need a converted file, because ``selection`` chooses a part or the
+    file holds more than tensors, and weighin does not write the checkpoint's format. ``loaded_as``
+    raises CheckpointError as ``read`` does.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -141,7 +142,8 @@ def detect(path: Path) -> ReadLayout:
 def _located(path: Path) -> tuple[ReadLayout, Path]:
     """Return the format of a checkpoint, and the path of the checkpoint itself.
 
-    This path is below ``path`` if ``path`` is the folder of a Hugging Face model or of a training run.
+    The path of the checkpoint is below ``path`` if ``path`` is the folder of a Hugging Face model
+    or of a training run.
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
@@ -256,7 +258,7 @@ def _is_empty(slices: Sequence[TensorSlice]) -> bool:
 def has_only_tensors(path: Path) -> bool:
     """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
 
-    The function raises CheckpointError as ``read`` does.
+    ``loaded_as`` raises CheckpointError as ``read`` does.
     """
     return read(path)[1].only_tensors
 

@@ -73,8 +73,8 @@ class DcpTensor:
 def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
     """Return all tensors, and the names of all other values, such as extra states.
 
-    With a ``key``, both lists have only names that begin with the key and a dot. Both lists are in the
-    metadata's order.
+    With a ``key``, both lists have only names that begin with the key and a dot. The tensors and
+    the other names are in the order of the metadata.
 
     Raises:
         CheckpointError: the file is not dcp metadata or is damaged; or ``key`` is empty, and the

@@ -58,8 +58,8 @@ class ModelStates:
     def state_dict(self, stored: Mapping[str, TensorSlice], *, fallback: bool = True) -> Slices:
         """Return all tensors of the model in the order of its state dict.
 
-        ``stored`` has the tensors of other files. This file has the values of all other tensors; with
-        ``fallback`` False, only those of buffers.
+        ``stored`` has the tensors of other files. The file of model states has the values of all
+        other tensors; with ``fallback`` False, only the values of buffers.
 
         Raises:
             CheckpointError: no file has the values of a parameter.

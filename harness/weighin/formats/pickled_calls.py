@@ -1,7 +1,8 @@
 """Return a record for the result of each call in a pickled checkpoint, without calling anything.
 
-This module compares the names of functions and classes in a pickle with the names that ``torch.save``
-writes for tensors. No function or class of the pickle is imported or called.
+``weighin.formats.pickled_calls`` compares the names of functions and classes in a pickle with the
+names that ``torch.save`` writes for tensors. No function or class of the pickle is imported or
+called.
 """
 
 from collections.abc import Mapping
@@ -298,7 +299,8 @@ def usual_tensor(
 def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the number of elements from a tensor's first to its last, gaps included.
 
-    The result is 0 for an empty, very large or invalid tensor, which needs all checks of ``_tensor``.
+    The result of ``_elements_spanned`` is 0 for an empty, very large or invalid tensor, which needs
+    all checks of ``_tensor``.
     """
     if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
         return 0

@@ -174,7 +174,8 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
 def folder_of(checkpoint: Path) -> Path:
     """Return the Hugging Face folder of a checkpoint: the path itself, or the folder of a file.
 
-    The result is a folder further up if its ``config.json`` names the weights in ``transformers_weights``.
+    The result of ``folder_of`` is a folder further up if its ``config.json`` names the weights in
+    ``transformers_weights``.
     """
     if checkpoint.is_dir():
         return checkpoint
@@ -244,9 +245,9 @@ def index_in(path: Path) -> Path:
 def find_weights(path: Path, variant: str = "") -> Path | None:
     """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
 
-    The result is the file of weights, the folder itself for shards with the usual index, or another
-    index. If ``config.json`` has the key ``transformers_weights``, the weights are the file that
-    this key names.
+    The result of ``find_weights`` is the file of weights, the folder itself for shards with the
+    usual index, or another index. If ``config.json`` has the key ``transformers_weights``, the
+    weights are the file that this key names.
 
     Raises:
         CheckpointError: ``config.json`` names weights that are not in the folder.
@@ -260,7 +261,7 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
     """Yield the folder's files of weights and indexes in a variant.
 
-    The file names of the library that ``config.json`` names come first.
+    The first candidates are the file names that belong to the library that ``config.json`` names.
     """
     libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
@@ -318,8 +319,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return the path of a checkpoint or a folder for a typed path or a model's id on the Hub.
 
-    The result is the snapshot for an id, the folder for the usual index of its shards, and any other
-    path unchanged. The function raises the errors of ``hub_cache.path_of``.
+    The result of ``path_of`` is the snapshot for an id, the folder for the usual index of its
+    shards, and any other path unchanged. ``path_of`` raises the errors of ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

@@ -75,9 +75,10 @@ def plain_spec_of(
 def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tuple[str, ...]:
     """Return the sorted names of tensors that the model's class may tie, but that differ in the file.
 
-    ``from_pretrained`` does not tie an output head to the embedding if the file has different values of
-    both. The function compares the tensors of equal shape with a row for each token of the vocabulary,
-    up to their first difference. The result is empty if ``config.json`` ties no tensors.
+    ``from_pretrained`` does not tie an output head to the embedding if the file has different
+    values of both. ``kept_apart`` compares the tensors of equal shape with a row for each token of
+    the vocabulary, up to their first difference. The result of ``kept_apart`` is empty if
+    ``config.json`` ties no tensors.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -102,9 +103,9 @@ def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tupl
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype of the model that ``from_pretrained(dtype="auto")`` builds.
 
-    The first of these that exists: the library's fixed dtype; the dtype in ``config.json``; the dtype in
-    the index of shards; the first floating-point dtype in the first file of weights. The tensors of a
-    safetensors file are then sorted by name.
+    The dtype that ``auto`` means, which is the first one that exists: the library's fixed dtype;
+    the dtype in ``config.json``; the dtype in the index of shards; the first floating-point dtype
+    in the first file of weights. The tensors of a safetensors file are then sorted by name.
 
     Raises:
         CheckpointError: the weights cannot be read.

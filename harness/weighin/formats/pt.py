@@ -71,8 +71,8 @@ def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> Tens
 def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
     """Return a file's pickled value as records of ``tensor_refs``, and a function that places a tensor.
 
-    The function takes the name to give to a tensor and the tensor's record, and returns the tensor's
-    place in the file.
+    ``read_value`` takes the name to give to a tensor and the tensor's record, and returns the
+    tensor's place in the file.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote, or is damaged.

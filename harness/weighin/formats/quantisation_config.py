@@ -156,8 +156,8 @@ def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the description of the quantisation, and the key or file that has it.
 
-    The second value is "quantization_config" only if from_pretrained reads the description. Both values
-    are empty for a folder with ``config.json`` and no description.
+    The second value is "quantization_config" only if from_pretrained reads the description. The
+    description and its place are empty for a folder whose ``config.json`` has no description.
     """
     if (found := description_in(config)) is not None:
         return found, _QUANTISATION

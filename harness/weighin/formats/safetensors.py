@@ -70,9 +70,9 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
     """Return the file's bytes before the data, and the offset of each tensor's data.
 
-    The tensors with the widest elements come first, so that each offset is a multiple of the tensor's
-    element size. The header keeps the order of ``tensors``. The function raises ConfigError as ``write``
-    does.
+    The tensors with the widest elements come first, so that each offset is a multiple of the
+    tensor's element size. The header keeps the order of ``tensors``. ``layout_of`` raises
+    ConfigError as ``write`` does.
     """
     stored = [plan for plan in tensors if plan.shared_with is None]
     begins: dict[str, int] = {}

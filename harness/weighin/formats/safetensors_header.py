@@ -6,8 +6,8 @@
     N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest  the tensors' bytes, without gaps; data_offsets count from here
 
-This module parses the JSON entry by entry, so that a crafted header takes no more memory than a valid
-header with as many tensors.
+``weighin.formats.safetensors_header`` parses the JSON entry by entry, so that a crafted header
+takes no more memory than a valid header with as many tensors.
 """
 
 import json

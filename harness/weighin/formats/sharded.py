@@ -14,10 +14,11 @@ state dict, ``weighin.order`` in the index's metadata keeps the order.
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
 file elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create one.
 
-The path of such a checkpoint is its folder, or its index if the index has another name, such as
-``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as ``from_pretrained``
-does, even if the index lists other tensors; a note then names the difference. weighin refuses two shards
-with different values of one tensor, of which ``from_pretrained`` takes the later.
+The path of a checkpoint of shards is its folder, or its index if the index has another name, such
+as ``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as
+``from_pretrained`` does, even if the index lists other tensors; a note then names the difference.
+weighin refuses two shards with different values of one tensor, of which ``from_pretrained`` takes
+the later.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Read a pickled state dict that ``torch.save`` wrote, without executing any code.
 
-torch's weights-only unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
-unpickler allocates any length that a crafted pickle requests. ``pickle_machine`` calls no constructor
-and allocates no such length. This module adds faster code for the instructions that make up most of a
-state dict.
+torch's weights-only unpickler still calls constructors such as ``bytearray(10**12)``, and Python's
+own unpickler allocates any length that a crafted pickle requests. ``pickle_machine`` calls no
+constructor and allocates no such length. ``weighin.formats.state_pickle`` adds faster code for the
+instructions that make up most of a state dict.
 """
 
 import re
@@ -201,8 +201,8 @@ class _StateMachine(Machine):
     def _tensor(self, at: int, left: int) -> tuple[int, int]:
         """Run the instructions of one tensor at once; return the offset of their end, and their number.
 
-        The method runs none and returns zeros if the instructions do not match ``_TENSOR``, if they are
-        more than ``left``, or if the tensor needs all checks of ``pickled_calls.call``.
+        ``_tensor`` runs none and returns zeros if the instructions do not match ``_TENSOR``, if
+        they are more than ``left``, or if the tensor needs all checks of ``pickled_calls.call``.
         """
         found = _TENSOR.match(self._text_read, at)
         try:

@@ -53,7 +53,7 @@ def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
 def are_equal(one: TensorSlice, other: TensorSlice) -> bool:
     """Tell whether two tensors of the same shape have the same dtype and the same bytes.
 
-    The function reads both tensors up to the first difference.
+    ``are_equal`` reads both tensors up to the first difference.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -42,7 +42,9 @@ _SAFE: Final = frozenset({
 
 
 class NotTensors(Exception):
-    """The pickle refers to a class or function that tensors do not need; the argument is its name."""
+    """The pickle refers to a class or function that no tensor needs; the exception's argument is
+    the name of this class or function.
+    """
 
 
 class Malformed(Exception):

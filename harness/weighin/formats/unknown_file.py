@@ -1,6 +1,7 @@
 """Say in an error what a path is that is no checkpoint: a missing file, a broken link, a web page.
 
-The module ``unknown_folder`` says what a folder is. The module also shortens names for messages.
+The module ``unknown_folder`` says what a folder is. ``weighin.formats.unknown_file`` also shortens
+names for messages.
 """
 
 from pathlib import Path

@@ -1,9 +1,10 @@
 """Find the records of a zip archive that ``torch.save`` wrote, with the standard library alone.
 
-This module does not use Python's ``zipfile``, because a crafted archive can make ``zipfile`` read a
-directory of any size at once. This module does not use torch's reader, because the parent process must
-not import torch. The records of an accepted archive are not compressed, lie within the file, do not
-overlap, and have unique names. ``recognise`` names the kind of any other archive.
+``weighin.formats.zip_directory`` does not use Python's ``zipfile``, because a crafted archive can
+make ``zipfile`` read a directory of any size at once. ``weighin.formats.zip_directory`` does not
+use torch's reader, because the parent process must not import torch. The records of an accepted
+archive are not compressed, lie within the file, do not overlap, and have unique names.
+``recognise`` names the kind of any other archive.
 """
 
 import os

@@ -82,9 +82,9 @@ def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> b
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
     """Return the shortest expected outcomes that cover the failed measurements ``names``.
 
-    A selector is the name of the strategy, unless the strategy also has other outcomes. Then the
-    selector also has the memory limit, or is the whole name. A measurement with several outcomes, or
-    with an outcome that cannot be expected, is left out.
+    A selector is the name of the strategy, unless the strategy also has other outcomes. If the
+    strategy has other outcomes, too, the selector also has the memory limit, or is the whole name.
+    A measurement with several outcomes, or with an outcome that cannot be expected, is left out.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:

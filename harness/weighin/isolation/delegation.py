@@ -29,8 +29,8 @@ _ENTERED = "WEIGHIN_DELEGATED"
 def groups_root() -> Path | None:
     """Return a folder in which this user can create cgroups with a memory limit, or None.
 
-    The function may move the processes of a delegated group, this process among them, into a leaf
-    of that group.
+    ``groups_root`` may move the processes of a delegated group, this process among them, into a
+    leaf of that group.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:

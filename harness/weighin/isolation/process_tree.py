@@ -77,8 +77,8 @@ def end(mark: str) -> None:
 def end_orphans(*, any_lock: bool = False) -> list[str]:
     """Kill the processes whose mark names a dead owner; return one line for each process.
 
-    The limit of a process does not name the lock file of its owner. A process without the
-    environment variable is therefore killed only with ``any_lock``.
+    The limit that marks a process does not name the lock file of the run that started the process.
+    A process without the environment variable is therefore killed only with ``any_lock``.
     """
     orphans = [
         (pid, mark)

@@ -60,7 +60,8 @@ def of_rows(
 ) -> Iterator[Step]:
     """Yield steps of at most ``PIECE_ELEMENTS``; the rows of each are a multiple of ``unit``.
 
-    The last step may have fewer rows. ``part(first, last)`` returns the sources of these rows.
+    The last step of a conversion may have fewer rows than the others. ``part(first, last)`` returns
+    the sources of these rows.
     """
     many = max(1, PIECE_ELEMENTS // max(1, unit * columns)) * unit
     for first in rows[::many]:

@@ -186,9 +186,9 @@ def copy(target: memoryview, source: memoryview) -> None:
 def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Tell whether memcpy from a mapping copies cached pages faster than ``read()`` on this processor.
 
-    glibc's memcpy bypasses the caches of an x86 processor. For ``read()``, the kernel copies with the
-    instruction ``rep movsb`` if the processor has the flag ``fsrm``. This instruction is faster than
-    memcpy on an AMD EPYC, and slower on an Intel Xeon (``benchmarks/copying.py``).
+    glibc's memcpy bypasses the caches of an x86 processor. For ``read()``, the kernel copies with
+    the instruction ``rep movsb`` if the processor has the flag ``fsrm``. ``rep movsb`` is faster
+    than memcpy on an AMD EPYC, and slower on an Intel Xeon (``benchmarks/copying.py``).
     """
     try:
         with cpuinfo.open() as lines:

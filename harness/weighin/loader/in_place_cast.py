@@ -2,8 +2,8 @@
 
 Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the
 whole memory of the bfloat16 tensor. After the conversion the converted elements take the front half
-of the memory. Then half of the remaining elements are read into the back half and converted, and so
-on. The reads are large and need no buffer, except the read of the last MiB.
+of the memory. After that, half of the remaining elements are read into the back half of the memory
+and converted, and so on. The reads are large and need no buffer, except the read of the last MiB.
 """
 
 from typing import Final

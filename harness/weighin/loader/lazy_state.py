@@ -144,7 +144,8 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 def source_of(load: DeferredLoad) -> TensorSlice | None:
     """Return the range of the file from which one tensor is loaded.
 
-    The result is None for a view that spans several blocks or has another dtype than the file.
+    The result of ``source_of`` is None for a view that spans several blocks or has another dtype
+    than the file.
     """
     promised: TensorSlice = load.promise
     view = load.source

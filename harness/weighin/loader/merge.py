@@ -1,8 +1,8 @@
 """Merge an adapter of LoRA into a model's weights, as peft's ``merge_and_unload`` does.
 
 Like peft, this module multiplies the adapter's two matrices in float32 and adds the product to the
-weight in place. peft scales a copy of the product. This module scales the product itself, so that the
-peak is the model and the largest product.
+weight in place. peft scales a copy of the product. ``weighin.loader.merge`` scales the product
+itself, so that the peak is the model and the largest product.
 """
 
 from math import prod

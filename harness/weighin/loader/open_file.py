@@ -228,8 +228,9 @@ def _open_direct(path: Path) -> int:
 def alignment_of(descriptor: int) -> int:
     """Return the alignment for direct reads of an open file, in bytes; 0 if it allows no direct reads.
 
-    The result is a multiple of ``ALIGNMENT``. If neither the C library nor the kernel reports an
-    alignment, the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
+    The result of ``alignment_of`` is a multiple of ``ALIGNMENT``. If neither the C library nor the
+    kernel reports an alignment, the result is ``ALIGNMENT``, and the first read shows whether
+    direct reads work.
     """
     status = _Statx()
     statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5

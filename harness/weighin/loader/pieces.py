@@ -139,7 +139,8 @@ def is_readable(source: TensorSlice) -> bool:
 def file_order(where: TensorSlice) -> list[int] | None:
     """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    The result is None if there are gaps between the elements, or the elements overlap.
+    The result of ``file_order`` is None if there are gaps between the elements, or the elements
+    overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))

@@ -23,7 +23,8 @@ def four_bits(
 ) -> torch.Tensor:
     """Return the values of nf4 or fp4 codes of bitsandbytes as a flat tensor: two from each byte.
 
-    ``scales`` has one number for each ``block`` values. The last block may be smaller.
+    ``scales`` has one number for each ``block`` values. The last block of codes may be smaller than
+    the others.
     """
     pairs = torch.cartesian_prod(table, table)  # the high half of a byte comes first
     values = pairs.index_select(0, codes.reshape(-1).int()).view(-1)

@@ -109,7 +109,7 @@ class _Reading:
     ) -> "_Moves | None":
         """Return the rows to which transformers moves the rows of the file; None if it changes values.
 
-        The method passes the row numbers to the code of transformers in place of the values.
+        ``_moves`` passes the row numbers to the code of transformers in place of the values.
         """
         import numpy as np
 

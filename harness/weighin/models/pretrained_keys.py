@@ -1,11 +1,11 @@
 """Rename a checkpoint's tensors to the names in a model of transformers.
 
 ``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups
-of tensors. For example, ``from_pretrained`` stacks
-the experts of a layer, or joins q, k and v. This module uses the
-tables and functions of ``from_pretrained``. A stacked or joined tensor becomes a ``TensorSlice`` of
-several blocks, each of which the loader reads directly into the model's tensor. For any other
-conversion, the loader reads the values and transformers converts them.
+of tensors. For example, ``from_pretrained`` stacks the experts of a layer, or joins q, k and v.
+``weighin.models.pretrained_keys`` uses the tables and functions of ``from_pretrained``. A stacked
+or joined tensor becomes a ``TensorSlice`` of several blocks, each of which the loader reads
+directly into the model's tensor. For any other conversion, the loader reads the values and
+transformers converts them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ _IMPORTERS = ("transformers", "diffusers", "peft")
 def imported_again(package: str, error: Exception) -> Any:
     """Import a package again as if torchvision were not installed, after it failed with ``error``.
 
-    The function changes ``sys.modules``, and so works only in a process that weighin started.
+    ``imported_again`` changes ``sys.modules``, and so works only in a process that weighin started.
 
     Raises:
         ConfigError: torchvision is not the cause, or weighin did not start this process.

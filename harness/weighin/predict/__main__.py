@@ -1,8 +1,8 @@
 """Predict cells: ``python -m weighin.predict`` answers each line of JSON with an event, ``answer``.
 
-The process imports torch and the model's class once, as a worker does, so all its cells must have
-the same model. Each cell runs in a fork of the process, because the heap of a fork is like that of
-a fresh worker. The fork reads only the structure of a checkpoint.
+The predicting process imports torch and the model's class once, as a worker does, so that all its
+cells must have one model. Each cell runs in a fork of the process, because the heap of a fork is
+like that of a fresh worker. The fork reads only the structure of a checkpoint.
 """
 
 import ctypes

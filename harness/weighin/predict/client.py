@@ -49,7 +49,7 @@ def predict(
     The prediction of a cell includes its use. ``forward`` adds one forward pass to a cell whose use
     is forward passes. ``use_paths`` has the file of each of the user's own uses, by the use's name.
 
-    The function reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if this
+    ``predict`` reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if this
     file has the cell's format and contains only tensors. Any other cell loads a generated
     checkpoint without values. The generated checkpoint has the tensors that ``selection`` selects
     in ``checkpoint``, or the model's tensors if there is no ``checkpoint``. ``checkpoint_dtype``

@@ -73,7 +73,8 @@ def this_process() -> str:
 def is_alive(name: str) -> bool:
     """Return whether the process with a name of ``this_process`` may still run.
 
-    The result is True for a process of another pid namespace, which this process cannot see.
+    ``is_alive`` returns True for a process of another pid namespace, because weighin cannot see
+    whether such a process has ended.
     """
     pid, _, rest = name.partition("-")
     ticks, _, namespace = rest.partition("-")
@@ -156,8 +157,8 @@ def has_left(pid: int, group: Path) -> bool:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    The result is None if PSI is off. The result is None for the root group, because the root
-    group's PSI file describes the whole machine.
+    The result of ``pressure_file_of`` is None if PSI is off. The result of ``pressure_file_of`` is
+    None for the root group, because the root group's PSI file describes the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -270,9 +271,9 @@ class MemoryCgroup:
         """Return the counters of memory.events.local: how often this group met its limits.
 
         ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
-        ``oom`` counts charges for which the kernel could reclaim nothing. The result is None on
-        cgroup v1: its failcnt stays 0 if RAM and swap have the same limit (Linux 6.18: a file of
-        twice the limit was read twice).
+        ``oom`` counts charges for which the kernel could reclaim nothing. The result of
+        ``read_limit_events`` is None on cgroup v1: its failcnt stays 0 if RAM and swap have the
+        same limit (Linux 6.18: a file of twice the limit was read twice).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
@@ -315,7 +316,7 @@ def room_in(folder: Path) -> int | None:
     """Return the most memory that a group can have under its limit and those around it, in bytes.
 
     The anonymous and shared memory of other groups under the same limit reduces the result. The
-    result is None without a limit.
+    result of ``room_in`` is None without a limit.
     """
     own = _unreclaimable(folder)
     return min(

@@ -147,7 +147,7 @@ class CommandSampler:
 def _hasten() -> None:
     """Give this thread a real-time priority, so that it runs although the command uses all processors.
 
-    The processes that this thread starts, such as py-spy, keep the normal priority. The function has
+    The processes that this thread starts, such as py-spy, keep the normal priority. ``_hasten`` has
     no effect for an ordinary user, who may not raise a priority.
     """
     with contextlib.suppress(OSError):

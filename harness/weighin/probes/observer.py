@@ -61,7 +61,9 @@ class Observer(Protocol):
 
     @property
     def oom_kills(self) -> int | None:
-        """The last number of OOM kills, because the cgroup may be removed before the end."""
+        """The number of OOM kills at the last reading, because the cgroup may be removed before the
+        worker's end.
+        """
 
     @property
     def last_peak_rss_bytes(self) -> int | None:

@@ -46,7 +46,7 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
 def files_read(pid: int) -> tuple[OpenFile, ...]:
     """Return the files of at least 1 MiB that a process has open to read.
 
-    The function is cheaper than ``open_files``, because it does not read the process's maps.
+    ``files_read`` is cheaper than ``open_files``, because it does not read the process's maps.
 
     Raises:
         OSError: the process has ended, or belongs to another user.

@@ -69,10 +69,10 @@ class OtherProcesses:
 def limit_of(mark: str) -> int:
     """Return the resource limit that marks a worker's processes.
 
-    A child process may clear its environment, but it inherits the limit. The limit is of realtime
-    CPU time, in microseconds between 2**61 and 2**62. The bits of the limit are the pid (22 bits)
-    and the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7 bits of
-    the number in ``mark``.
+    A child process may clear its environment, but it inherits the limit. The limit that marks a
+    process is a limit of realtime CPU time, between 2**61 and 2**62 microseconds. The bits of the
+    limit are the pid (22 bits) and the pid namespace (32 bits) in ``mark``, a result of
+    ``owned_name``, and the last 7 bits of the number in ``mark``.
     """
     owner, _, number = mark.rpartition(".")
     pid, _, namespace = owner.split("-")

@@ -42,9 +42,9 @@ class _Cachestat(ctypes.Structure):
 def drop(files: Iterable[Path]) -> int | None:
     """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
 
-    The function tries for up to 0.1 s, because a page that is mapped or in a per-CPU batch survives
-    the first attempt. A tmpfs keeps its pages. The result is None if the pages of a file cannot be
-    counted.
+    ``drop`` tries for up to 0.1 s, because a page that is mapped or in a per-CPU batch survives the
+    first attempt. A tmpfs keeps its pages. The result of ``drop`` is None if the pages of a file
+    cannot be counted.
     """
     left = {file: _drop(file) for file in files}
     deadline = time.monotonic() + _RETRY_S
@@ -70,7 +70,7 @@ def cached_bytes(descriptor: int) -> int | None:
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
     """Return whether all pages of a range are in the page cache; False if they cannot be counted.
 
-    The function does not read with RWF_NOWAIT, because such a read starts the read-ahead.
+    ``is_cached`` does not read with RWF_NOWAIT, because such a read starts the read-ahead.
     """
     return length <= 0 or cached_share(descriptor, offset, length) == 1
 

@@ -1,8 +1,8 @@
 """Sample a running worker's memory every 5 ms, in a thread of the measuring process.
 
 A report draws the samples as a timeline. Samples miss short spikes, so that peaks come from the
-kernel's high-water marks. The thread keeps the files in /proc open, so that one sample takes about
-50 us.
+kernel's high-water marks. The sampling thread keeps the files in /proc open, so that one sample
+takes about 50 us.
 """
 
 import contextlib

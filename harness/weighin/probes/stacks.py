@@ -109,8 +109,9 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment. The first reading there is
-        always made, and others are limited by ``SHARE`` of the whole time, not by a pause.
+        Near the limit, the kernel may kill the command at any moment. There, the first reading is
+        always made. The total time of further readings is limited to ``SHARE`` of the whole time,
+        without a pause between them.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes

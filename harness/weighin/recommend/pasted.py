@@ -1,9 +1,10 @@
 """Define the function that replaces ``job.reset_buffers`` in the code that ``recommend`` prints.
 
-In weighin, ``job.reset_buffers`` builds the model again without writing any weight. Its code
-(``weighin.construction.skeleton``) is too long for a snippet that a user pastes into a program. The
-function in this module moves each parameter to the meta device as soon as the constructor of the
-model registers it. The function has no annotations, so that the printed code is short.
+In weighin, ``job.reset_buffers`` builds the model again without writing any weight. The code of
+``job.reset_buffers`` (``weighin.construction.skeleton``) is too long for a snippet that a user
+pastes into a program. The function in this module moves each parameter to the meta device as soon
+as the constructor of the model registers it. The function has no annotations, so that the printed
+code is short.
 """
 
 import torch

@@ -23,7 +23,7 @@ _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tel
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of planned cells, and the planned cells without a record (``pending``).
+    """The number of cells in a run's plan, and those planned cells that have no record (``pending``).
 
     ``again`` is the command that measures the pending cells. In a search for floors, which has no fixed
     number of cells, a pending cell is one whose floor is not found yet.

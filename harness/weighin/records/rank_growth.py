@@ -96,7 +96,7 @@ def unreclaimable(result: Result) -> int | None:
 def sum_of_peaks(result: Result) -> int | None:
     """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank.
 
-    The result is None without ranks, or if the peak of a rank is unknown.
+    The result of ``sum_of_peaks`` is None without ranks, or if the peak of a rank is unknown.
     """
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

@@ -77,8 +77,9 @@ def append(run: Path, result: Result) -> Result:
     """Append ``result`` to the run's records, sync the file, and return the appended result.
 
     A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
-    names the impossible figure. An incomplete last line of the file is removed. The new line uses the
-    disk space that ``room`` reserved. The folder is created if it does not exist.
+    names the impossible figure. An incomplete last line of the file is removed. The new line uses
+    the disk space that ``room`` reserved. ``append`` creates the folder of the run if the folder
+    does not exist.
 
     Raises:
         RecordError: the folder or the file cannot be written; the file is unchanged.

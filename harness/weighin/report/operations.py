@@ -1,7 +1,7 @@
 """Define the words and figures with which reports describe loads, saves and commands.
 
 No other module of the reports tests whether a measurement is a load, a save or a command. The other
-modules use the words and columns of its ``Kind`` instead.
+modules of the report use the words and columns of the ``Kind`` that belongs to the operation.
 """
 
 from collections.abc import Mapping, Sequence

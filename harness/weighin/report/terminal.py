@@ -50,8 +50,8 @@ def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that fits itself to the width of the console when it is printed.
 
-    The table tries each layout, and then leaves out columns. If even the narrowest table is too wide,
-    the whole table is printed, because a cut number would be wrong.
+    To fit the console, the table tries each layout, and then leaves out columns. If even the
+    narrowest table is too wide, the whole table is printed, because a cut number would be wrong.
     """
 
     section: TextTable

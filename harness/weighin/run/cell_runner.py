@@ -67,11 +67,10 @@ def take(
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
-    ``files`` are the checkpoint's files, as paths of this process. The function drops the
-    checkpoint's files from the page cache before it starts the worker. The worker of a warm cell
-    reads the files again, so that the kernel charges their pages to the cell's own cgroup.
-    ``reference`` has the figures of the same cell without a limit, and a cell that thrashes in
-    comparison is killed.
+    ``files`` are the checkpoint's files, as paths of this process. ``take`` drops the checkpoint's
+    files from the page cache before it starts the worker. The worker of a warm cell reads the files
+    again, so that the kernel charges their pages to the cell's own cgroup. ``reference`` has the
+    figures of the same cell without a limit, and a cell that thrashes in comparison is killed.
     """
     # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
     sources_hash = (

@@ -224,7 +224,8 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
     """Return the import path of a user's builder; empty for a builder of weighin.
 
-    The path is empty so that no module of a user can hide a module of weighin.
+    For a builder of weighin, the import path is empty, so that no module of a user can hide a
+    module of weighin.
     """
     return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
 

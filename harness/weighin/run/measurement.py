@@ -48,7 +48,9 @@ class CellMeasurement:
 
 
 def trouble_of(close: Callable[[], None]) -> HarnessError | None:
-    """Call ``close``, and return its error instead of raising it, so that the result is recorded."""
+    """Call ``close``, and return the error of ``close`` instead of raising it, so that the cell's
+    result is recorded all the same.
+    """
     try:
         close()
     except HarnessError as trouble:

@@ -20,7 +20,7 @@ _OF_A_PART: Final = ("shard", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge.
+    """The run that ``weighin merge`` wrote, and what it lacks.
 
     ``missing`` has the cells of the plan that no run has measured; the command ``again`` measures them.
     """

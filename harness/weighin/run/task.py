@@ -100,7 +100,7 @@ class Run:
     def reference_for(self, cell: Cell) -> Reference | None:
         """Return the figures of the same cell without a limit, which prove that ``cell`` thrashes.
 
-        The result is None for a cell that may thrash until its time-out.
+        The result of ``reference_for`` is None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

@@ -45,7 +45,7 @@ def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
     """Return a line for each code of a plan that is neither part of weighin nor installed.
 
     Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and
-    environment variables. The function runs none of the code.
+    environment variables. ``foreign`` runs none of the code.
     """
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}

@@ -83,11 +83,12 @@ def _as_environment(value: object) -> object:
 
 def _complaint_of_variable(name: object, content: object) -> tuple[str, str] | None:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-        return f"{name!r} is not the name of a variable", "write it as in {MALLOC_ARENA_MAX: 2}"
+        return f"{name!r} is not the name of a variable", "write the variables as in"
+        " {MALLOC_ARENA_MAX: 2}"
     if name in _SET_BY_US or name.startswith("WEIGHIN_"):
         return f"weighin sets {name} itself", f"leave {name} out"
     if isinstance(content, bool) or not isinstance(content, str | int | float):
-        return f"the value of {name} is {content!r}, not a text", "write it in quotes"
+        return f"the value of {name} is {content!r}, not a text", "write the value in quotes"
     return (
         (f"the value of {name} contains a NUL", f"leave {name} out")
         if "\0" in str(content)

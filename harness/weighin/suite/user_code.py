@@ -67,8 +67,8 @@ def of_file(name: str) -> tuple[str, Path]:
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
     """Return the folders from which the modules of these models are imported, first to last.
 
-    The result has the folders of builders in files, the current folder, and the existing folders of
-    PYTHONPATH.
+    The result of ``import_path`` has the folders of builders in files, the current folder, and the
+    existing folders of PYTHONPATH.
     """
     folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())

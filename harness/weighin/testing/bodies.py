@@ -1,7 +1,7 @@
 """Measure a test function or any function in a new process, with the phases and limits of a load.
 
-The process runs with the isolation cgroup or process. The body of a test cannot run in a container,
-because the container lacks the modules that a test imports.
+The process that runs a test's body has the isolation cgroup or process. The body of a test cannot
+run in a container, because the container lacks the modules that a test imports.
 """
 
 import json

@@ -20,8 +20,9 @@ def join_group(device: torch.device, timeout_s: float) -> None:
 def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Return the checksum of each tensor that is sharded over the ranks.
 
-    All ranks must call this function with the same names, because gathering a tensor needs all ranks.
-    The function gathers one tensor after the other, so that only one whole tensor is in memory.
+    All ranks must call this function with the same names, because gathering a tensor needs all
+    ranks. ``checksums_of_sharded`` gathers one tensor after the other, so that only one whole
+    tensor is in memory.
     """
     return {
         name: checksum(tensor.full_tensor())

@@ -5,9 +5,10 @@ limit applies to this process. If the forward pass fails here too, the model is 
 strategy. The reference load of a Hugging Face folder is ``from_pretrained``. For any other model, it
 builds the model and copies each tensor of the checkpoint into the model.
 
-The first line of standard input is the cell's job. The second line is a JSON object with ``checkpoint``
-and ``selection``. The module sends one event, ``answer``. Its field ``failure`` is empty if the forward
-pass works, and otherwise holds the error in one line.
+The first line of standard input is the cell's job. The second line is a JSON object with
+``checkpoint`` and ``selection``. ``weighin.worker.reference`` sends one event, ``answer``. The
+field ``failure`` of the event is empty if the forward pass works; else it holds the error in one
+line.
 """
 
 import json

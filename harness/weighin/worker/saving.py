@@ -77,8 +77,8 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The RAM limit of the save applies to the check too. The check therefore holds only a few pieces of
-    16 MiB in memory.
+    The RAM limit of the save applies to the check too. The check of a save therefore holds only a
+    few pieces of 16 MiB in memory.
     """
     page_cache.drop(files_in(target))
     try:

@@ -12,8 +12,9 @@ from weighin.construction import module_tree
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer by its full name; a tied tensor appears under each name.
 
-    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict. The reason is
-    bitsandbytes: its modules add their scales only to the state dict.
+    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict.
+    ``named_tensors`` looks there because the modules of bitsandbytes add their scales only to the
+    state dict.
     """
     tensors = module_tree.named_tensors(model)
     if others := set(wanted) - tensors.keys():

@@ -1,6 +1,7 @@
 """Prepare a worker for its baseline, and report the environment that only the worker can see.
 
-This module imports torch inside its functions, because the import of torch is a phase of its own.
+``weighin.worker.warmup`` imports torch inside its functions, because the import of torch is a phase
+of its own.
 """
 
 import os

@@ -23,9 +23,9 @@ _PATIENCE_S = 30.0  # the measured processes of a stopped assignment need a mome
 def relay(assignment: bytes) -> Iterator[bytes]:
     """Start the assignment in a process of its own, and yield each of its events as one line.
 
-    The process gets the environment with which the node was started. Ray sets variables such as
-    OMP_NUM_THREADS in its own workers, which would change the figures. The process ends when this
-    generator ends.
+    The process of the assignment gets the environment with which the node was started. Ray sets
+    variables such as OMP_NUM_THREADS in its own workers, which would change the figures. The
+    process of the assignment ends when the generator ``relay`` ends.
     """
     node = Child(module("weighin.engines.node"), raylet_environment())
     try:

@@ -1,8 +1,8 @@
 """Connect the standard streams of a container with descriptors of this process.
 
 If standard input, output and error are all terminals, the container gets a terminal of its own.
-This process then sets its own terminal to raw mode, so that each key, also Ctrl-C, reaches the
-command at once. Otherwise, the three streams stay separate.
+weighin then sets its own terminal to raw mode, so that each key, also Ctrl-C, reaches the command
+at once. Otherwise, the three streams stay separate.
 """
 
 import atexit

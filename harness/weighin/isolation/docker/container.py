@@ -186,8 +186,9 @@ def wait_for_container(client: docker.APIClient, container: str, deadline: float
 def oom_killed(client: docker.APIClient, container: str, cgroup: Path | None) -> bool:
     """Tell whether the kernel OOM-killed a process of the container.
 
-    The answer is the kernel's counter or, without the cgroup, the engine's report. The engine
-    learns of a kill later than the kernel counts it, so the report is read up to five times.
+    The answer comes from the kernel's counter of OOM kills or, if the cgroup is not visible, from
+    the Docker engine's report. The engine learns of a kill later than the kernel counts it, so the
+    report is read up to five times.
     """
     if cgroup and (kills := MemoryCgroup(cgroup).read_oom_kills()) is not None:
         return kills > 0

@@ -5,7 +5,7 @@ weighin.isolation.docker.container_observer SECONDS``. The observer in the conta
 parent's code (``weighin.probes.observer``) and imports no torch. The kernel charges the observer's
 memory to the cell, and the observer's last event reports this memory. The parent sends one word per
 line. The observer answers each word on its standard input with one event: the event has the word as
-its name, and one field, ``answer``. The process sends nothing before the first word, because the
+its name, and one field, ``answer``. The observer sends nothing before the first word, because the
 Docker SDK loses what arrives together with the engine's own answer:
 
 ========  ======================================================================================

@@ -79,8 +79,8 @@ PROBE = (
 def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    The result includes ``packages`` and all dependencies, so that the image has the versions of
-    this environment.
+    The result of ``installed_pins`` includes ``packages`` and all dependencies, so that the image
+    has the versions of this environment.
     """
     lines = requirements.read_text().splitlines()
     roots = [*packages, *(line for line in lines if line and not line.startswith("#"))]
@@ -92,7 +92,8 @@ def installed(
 ) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
     """Yield installed packages by name and, transitively, the packages that they require.
 
-    The result leaves out the packages in ``without``, packages that only these require, and extras.
+    The result of ``installed`` leaves out the packages in ``without``, packages that only these
+    require, and extras.
     """
     todo, seen = [*requirements], {*without}
     while todo:

@@ -1,7 +1,8 @@
 """Find the cause of a command's memory with a table of rules, which test the command's record.
 
-The first rule that holds is the answer, and more specific rules come first. For each rule,
-tests/unit/test_causes.py has a record for which the rule holds and a record for which it does not.
+The answer is the first rule of the table that holds, so that more specific rules come first in the
+table. For each rule, tests/unit/test_causes.py has a record for which the rule holds and a record
+for which it does not.
 """
 
 import re

@@ -125,14 +125,15 @@ class Facts:
         return not is_waiting(place), held_by(process) if process else 0
 
     def process(self, pid: int) -> Process | None:
-        """Return the last process that had this pid."""
+        """Return the last process that had the pid ``pid``."""
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
         """Return the growth of the command's memory, in bytes, while ``holds`` was true.
 
-        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``. The
-        sum is a lower bound, because growth just before and after these stacks is left out.
+        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``.
+        The growth at a place in the code is a lower bound, because growth just before and after the
+        stacks is left out.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
