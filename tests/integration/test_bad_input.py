@@ -103,24 +103,24 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         2,
         f"{NOT_LIMITED}making the checkpoint of gpt2-tiny(widht=3)\n"
         "error: builder weighin.models.gpt2:gpt2 failed: GPTModel.__init__() got an unexpected keyword argument"
-        " 'widht'\ncorrect the model's arguments: `kwargs` in its YAML, or --kwargs\n",
+        " 'widht'\ncorrect the model's arguments: `kwargs` in the model's YAML file, or --kwargs\n",
     ),
     "resuming what is no run": (
         "bench --resume .",
         2,
-        "error: . contains no plan.json: it is not the folder of a run\n"
+        "error: . contains no plan.json, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "resuming what is not there": (
         "bench --resume nowhere",
         2,
-        "error: nowhere contains no plan.json: it is not the folder of a run\n"
+        "error: nowhere contains no plan.json, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "reporting what is no run": (
         "report .",
         2,
-        "error: . contains no records.jsonl: it is not the folder of a run\n"
+        "error: . contains no records.jsonl, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "results where no folder can be": (

@@ -196,7 +196,7 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
             "schema: 1\nbudgets: [peak_rss]\n",
             ConfigError,
             "{path}: cannot read the budget 'peak_rss'\n"
-            'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
+            'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
             ' "streaming: anon <= model + 300MiB"',
         ),
         (
@@ -222,7 +222,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read(tmp_path / "no.yaml")
     assert str(caught.value) == (
         f"the baseline file {tmp_path}/no.yaml does not exist\n"
-        f"create it from a good run: weighin check RUN --baseline {tmp_path}/no.yaml --update"
+        f"create the baseline file from a good run: weighin check RUN --baseline {tmp_path}/no.yaml --update"
     )
 
 

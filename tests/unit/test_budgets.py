@@ -14,7 +14,7 @@ from weighin.units import GIB, MIB
 
 SERIES = Series("ok", 1, model_bytes=1000, limit_bytes=4000)
 EXAMPLES = (
-    'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
+    'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
     ' "streaming: anon <= model + 300MiB"'
 )
 
@@ -83,7 +83,7 @@ def test_which_series_a_pattern_covers() -> None:
             "anon <= 2 x model above import",
             "cannot read the budget 'anon <= 2 x model above import': anon is not measured above the"
             " import",
-            'write it as in "peak_rss <= 1.1 x model + 64MiB above import"',
+            'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
         ),
         (
             "ready <= 2 x model",

@@ -142,7 +142,7 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     )
     assert typed("check", tmp_path, "--budget", "peak_rss < 1g") == (
         2,
-        f"{tmp_path} contains no records.jsonl: it is not the folder of a run\n"
+        f"{tmp_path} contains no records.jsonl, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN",
     )
 

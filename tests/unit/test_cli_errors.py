@@ -77,7 +77,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
         (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
         (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
         (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
-        (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--resume", "gone"), "gone contains no plan.json, so that it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_used(
@@ -113,7 +113,7 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--resume", "gone"), "gone contains no plan.json, so that it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
         (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
     ],
 )  # fmt: skip
@@ -146,7 +146,7 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
 def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, str]]) -> None:
     assert run("report", "gone") == (
         2,
-        "error: gone contains no records.jsonl: it is not the folder of a run\n"
+        "error: gone contains no records.jsonl, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     )
 

@@ -107,10 +107,14 @@ def test_a_suite_has_models_or_commands(tmp_path: Path, read: Any) -> None:
 def test_each_verb_names_the_other_one(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text("commands: {name: a, command: x}")
-    with pytest.raises(ConfigError, match=f"measure it: weighin run --suite {path}"):
+    with pytest.raises(
+        ConfigError, match=f"measure the suite with weighin run: weighin run --suite {path}"
+    ):
         read_suite(path)
     path.write_text("models: gpt2-tiny")
-    with pytest.raises(ConfigError, match=f"measure it: weighin bench --suite {path}"):
+    with pytest.raises(
+        ConfigError, match=f"measure the suite with weighin bench: weighin bench --suite {path}"
+    ):
         read_command_suite(path)
 
 

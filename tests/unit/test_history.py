@@ -152,7 +152,9 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB)])
     with pytest.raises(UnknownName, match="no metric is called 'peak_rsss'"):
         history.read(tmp_path, "peak_rsss")
-    with pytest.raises(ConfigError, match=r"no series of .* has 'baseline' in its name"):
+    with pytest.raises(
+        ConfigError, match=r"no series in the runs of .* has 'baseline' in its name"
+    ):
         history.read(tmp_path, "peak_rss", ["baseline"])
 
 

@@ -132,7 +132,7 @@ def test_runs_of_other_cells_are_refused() -> None:
 
 def test_runs_of_other_settings_are_refused() -> None:
     assert refused(shard("1/2"), shard("2/2", seed=1)) == (
-        "shard-1-2 and shard-2-2 have different plans (seed: 0 and 1)\n"
+        "the runs in shard-1-2 and shard-2-2 have different plans (seed: 0 and 1), and only runs of one plan can be merged\n"
         "merge only runs of one plan: the same suite, the same options and the same version of weighin"
     )
 
@@ -171,7 +171,7 @@ def test_runs_without_a_common_division_have_no_missing_shards() -> None:
 def test_up_to_three_settings_that_differ_are_named() -> None:
     changes: dict[str, Any] = {"seed": 1, "steady": True, "a": 1, "b": 2}
     assert refused(shard("1/2"), shard("2/2", **changes)).startswith(
-        "shard-1-2 and shard-2-2 have different plans (a: None and 1; b: None and 2; seed: 0 and 1)\n"
+        "the runs in shard-1-2 and shard-2-2 have different plans (a: None and 1; b: None and 2; seed: 0 and 1), and only runs of one plan can be merged\n"
     )
 
 

@@ -29,7 +29,9 @@ def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
 
 
 def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="each option tells when the server is ready"):
+    with pytest.raises(
+        ConfigError, match="each of the two options decides when the server is ready"
+    ):
         check(CommandSettings("/", ready="started", ready_url="http://localhost/"))
 
 

@@ -252,7 +252,7 @@ def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> Non
 
 def test_a_folder_that_is_no_run_is_not_resumed() -> None:
     assert complaint(lambda: resume(Path("gone"))) == (
-        "gone contains no plan.json: it is not the folder of a run\n"
+        "gone contains no plan.json, so that it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN"
     )
 

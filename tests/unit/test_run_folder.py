@@ -161,7 +161,7 @@ def test_unknown_keys_are_ignored(run: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
-        RecordError, match=r"contains no records\.jsonl: it is not the folder of a run"
+        RecordError, match=r"contains no records\.jsonl, so that it is not the folder of a run"
     ):
         run_folder.read(tmp_path)
 
@@ -385,7 +385,8 @@ def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.Monke
         run_folder.read(run)
     path = run / run_folder.RECORDS
     assert (
-        str(caught.value) == f"cannot read {path}: Permission denied\nls -ld {path} shows its owner"
+        str(caught.value)
+        == f"cannot read {path}: Permission denied\nchange the owner or the permissions of the file; to see them: ls -ld {path}"
     )
 
 

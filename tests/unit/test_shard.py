@@ -62,6 +62,6 @@ def test_more_shards_than_cells_are_an_error(
     with pytest.raises(ConfigError) as caught:
         start(asked("4/4"))
     assert str(caught.value) == (
-        "--shard 4/4: the plan has only 3 cells\ndivide it into 3 shards at most"
+        "--shard 4/4: the plan has only 3 cells\ndivide the plan into 3 shards at most"
     )
     assert not Path("run").exists()

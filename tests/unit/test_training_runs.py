@@ -183,11 +183,11 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "two runs in a folder": (
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        "are both of rank 1: two runs wrote here",
+        "are both of rank 1: two runs wrote their files into this folder",
     ),
     "model states of two runs": (
         lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
-        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote here",
+        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote their files into this folder",
     ),
     "no optimizer states": (remove_optimizer, "has no files *_optim_states.pt, in which"),
     "tensor parallelism": (

@@ -109,7 +109,7 @@ def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
     if names:
         raise ConfigError(
             f"builder {builder}: the shape of {names[0]!r} is not known yet: its module is lazy",
-            "run the model once in the builder, or set the sizes of its layers",
+            "run the model once in the builder, or give the lazy layers their sizes",
         )
 
 

@@ -154,5 +154,5 @@ def _check_ties(
             raise CheckpointError(
                 f"{checkpoint}: {tensor.name!r} and {first!r} are one tensor in the model, "
                 "but have different values in the file",
-                "choose the model that this checkpoint was saved from",
+                "choose the model from which this checkpoint was saved",
             )

@@ -86,7 +86,8 @@ def check(task: Run, jobs: int) -> None:
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
     if len(limits) < len(cells):
         raise ConfigError(
-            "--jobs needs a RAM limit for each cell, so that the cells cannot disturb each other",
+            "--jobs needs a RAM limit for each cell, because cells that run at once could take"
+            " memory from each other",
             "add --ram, or leave --jobs out",
         )
     needed, (_, free) = sum(sorted(limits)[-jobs:]), delegation.ram_bytes(task.isolation.name)

@@ -191,7 +191,8 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     for name, match in _matching(path, pattern):
         if other := by_rank.get(_rank(match)):
             raise CheckpointError(
-                f"{path}: {other.name} and {name} are both of rank {_rank(match)}: two runs wrote here",
+                f"{path}: {other.name} and {name} are both of rank {_rank(match)}: two runs wrote"
+                " their files into this folder",
                 "move the files of one run into a folder of their own",
             )
         by_rank[_rank(match)] = path / name

@@ -209,7 +209,7 @@ class _Tables:
             return None
         if kind != _ARRAY or depth > _DEEPEST:
             raise self._damaged(
-                f"{shown(key)} has the type {kind}; weighin does not know this type"
+                f"{shown(key)} has the type {kind}; a type that weighin does not know"
             )
         kind, count = self._number("<I"), self._number("<Q")
         if kind in _SCALARS:
@@ -236,7 +236,8 @@ class _Tables:
     ) -> TensorSlice:
         if kind not in TYPES:
             raise CheckpointError(
-                f"{self._file}: {shown(name)} has the type {kind} of ggml; weighin does not know this type",
+                f"{self._file}: {shown(name)} has the type {kind} of ggml, which weighin does not"
+                " know",
                 _CONVERT,
             )
         encoding, block, block_bytes = TYPES[kind]

@@ -278,7 +278,8 @@ def _explicit(path: Path) -> Path | None:
         raise CheckpointError(
             f"{path / CONFIG}: '{_EXPLICIT}' is {unknown_file.short(name)}, which is neither a safetensors file nor"
             " an index in this folder; from_pretrained fails for the same reason",
-            f"correct '{_EXPLICIT}' in config.json, or remove it: weighin then reads model.safetensors",
+            f"correct '{_EXPLICIT}' in config.json, or remove the key, so that weighin reads"
+            " model.safetensors",
         )
     file: Path = path / name
     if not file.is_file():

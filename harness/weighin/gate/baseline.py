@@ -106,7 +106,8 @@ def read(path: Path) -> Baseline:
     if not path.exists():
         raise ConfigError(
             f"the baseline file {path} does not exist",
-            f"create it from a good run: weighin check RUN --baseline {quote(str(path))} --update",
+            "create the baseline file from a good run: weighin check RUN --baseline"
+            f" {quote(str(path))} --update",
         )
     content = read_mapping(path)
     schema = content.get("schema")

@@ -30,7 +30,7 @@ _SHARE: Final = re.compile(
 )
 _ABOVE_IMPORT: Final = re.compile(r"\s+above[\s_]import$")
 _EXAMPLES: Final = (
-    'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
+    'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
     ' "streaming: anon <= model + 300MiB"'
 )
 
@@ -111,7 +111,7 @@ def _above_import(metric: Metric, budget: str) -> Metric:
     if metric.name not in ("peak_rss", "above_import"):
         raise ConfigError(
             f"cannot read the budget {budget!r}: {metric.name} is not measured above the import",
-            'write it as in "peak_rss <= 1.1 x model + 64MiB above import"',
+            'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
         )
     return named("above_import")
 

@@ -49,7 +49,7 @@ def refuse_left_out_scales(
                 f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has"
                 f" no {plain(scale)}: the values are quantised codes, which mean nothing without"
                 " this scale",
-                "load the model with the library that quantised it",
+                "load the model with the library that quantised the weights",
             )
 
 

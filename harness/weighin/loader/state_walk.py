@@ -59,7 +59,7 @@ def load_state(
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise CheckpointError(
                 f"{checkpoint}: the code of a module of this model failed: {type(error).__name__}: {error}",
-                "choose the model that this checkpoint was saved from; to debug the module, run"
+                "choose the model from which this checkpoint was saved; to debug the module, run"
                 " model.load_state_dict(torch.load(...))",
             ) from error
         with log.recording():

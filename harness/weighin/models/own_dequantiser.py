@@ -34,7 +34,8 @@ def fitting(name: str) -> Iterator[None]:
         yield
     except (ArithmeticError, RuntimeError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"the codes of {plain(name)} do not fit the module's other tensors: {one_line(str(error))}",
+            f"the codes of {plain(name)} do not fit the other tensors of their module:"
+            f" {one_line(str(error))}",
             _REPAIR,
         ) from error
 

@@ -159,8 +159,7 @@ def _cold(path: Path, read: Callable[[Path], None]) -> float:
     if cached_bytes is None:
         raise ConfigError(
             f"cannot calibrate in {cache.folder()}: this kernel does not report cached file pages",
-            "run weighin doctor --run weighin doctor --calibrate on the Linux host, outside of"
-            " this sandbox",
+            "run weighin doctor --calibrate on the Linux host, outside of this sandbox",
         )
     if cached_bytes:
         raise ConfigError(

@@ -334,12 +334,14 @@ def _read(path: Path) -> bytes:
         return read_bytes(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise RecordError(
-            f"{path.parent} contains no {path.name}: it is not the folder of a run",
+            f"{path.parent} contains no {path.name}, so that it is not the folder of a run",
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
         raise RecordError(
-            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows its owner"
+            f"cannot read {path}: {error.strerror}",
+            "change the owner or the permissions of the"
+            f" file; to see them: ls -ld {quote(str(path))}",
         ) from error
 
 

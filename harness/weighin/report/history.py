@@ -116,8 +116,8 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
                 points.setdefault(name, []).append(point)
     if not points:
         raise ConfigError(
-            f"no series of {folder} has {' and '.join(map(repr, words))} in its name",
-            "weighin history without --series shows all series",
+            f"no series in the runs of {folder} has {' and '.join(map(repr, words))} in its name",
+            "leave --series out to see the names of all series",
         )
     lines = [_line(name, series_points, chosen) for name, series_points in points.items()]
     lines.sort(key=lambda line: (-len(line.steps) - len(line.turns), line.series))

@@ -93,7 +93,9 @@ def _check_same_plan(first: _Part, other: _Part) -> None:
     if changed := [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]:
         shown = "; ".join(f"{name}: {was.get(name)} and {now.get(name)}" for name in changed[:3])
         raise RecordError(
-            f"{first.folder} and {other.folder} have different plans ({shown})", repair
+            f"the runs in {first.folder} and {other.folder} have different plans ({shown}), and"
+            " only runs of one plan can be merged",
+            repair,
         )
     ours, theirs = (
         [coverage.identity(cell) for cell in part.plan.cells] for part in (first, other)

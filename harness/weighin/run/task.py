@@ -159,7 +159,7 @@ def write_plan(
     if not ours:
         raise ConfigError(
             f"--shard {settings.shard}: the plan has only {len(planned)} cells",
-            f"divide it into {len(planned)} shards at most",
+            f"divide the plan into {len(planned)} shards at most",
         )
     run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
     return Run(folder, ours, isolation, settings, is_new=True)

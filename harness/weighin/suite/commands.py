@@ -110,6 +110,6 @@ def read_command_suite(path: Path) -> CommandSuite:
     if "models" in content:
         raise ConfigError(
             f"{path} is a suite of models",
-            f"measure it: weighin bench --suite {shlex.quote(str(path))}",
+            f"measure the suite with weighin bench: weighin bench --suite {shlex.quote(str(path))}",
         )
     return validate(CommandSuite, content, str(path))

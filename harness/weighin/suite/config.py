@@ -361,7 +361,8 @@ def read_suite(path: Path) -> Suite:
     refuse_both(path, content)
     if "commands" in content:
         raise ConfigError(
-            f"{path} is a suite of commands", f"measure it: weighin run --suite {quote(str(path))}"
+            f"{path} is a suite of commands",
+            f"measure the suite with weighin run: weighin run --suite {quote(str(path))}",
         )
     return validate(Suite, content, str(path))
 

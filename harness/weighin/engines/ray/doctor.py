@@ -61,7 +61,7 @@ def examine(
             except LostTask as lost:
                 raise ConfigError(
                     f"the node {node.name} was lost: {lost.message}",
-                    "run weighin doctor --engine ray again for the other nodes",
+                    "to test the other nodes, run weighin doctor --engine ray again",
                 ) from None
         return found
 

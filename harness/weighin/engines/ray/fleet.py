@@ -42,7 +42,8 @@ class Fleet(Machines):
             if all(reasons):
                 raise IsolationUnavailable(
                     f"no node can run --device {device}: {'; '.join(reasons)}",
-                    "add a node with a GPU, and start it with --num-gpus if Ray does not see the GPU",
+                    "add a node with a GPU; if Ray does not see the GPU, start Ray on that node"
+                    " with --num-gpus",
                 )
 
     def choose(

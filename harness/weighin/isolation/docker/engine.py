@@ -70,7 +70,7 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
-            f"this user has this user has no permission to use the Docker engine at {address}",
+            f"this user has no permission to use the Docker engine at {address}",
             "sudo usermod -aG docker $USER, then log in again",
         )
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
