@@ -104,7 +104,8 @@ class Cell:
 
     @cached_property
     def series(self) -> str:
-        """The name that all repeats of this cell share, with a hash of every field except ``repeat``.
+        """The name of the cell's series, which all its repeats share; it ends with a hash of every
+        field except ``repeat``.
 
         The hash leaves out a field with its default value, so that a new field changes no name.
         """
@@ -145,7 +146,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """The name of this cell and of its files, unique within a run."""
+        """The name of the cell and of the cell's files; no other cell of the run has this name."""
         return f"{self.series}-r{self.repeat}"
 
 

@@ -16,7 +16,7 @@ EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
-    """Return the command that installs weighin with these extras.
+    """Return the command that installs weighin with the given extras.
 
     With ``anywhere``, the command also works on other machines: it names the repository, and not the
     clone or wheel on this machine.

@@ -301,7 +301,7 @@ LAYOUTS: Final = [
     _layout("GGUF with a part missing", _a_part_missing, refused("m-00002-of-00003.gguf is missing")),
     _layout("GGUF under the suffix .bin", _under_another_suffix, _SKIPPED | _LOAD),
     _layout("GGUF that was cut off", _cut_off, refused("truncated: .* ends at byte")),
-    _layout("GGUF of a type that ggml gave up", _unknown_type, refused("type 31 of ggml; weighin does not know")),
+    _layout("GGUF of a type that ggml gave up", _unknown_type, refused("type 31 of ggml, which weighin does not know")),
     _layout("GGUF of intermediate results (Q8_K)", _of_intermediate_results, refused(
         "has the type Q8_K; the package gguf does not dequantise", all_but("inspect", "load")
     ) | _LOAD),

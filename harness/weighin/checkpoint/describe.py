@@ -36,7 +36,9 @@ class Described:
     is_kept: bool = False
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the tensor's manifest entry; ``dtype`` is the dtype in the file, if it is another one."""
+        """Return the tensor's entry for a manifest; ``dtype`` is the tensor's dtype in the file, if
+        the file has another dtype than the model.
+        """
         kind = dtype or self.tensor.dtype
         return TensorEntry(
             name=self.name,

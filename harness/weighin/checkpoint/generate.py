@@ -128,7 +128,9 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
 def _summed_pieces(
     sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and then put their checksums into ``sums``."""
+    """Yield a tensor's values for the file, and then put the checksums of these values into
+    ``sums``.
+    """
     described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     is_drawn = described.kind == "parameter"

@@ -101,7 +101,7 @@ class _IndexedChecksums:
         self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's values, and then keep their checksums."""
+        """Yield a tensor's values, and then keep the checksums of these values."""
         place = self._places[name]
         numel = torch.Size(place.shape).numel()
         running = Checksums(numel, place.dtype, is_kept=name in self._kept)

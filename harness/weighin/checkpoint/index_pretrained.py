@@ -107,7 +107,9 @@ def index_pretrained(
 def _values_of_file(
     reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the checksums of values in the file that ``from_pretrained`` changes after it read them."""
+    """Return the checksums of those values in the file that ``from_pretrained`` reads and then
+    changes.
+    """
     written = written_after_load(reference)
     wanted = reference.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
@@ -129,7 +131,9 @@ def _values_of_file(
 
 
 def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the model's class keeps in float32; drop their other checksums."""
+    """Return the weights that the model's class keeps in float32, each with only its float32
+    checksum.
+    """
     kept = set()
     for wanted in CELL_DTYPES:
         for name, checksums in sums.items():
@@ -143,7 +147,7 @@ def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) 
 def _summed(
     sums: dict[str, dict[str, str]], described: Mapping[str, Described], name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values, and then put their checksums into ``sums``."""
+    """Yield a tensor's values, and then put the checksums of these values into ``sums``."""
     tensor = described[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype)
     return checksummed(pieces_of(tensor), running, sums, name)

@@ -89,7 +89,7 @@ def _in_order(
     adapter: str,
     dtype: torch.dtype | None,
 ) -> Slices:
-    """Return the tensors under all names of the model's state dict, in its order."""
+    """Return the tensors under all names of the model's state dict, in the order of the state dict."""
     from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
     from weighin.models.dequantising import quantiser_of
 

@@ -63,7 +63,9 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
-    """Read a tensor, and return its checksum; call ``progress`` with the size of each piece in bytes."""
+    """Read a tensor, and return the tensor's checksum; call ``progress`` with the size of each
+    piece in bytes.
+    """
     running = RunningChecksum(where.nbytes)
     for piece in read_pieces(where):
         running.update(piece)
@@ -73,7 +75,9 @@ def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
-    """Return the widest floating-point dtype in a checkpoint; float32 if it has none."""
+    """Return the widest floating-point dtype in a checkpoint; float32 for a checkpoint without
+    floating-point tensors.
+    """
     kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
     return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 

@@ -190,7 +190,9 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
 
 
 def suite(typed: dict[str, Any], model: str) -> "Suite":
-    """Return the suite of --suite; without --suite, make a suite of this model and the options."""
+    """Return the suite that --suite names; without --suite, return a suite made of ``model`` and
+    the typed options.
+    """
     from weighin.suite import registry
     from weighin.suite.config import check_suite, read_suite
 

@@ -54,7 +54,9 @@ def name_source(context: click.Context, error: ConfigError) -> None:
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
-    """Return the options of a verb that pyproject.toml may set, by their keys there."""
+    """Return those options of a verb that pyproject.toml may set, by the options' keys in
+    pyproject.toml.
+    """
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")

@@ -19,7 +19,9 @@ _LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
 
 
 def is_plain_call(func: Any, tensor: torch.Tensor, settings: Mapping[str, Any]) -> bool:
-    """Tell whether a call fills a plain tensor with random numbers, and torch accepts its arguments."""
+    """Tell whether a call fills a plain tensor with random numbers, and torch accepts the arguments
+    of the call.
+    """
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _DTYPES
@@ -41,7 +43,7 @@ def _is_valid(
     nonlinearity: str = "leaky_relu",
     generator: object = None,
 ) -> bool:
-    """Tell whether a function of ``torch.nn.init`` accepts these settings."""
+    """Tell whether a function of ``torch.nn.init`` accepts the given settings."""
     if generator is not None:
         return False
     if func is _KAIMING:

@@ -42,7 +42,9 @@ class OperationKind(NamedTuple):
         return found
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tensor that the operation writes to and returns; None if it writes none."""
+        """Return the tensor that an operation both writes to and returns; None for an operation
+        that writes to no tensor.
+        """
         if self.written is None:
             return None
         position, name = self.written

@@ -12,7 +12,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return the number of tensors on this tensor's storage, including the tensor itself."""
+    """Return the number of tensors that share a tensor's storage, the tensor itself included."""
     storage = tensor.untyped_storage()  # this Python object adds one reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 

@@ -187,7 +187,8 @@ def may_allow_others() -> bool:
 
 
 def unmount(mountpoint: Path, device: int | None = None) -> None:
-    """Unmount a FUSE file system at once, and fail its waiting reads, so that their processes can end.
+    """Unmount a FUSE file system at once. Reads that still wait fail, so that the processes that
+    wait can end.
 
     The same file system may stay mounted in other mount namespaces, where all reads then fail. A user
     who is not root needs ``device``, the minor device number of the file system.

@@ -82,7 +82,8 @@ def settings(
 
 
 def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
-    """Return the engine with these settings as a context manager, inside which the engine is ready.
+    """Return the engine with the given settings, as a context manager; the engine is ready inside
+    the ``with`` block.
 
     Raises:
         ConfigError: the engine's package is not installed, or its cluster does not answer.

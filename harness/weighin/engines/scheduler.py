@@ -47,7 +47,7 @@ class Demand:
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
+        """Return why ``node`` can never run a cell with the demand; empty if the node can."""
         limit = self.ram_limit_bytes
         if limit is not None and limit > node.ram_bytes:
             return (

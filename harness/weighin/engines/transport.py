@@ -26,7 +26,7 @@ class Task(Protocol):
         """
 
     def cancel(self) -> None:
-        """Stop the task, whose process then removes what it started, and ends."""
+        """Stop the task: the task's process removes everything that it started, and ends."""
 
 
 class Transport(Protocol):

@@ -28,7 +28,7 @@ _NAME_IT: Final = "name the class: --class CLASS (in Python: model_class='CLASS'
 
 
 def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tuple[str, bool]:
-    """Return the name of the model's class, and whether the folder's own code defines this class.
+    """Return the name of the model's class, and whether Python code in the folder defines the class.
 
     Without ``trust_remote_code``, the folder's code may not run. As in transformers, the class is then
     one of transformers if it has a class for the model type.
@@ -64,7 +64,9 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
 
 
 def _in_code(config: Mapping[str, Any], wanted: str) -> str:
-    """Return the class of the folder's code with this name, or for this auto class; "" if there is none."""
+    """Return the class in the folder's code that has a name, or that belongs to an auto class; ""
+    if there is none.
+    """
     named = config.get(AUTO_MAP)
     for auto, reference in named.items() if isinstance(named, dict) else ():
         if isinstance(reference, str) and auto.startswith(BASE):

@@ -195,7 +195,9 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
 
 
 def _below(path: Path, slices: Slices, key: str) -> Slices:
-    """Return the tensors whose names begin with ``key`` and a dot, with this prefix removed."""
+    """Return the tensors whose names begin with ``key`` and a dot; remove ``key`` and the dot from
+    their names.
+    """
     start = f"{key}."
     inside = Slices(one for one in slices if one.name.startswith(start))
     if not inside:
@@ -256,7 +258,8 @@ def _is_empty(slices: Sequence[TensorSlice]) -> bool:
 
 
 def has_only_tensors(path: Path) -> bool:
-    """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
+    """Tell whether any strategy can load the file itself, because the file is a state dict that
+    holds only tensors.
 
     ``loaded_as`` raises CheckpointError as ``read`` does.
     """

@@ -74,7 +74,7 @@ def _each_or_packed(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
 
 
 def _of_rows(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """GPTQ packs the inputs of a matrix (its first dimension here), AWQ the outputs."""
+    """GPTQ packs the inputs of a matrix (the first dimension in the table), AWQ packs the outputs."""
     scales, places = find(".scales"), find(".g_idx")
     if scales is None or not scales.shape or len(codes.shape) != 2:
         return None

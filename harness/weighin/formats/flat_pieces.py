@@ -66,7 +66,9 @@ def incomplete(path: Path, what: str) -> CheckpointError:
 
 
 def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlice:
-    """Return the tensor of this shape whose elements are those of ``ranges``, one after the other."""
+    """Return the tensor of the given shape whose elements are the elements of ``ranges``, one after
+    the other.
+    """
     parts: list[Part] = []
     at = 0
     for where in ranges:

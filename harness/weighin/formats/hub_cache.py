@@ -78,12 +78,13 @@ def snapshot_of(entry: Path, revision: str = "") -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
+    """Return the name of a folder; for a snapshot in the Hub's cache, return the model's id."""
     return unknown_file.hub_id(folder) or folder.name
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return the snapshot for a model's id or its folder in the cache; return any other path unchanged.
+    """Return the snapshot for the id of a model, or for the model's folder in the Hub's cache;
+    return any other path unchanged.
 
     Raises:
         CheckpointError: ``path`` is a model's folder in the cache, and lacks the revision.

@@ -92,7 +92,9 @@ def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str,
 
 
 def _argument(arguments: Any, name: str) -> int:
-    """Return a number in the pickled ``argparse.Namespace`` of the training; 1 if it has no such number."""
+    """Return a number from the pickled ``argparse.Namespace`` of the training; 1 if the namespace
+    lacks the number.
+    """
     for state in arguments.contents if isinstance(arguments, Opaque) else ():
         if isinstance(state, dict) and type(state.get(name)) is int:
             return int(state[name])

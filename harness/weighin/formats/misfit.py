@@ -93,7 +93,9 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a tensor's name as it appears in a list: unquoted, and cut if it is very long."""
+    """Return a tensor's name as it appears in a list: without quotes, and cut if the name is very
+    long.
+    """
     if len(name) <= _MOST_LETTERS:
         return name
     return f"{name[:_MOST_LETTERS]}... ({len(name):,} characters)"

@@ -182,14 +182,18 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def create(kind: Any, arguments: Any) -> Opaque:
-    """Return the record for an instance of the class ``kind``; raise Malformed if it is no class."""
+    """Return the record for an instance of the class ``kind``; raise Malformed if ``kind`` is not a
+    class.
+    """
     if not isinstance(kind, Named | Opaque):
         raise Malformed("an object is created from something that is not a class")
     return Opaque(kind.name if isinstance(kind, Named) else kind.kind, [arguments])
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return an OrderedDict; Python 2 pickled it with a list of pairs as its argument."""
+    """Return an OrderedDict from the arguments in the pickle; Python 2 pickled an OrderedDict with
+    a list of pairs.
+    """
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)

@@ -29,7 +29,9 @@ _OTHER_REPOSITORY: Final = "--"  # "owner/name--modeling_x.XForCausalLM"
 
 
 def describe_code(folder: Path) -> dict[str, str]:
-    """Return the folder and the digest of its Python files, for the arguments of a ``ModelSpec``."""
+    """Return the path of the folder and a digest of the folder's Python files, as arguments of a
+    ``ModelSpec``.
+    """
     folder = folder.absolute()
     return {"folder": str(folder), "sha256": digest(folder)}
 

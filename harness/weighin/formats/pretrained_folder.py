@@ -95,7 +95,8 @@ class PretrainedFolder:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that the content of a ``config.json`` names; None if it names none.
+    """Return the dtype that the content of a ``config.json`` names; None if ``config.json`` names
+    no dtype.
 
     The dtype may be a dict with a dtype for each part of the model. transformers then takes the dtype
     under the key "", else float32. Dtypes in the configurations of parts have no effect.
@@ -111,7 +112,9 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 
 
 def checked_dtype(name: object, file: Path) -> str:
-    """Return ``name`` if torch can build a model in this dtype; raise ConfigError for any other."""
+    """Return ``name`` if torch can build a model in the dtype ``name``; raise ConfigError for any
+    other dtype.
+    """
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
@@ -185,7 +188,8 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the model's own code; None for a model without such code.
+    """Return the folder and the digest of the model's own Python code; None for a model of an
+    installed package.
 
     Raises:
         ConfigError: the argument ``code`` of the model is damaged, as in a plan that was edited.

@@ -35,7 +35,7 @@ class Library:
     fixed_dtype: str | None = None
 
     def class_in(self, config: Mapping[str, Any]) -> str | None:
-        """Return the class that a ``config.json`` names; None if it names no class of this library."""
+        """Return the class that a ``config.json`` names; None if it names no class of the library."""
         named = config.get(self.class_key)
         if isinstance(named, list):
             named = named[0] if named else None
@@ -87,7 +87,9 @@ LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
 
 
 def library_in(config: Mapping[str, Any]) -> Library:
-    """Return the library of a folder by its ``config.json``; transformers if it names no class."""
+    """Return the library to which a folder belongs by its ``config.json``; transformers if
+    ``config.json`` names no class.
+    """
     return next((each for each in LIBRARIES if each.class_in(config)), TRANSFORMERS)
 
 

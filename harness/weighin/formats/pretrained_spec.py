@@ -26,7 +26,8 @@ _TIES: Final = "tie_word_embeddings"
 def spec_of(
     folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
 ) -> ModelSpec:
-    """Return the ``ModelSpec`` of a folder's model; its arguments are the class and the configuration.
+    """Return the ``ModelSpec`` of a folder's model; the builder's arguments are the class and the
+    configuration.
 
     ``selection`` chooses the weights in the folder's checkpoint. If the caller merges an adapter itself
     (``merges``), the folder may have an adapter, too.

@@ -82,7 +82,7 @@ def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write the same file as ``torch.save``; tied tensors share a storage in it."""
+    """Write the file that ``torch.save`` would write; tied tensors share a storage in the file."""
     from weighin.formats.zip_writer import placeholders, write_pt
 
     write_pt(target, placeholders(tensors), pieces, progress)

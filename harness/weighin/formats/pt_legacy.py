@@ -120,7 +120,7 @@ def _storage_starts(
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write a file that does not exist yet; tied tensors share a storage in it.
+    """Write a new file; tied tensors share a storage in the file.
 
     Raises:
         ConfigError: torch before 1.6 had no storage type for one of the dtypes.

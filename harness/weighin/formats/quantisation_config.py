@@ -109,7 +109,9 @@ class NamedMethod:
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
-    """Return the quantisation of a folder; ``config`` is the content of its ``config.json``, or empty."""
+    """Return the quantisation of a folder; ``config`` is the content of the folder's
+    ``config.json``, or empty.
+    """
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
@@ -173,7 +175,9 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
 
 def _method(named: Mapping[str, Any]) -> str | None:
-    """Return the method under its name in transformers; None if the description names no method."""
+    """Return the method of quantisation by the name that transformers uses; None if the description
+    names no method.
+    """
     for bits in ("4bit", "8bit"):
         if named.get(f"load_in_{bits}") is True:
             return f"bitsandbytes_{bits}"
@@ -193,7 +197,9 @@ def _shown(method: str | None, named: Mapping[str, Any]) -> str:
 
 
 def _obstacle(method: str | None, place: str) -> tuple[str, str]:
-    """Return the reason why from_pretrained does not dequantise, and the repair; "" twice if it does."""
+    """Return the reason why from_pretrained does not dequantise, and the repair; both are "" if
+    from_pretrained dequantises.
+    """
     library = "load the model with the library that quantised it"
     alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:

@@ -176,7 +176,9 @@ def _text(head: bytes) -> Recognised:
 
 
 def by_records(path: Path, names: Sequence[str]) -> Recognised:
-    """Return a zip archive's kind by the names in it; None if ``torch.save`` may have written it."""
+    """Return the kind of a zip archive by the names in the archive; None if ``torch.save`` may have
+    written the archive.
+    """
     inner = {name.partition("/")[2] for name in names}
     is_script = not _OF_SCRIPTS.isdisjoint(inner)
     if "data.pkl" in inner and not is_script:
@@ -221,7 +223,7 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
 
 
 def resaving(path: Path, *, weights_only: bool = True) -> str:
-    """Return the repair that loads a file with torch.load, and saves it again."""
+    """Return the repair that says to load a file with torch.load, and to save the weights again."""
     return f"save it again: {_line(f'torch.load(p, weights_only={weights_only})', path)}"
 
 

@@ -199,7 +199,8 @@ class _StateMachine(Machine):
         return left
 
     def _tensor(self, at: int, left: int) -> tuple[int, int]:
-        """Run the instructions of one tensor at once; return the offset of their end, and their number.
+        """Run the instructions of one tensor at once; return the offset at which the instructions
+        end, and their number.
 
         ``_tensor`` runs none and returns zeros if the instructions do not match ``_TENSOR``, if
         they are more than ``left``, or if the tensor needs all checks of ``pickled_calls.call``.

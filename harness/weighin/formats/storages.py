@@ -100,7 +100,7 @@ def _reach(one: TensorSlice) -> int:
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
-    """Return the number of bytes in at least one of these intervals."""
+    """Return the number of bytes that lie in at least one of the intervals."""
     covered = reached = 0
     for start, end in sorted(spans):
         covered += max(0, end - max(start, reached))

@@ -154,7 +154,7 @@ class StateDict(dict[Any, Any]):
 
 
 def is_safe(name: str) -> bool:
-    """Tell whether torch.load(weights_only=True) accepts this name of a class or function."""
+    """Tell whether torch.load(weights_only=True) accepts the name of a class or function."""
     name = name.replace("__builtin__.", "builtins.")
     module, _, leaf = name.rpartition(".")
     of_tensors = leaf in STORAGES or leaf in ITEM_BYTES or leaf.endswith("Tensor")

@@ -166,7 +166,7 @@ def first_bytes(path: Path) -> bytes:
 
 
 def shown(name: object) -> str:
-    """Return a tensor's name for a message: quoted, and cut if it is very long."""
+    """Return a tensor's name for a message: in quotes, and cut if the name is very long."""
     if isinstance(name, str | bytes) and len(name) > _MOST_SHOWN:
         return f"{name[:_MOST_SHOWN]!r}... ({len(name):,} characters)"
     if isinstance(name, int) and name.bit_length() > _MOST_BITS:  # Python may refuse to print it

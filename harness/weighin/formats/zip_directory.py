@@ -169,7 +169,8 @@ class Archive:
         return values
 
     def _announce(self, entries: Sequence[_Entry], late: bool) -> dict[int, bytes]:
-        """Ask the kernel to read all local headers ahead; on a disk with slow answers, read them here.
+        """Ask the kernel to read all local headers of the archive ahead; on a disk that answers
+        late, read the headers at once.
 
         The result maps the offset of each header that was read to the header's bytes.
         """

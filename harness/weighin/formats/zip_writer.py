@@ -53,7 +53,7 @@ def leaves_holes() -> bool:
 
 
 def finish(descriptor: int) -> None:
-    """Sync a written file and drop it from the page cache, unless the file has holes."""
+    """Sync a written file and drop the file's pages from the page cache, unless the file has holes."""
     if not _holes:
         drop_written(descriptor)
 

@@ -147,7 +147,8 @@ def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
 
 
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return the tolerance of a metric as the baseline file changes it.
+    """Return the tolerance of a metric: the usual tolerance, with the changes that the baseline
+    file makes.
 
     If the file has only one of ``relative`` and ``absolute``, the other one is 0.
     """

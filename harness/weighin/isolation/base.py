@@ -109,7 +109,9 @@ class Running(Started, Protocol):
         """Start an observer in the container; return None if the parent can read the worker's /proc."""
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
+        """Return how the worker ended; raise TimeoutError if the worker still runs after
+        ``timeout_s``.
+        """
 
 
 class RunningCommand(Started, Protocol):
@@ -132,13 +134,15 @@ class RunningCommand(Started, Protocol):
         """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process ends within ``timeout_s``, and leave it as a zombie."""
+        """Return whether the command's first process ends within ``timeout_s``; leave the ended
+        process as a zombie.
+        """
 
     def reap(self) -> Exit:
-        """Wait for the first process to end, and return how it ended."""
+        """Wait for the end of the command's first process, and return how the process ended."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal to the first process; do nothing if it has ended."""
+        """Send a signal to the command's first process; do nothing if the process has ended."""
 
     def members(self) -> list[int]:
         """Return the pids of the command's processes that exist now."""

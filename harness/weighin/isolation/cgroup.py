@@ -269,7 +269,7 @@ def _kill_members(group: Path) -> None:
 
 
 def _remove(groups: list[Path]) -> None:
-    """Kill the processes in these cgroups, and remove the cgroups.
+    """Kill the processes in the given cgroups, and remove the cgroups.
 
     Raises:
         StillRunning: a process in one of the cgroups does not end.

@@ -40,12 +40,13 @@ def new_mark() -> str:
 
 
 def environment(mark: str) -> dict[str, str]:
-    """Return the environment variable that gives this mark to a process and all its descendants."""
+    """Return the environment variable that marks a process and all its descendants with ``mark``."""
     return {WORKER_VARIABLE: mark}
 
 
 def set_limit(pid: int, mark: str) -> None:
-    """Set the limit of this mark for a process that starts now; its descendants inherit the limit.
+    """Set the resource limit that marks a process, for a process that starts now; the process's
+    descendants inherit the limit.
 
     The limit is a realtime CPU time of more than 70,000 years, which no process reaches.
     """
@@ -61,7 +62,7 @@ def members(mark: str) -> list[int]:
 
 
 def kill(mark: str) -> list[int]:
-    """Send SIGKILL to all processes with this mark, and return their pids."""
+    """Send SIGKILL to all processes that have the mark ``mark``, and return their pids."""
     found = members(mark)
     signal_each(found)
     return found

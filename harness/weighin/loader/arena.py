@@ -57,7 +57,9 @@ class MemoryNeed(NamedTuple):
         )
 
     def follows(self, before: "MemoryNeed", first: "MemoryNeed") -> bool:
-        """Tell whether this tensor can follow ``before`` in the area that begins with ``first``."""
+        """Tell whether a tensor can follow the tensor ``before`` in the area of memory that begins
+        with ``first``.
+        """
         source = self.source
         return (
             source.file == before.source.file

@@ -142,7 +142,7 @@ def _read(reader: PieceReader, source: TensorSlice) -> torch.Tensor:
 
 
 def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
-    """Return the steps of a conversion; None if it must run on whole tensors."""
+    """Return the steps of a conversion; None for a conversion that can only run on whole tensors."""
     if not one.reads_codes or not all(_is_plain(source) for _, source in one.sources):
         return None
     first, *rest = one.converter.operations

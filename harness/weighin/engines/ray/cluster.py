@@ -131,7 +131,8 @@ class Cluster:
         return value.strip() != "0", f"RAY_memory_monitor_refresh_ms={value}"
 
     def look(self, node: RayNode) -> dict[str, Any]:
-        """Run ``relay.look`` on a node, and return what it found.
+        """Run ``relay.look`` on a node, and return the node's setting of the memory monitor and its
+        time.
 
         Raises:
             LostTask: the node was lost, or did not answer within 120 s.

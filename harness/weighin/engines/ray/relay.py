@@ -49,7 +49,7 @@ def relay(assignment: bytes) -> Iterator[bytes]:
 
 
 def look() -> dict[str, Any]:
-    """Return this node's setting for Ray's memory monitor, and its time in ns since 1970."""
+    """Return the node's setting of Ray's memory monitor, and the node's time in ns since 1970."""
     t_ns = time.time_ns()
     return {"t_ns": t_ns, "refresh_ms": raylet_environment().get("RAY_memory_monitor_refresh_ms")}
 

@@ -44,7 +44,9 @@ class DockerCommand:
         *,
         on_close: Callable[[], None],
     ) -> None:
-        """``container`` exists and has not started; ``attachment`` has its streams."""
+        """``container`` is a container that exists and has not started; ``attachment`` has the
+        container's streams.
+        """
         self._client, self._container = client, container
         self._keeper, self._attachment = keeper, attachment
         self._on_close = on_close

@@ -35,7 +35,8 @@ def start(
     name: str,
     on_close: Callable[[], None],
 ) -> DockerCommand:
-    """Start a cell's command in a new container of this name; after an error, the caller removes it.
+    """Start a cell's command in a new container with the given name; after an error, the caller
+    removes the container.
 
     ``info`` is the engine's answer to ``docker info``.
     """
@@ -89,7 +90,8 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
-    """Return the binds of a command's container: its folder is writable, and ``mounts`` are read-only.
+    """Return the mounts of a command's container: the command's folder is writable, and ``mounts``
+    are read-only.
 
     Raises:
         ConfigError: the folder is the root, or a path to mount does not exist.

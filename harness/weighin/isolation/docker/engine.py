@@ -170,7 +170,9 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether the kernel killed a container on start, because its RAM limit is too small."""
+    """Tell whether the kernel killed a container at its start, because the container's RAM limit is
+    too small.
+    """
     text = str(getattr(error, "explanation", None) or error)
     return any(message in text for message in _OOM_AT_BIRTH)
 
@@ -182,7 +184,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes; urllib3 keeps some causes only in ``args``."""
+    """Yield an error of the Docker SDK and the error's causes; urllib3 keeps some causes only in
+    ``args``.
+    """
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

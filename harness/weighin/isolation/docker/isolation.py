@@ -101,7 +101,7 @@ class DockerIsolation:
         return [*packages.lacking(job).notes]
 
     def start(self, job: Job) -> DockerRunning:
-        """Start one worker for this job.
+        """Start one worker, in a container of its own, for the given job.
 
         If the RAM limit is too small for the container to start, no error is raised: ``wait`` of
         the result returns the exit of a killed worker.

@@ -99,7 +99,9 @@ class Keeper:
             raise
 
     def binds(self) -> list[Bind]:
-        """Return what the container must mount for its keeper: the pipes and the shell's files."""
+        """Return what a container has to mount so that its keeper can run: the pipes and the
+        shell's files.
+        """
         pipes = Bind(Path(self._folder), _PIPES, writable=True)
         return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _files(SHELL).items())]
 
@@ -111,7 +113,8 @@ class Keeper:
         return [*start, f"{_PIPES}/start", *settings, "--", *command]
 
     def wait_for_child(self, keeper: int, timeout_s: float) -> int | None:
-        """Return the child's pid in the container when the child waits for ``go``; None if it does not start.
+        """Return the pid, in the container, of the keeper's child when the child waits for ``go``;
+        None if the child does not start.
 
         ``keeper`` is the keeper's pid on this machine.
         """

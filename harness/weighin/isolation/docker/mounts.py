@@ -111,7 +111,9 @@ def _importable(mounts: tuple[str, ...]) -> list[str]:
 
 
 def _place_file(path: Path, code: list[Bind], kind: str) -> tuple[str, list[Bind]]:
-    """Return the container's path of a strategy or a use, and a bind for it if ``code`` has none."""
+    """Return the path, in the container, of the file of a strategy or use; add a mount of the file
+    if ``code`` has none.
+    """
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []

@@ -42,7 +42,9 @@ _STDERR_TIMEOUT_S: Final = 1.0
 
 
 def close_stream(stream: Any) -> None:
-    """Close the result of ``attach_socket``, with its socket and the response that it came with."""
+    """Close a stream that ``attach_socket`` returned, with the socket below the stream and the HTTP
+    response that holds the socket.
+    """
     for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
         if each is not None:
             each.close()
@@ -99,7 +101,8 @@ class StreamChannel:
         return None
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return ``worker_code`` when the worker has ended; its last events can still be received.
+        """Return ``worker_code`` when the worker has ended; the worker's last events can still be
+        received.
 
         Raises:
             TimeoutError: the worker still runs after ``timeout_s``.

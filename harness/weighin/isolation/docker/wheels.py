@@ -47,7 +47,8 @@ class Target:
         return ".".join(self.python.split(".")[:2])
 
     def own_requirements(self, pins: Iterable[str]) -> list[str]:
-        """Return what ``pins`` require under this target's Python, but not under the running Python.
+        """Return the packages that ``pins`` require under the target's Python, but not under the
+        running Python.
 
         pip evaluates the conditions of requirements only for the Python that runs pip.
         """
@@ -163,7 +164,9 @@ def download(
 
 
 def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip with a temporary folder of its own; return its exit code and what it printed as errors."""
+    """Run pip with a temporary folder of its own; return pip's exit code and the errors that pip
+    printed.
+    """
     with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
         while True:
             try:
