@@ -4,7 +4,7 @@ import fcntl
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder, and return True; return False if another process has locked it.
+    """Lock an open file or folder, and return True; return False if another process holds the lock.
 
     A descriptor that is open for reading suffices.
     """

@@ -108,7 +108,9 @@ class Reporter:
             connection.close()
 
     def _is_ours(self) -> bool:
-        """Return whether the descriptor is still the connection: the program may have reused it."""
+        """Return whether the descriptor still is the connection to ``weighin run``, because the
+        program may have closed and reused the descriptor.
+        """
         try:
             return self._descriptor >= 0 and os.fstat(self._descriptor).st_ino == self._inode
         except OSError:

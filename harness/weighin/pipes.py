@@ -53,7 +53,8 @@ class LineReader:
 
 
 def ready(descriptors: list[int], timeout_s: float) -> list[int]:
-    """Wait at most ``timeout_s`` for these descriptors, and return those that can be read.
+    """Wait at most ``timeout_s`` until a descriptor can be read, and return the descriptors that
+    can be read.
 
     poll, because select cannot wait for descriptors above 1023, which many open files lead to.
     """
@@ -73,7 +74,9 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor, which may be non-blocking; return False if nobody reads them."""
+    """Write all bytes to a descriptor, which may be non-blocking; return False if the other end is
+    closed.
+    """
     left = memoryview(data)
     while left:
         try:

@@ -56,7 +56,9 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
-    """Return ``size`` in the largest unit that is not above it, with ``digits`` decimals: "6.290 GiB"."""
+    """Return ``size`` as text with ``digits`` decimals, in the largest unit that is not larger than
+    ``size``: "6.290 GiB".
+    """
     for suffix, factor in _SUFFIXES:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {suffix}"

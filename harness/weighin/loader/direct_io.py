@@ -118,7 +118,7 @@ class PieceReader:
             ctypes.memmove(address, content + offset, length)
 
     def opened(self, file: Path) -> OpenedFile:
-        """Return the open file; opens ``file`` and closes any other file if it is not open."""
+        """Return ``file`` opened; if the reader has another file open, close that file first."""
         if not self._file or file != self._file.path:
             self.close()
             self._file = OpenedFile(file)
@@ -144,7 +144,9 @@ class PieceReader:
                 return
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
-        """Fill targets by one direct read; return False if it is refused, or the buffer is too small."""
+        """Fill targets by one direct read; return False if the file system refuses direct reads, or
+        the buffer is too small.
+        """
         room = self._bounce[: self.piece_bytes + 2 * opened.alignment]
         gathered = gather(places, room, opened.alignment) if opened.direct else None
         if gathered is None:
@@ -203,7 +205,9 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> None:
-    """Fill targets from the page cache; one system call reads targets without a gap between them."""
+    """Fill targets from the page cache; one system call reads all targets that have no gap between
+    them in the file.
+    """
     group: list[memoryview] = []
     start = end = places[0][1]
     for target, offset in places:

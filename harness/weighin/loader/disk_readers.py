@@ -79,7 +79,9 @@ class DiskReaders:
         self._readers: Readers | None = None
 
     def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
-        """Return the readers; the first call measures the disk's latency in this range of a file."""
+        """Return the number of threads and the size of their reads; the first call measures the
+        disk's latency in a range of a file.
+        """
         if self._readers is None:
             if self.threads == 1 or size < _SAMPLE_BYTES:
                 return Readers(self.threads or DISK_THREADS)

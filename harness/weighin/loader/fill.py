@@ -102,7 +102,7 @@ def compute(fills: Iterable[Fill], threads: int | None) -> None:
 
 
 def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Lent]:
-    """Return the number of threads that read with the size of their buffers, and all reads."""
+    """Return the number of threads that read, the size of their buffers, and all reads."""
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
     with closing(PieceReader()) as reader:
@@ -166,7 +166,7 @@ one_thread_each = _OneThreadEach()
 
 
 def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
-    """Tell whether at least 3/4 of the bytes of these reads are in the page cache.
+    """Tell whether at least 3/4 of the bytes of the given reads are in the page cache.
 
     A file counts as cached even if pages are missing, because the kernel may reclaim single pages.
     """

@@ -58,7 +58,7 @@ class Area:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return a flat uninitialised tensor, in huge pages if it has 2 MiB or more and is on the CPU.
+    """Return a flat uninitialised tensor; a tensor of 2 MiB or more on the CPU gets huge pages.
 
     The huge pages matter for a load from the page cache: page faults on pages of 4 KiB would take most
     of its time.

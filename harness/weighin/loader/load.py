@@ -64,7 +64,9 @@ _log = logging.getLogger("weighin")
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Turn off Python's garbage collector, which would stop all threads while it visits the tensors."""
+    """Turn Python's garbage collector off for the load, because the collector stops all threads
+    while it visits the tensors.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -335,7 +337,9 @@ def _converts(module: torch.nn.Module) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether a tensor has its own memory, without gaps, and ``target`` is all of it."""
+    """Tell whether ``tensor`` has memory of its own, without gaps, and ``target`` is all of this
+    memory.
+    """
     return (
         tensor.layout is torch.strided
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -45,7 +45,8 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
 
 
 def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, Any]]:
-    """Return each addition of an adapter with the module of ``model`` to whose weight it is added.
+    """Return each addition of an adapter, with the module of ``model`` whose weight the addition
+    changes.
 
     Raises:
         CheckpointError: for the same reasons as ``merge_adapter``.

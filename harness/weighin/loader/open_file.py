@@ -85,11 +85,11 @@ class OpenedFile:
         return self._direct >= 0
 
     def is_cached(self, offset: int, size: int) -> bool:
-        """Tell whether the kernel reports all pages of this range as cached."""
+        """Tell whether the kernel reports all pages of a range of the file as cached."""
         return page_cache.is_cached(self._any, offset, size)
 
     def cached_share(self, offset: int, size: int) -> float:
-        """Return the share of this range's pages that the kernel reports as cached, from 0 to 1."""
+        """Return the share of the pages of a range that the kernel reports as cached, from 0 to 1."""
         return page_cache.cached_share(self._any, offset, size)
 
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
@@ -137,7 +137,8 @@ class OpenedFile:
             done += self._read_some(_behind(targets, done), offset + done, end)
 
     def read_scattered(self, buffers: "array[int]", offset: int, size: int) -> bool:
-        """Fill buffers by one read through the page cache; return False if it gave too few bytes.
+        """Fill buffers by one read through the page cache; return False if the read returned too
+        few bytes.
 
         ``buffers`` has the address of the first buffer, its size, the address of the second one, and so
         on, of together ``size`` bytes.
@@ -226,7 +227,8 @@ def _open_direct(path: Path) -> int:
 
 
 def alignment_of(descriptor: int) -> int:
-    """Return the alignment for direct reads of an open file, in bytes; 0 if it allows no direct reads.
+    """Return the alignment in bytes that direct reads of an open file need; 0 if the file allows no
+    direct reads.
 
     The result of ``alignment_of`` is a multiple of ``ALIGNMENT``. If neither the C library nor the
     kernel reports an alignment, the result is ``ALIGNMENT``, and the first read shows whether

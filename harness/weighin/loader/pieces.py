@@ -49,7 +49,7 @@ class Piece:
         )
 
     def parts(self, most_bytes: int) -> Iterator["Piece"]:
-        """Yield this read in parts of at most ``most_bytes`` of the file."""
+        """Yield the read, divided into parts of at most ``most_bytes`` of the file."""
         if self.source_bytes <= most_bytes:
             yield self
             return
@@ -92,7 +92,7 @@ class Fill:
 
     @property
     def members(self) -> Sequence[torch.Tensor]:
-        """The tensors of the model in this memory."""
+        """The tensors of the model that lie in the memory to fill."""
         return self.neighbours or (self.memory,)
 
     @property

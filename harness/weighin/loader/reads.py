@@ -145,7 +145,9 @@ class PieceFiller:
 
 
 def _convert(piece: Piece, content: memoryview) -> None:
-    """Convert the elements in ``content`` to the target's dtype, and write them to the target."""
+    """Convert the elements in ``content`` to the target's dtype, and write the converted elements
+    to the target.
+    """
     if piece.target.numel():
         values = torch.frombuffer(content, dtype=piece.source.dtype)
         piece.target.copy_(values.view(piece.target.shape))

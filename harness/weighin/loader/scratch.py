@@ -72,7 +72,9 @@ def _place(piece: Piece) -> tuple[str, int]:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read, in parts of 2 MiB if it passes through a buffer, so that runs fill the buffer."""
+    """Yield a read; a read through a buffer is divided into parts of 2 MiB, so that several parts
+    fill the buffer.
+    """
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:
@@ -80,5 +82,7 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def buffer_in(lender: Piece) -> memoryview:
-    """Return the memory of a piece's target from its first page boundary on."""
+    """Return the part of a target's memory that begins at the first page boundary, to serve as a
+    buffer.
+    """
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]

@@ -46,7 +46,7 @@ class Group:
         return self.offsets[-1] + self.tensors[-1].nbytes - self.start
 
     def parts(self, most_bytes: int) -> Iterator["Group"]:
-        """Yield this group in parts whose reads have at most ``most_bytes``."""
+        """Yield the group, divided into parts whose reads have at most ``most_bytes``."""
         if self.nbytes <= most_bytes:
             yield self
             return

@@ -53,7 +53,9 @@ def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]
 
 
 def convert(operation: Any, collected: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the results of an operation of transformers; ``collected`` has its inputs by pattern."""
+    """Return the results of an operation of transformers; ``collected`` has the inputs of the
+    operation by their pattern.
+    """
     sizes = sizes_of(operation)
     if not sizes:
         return dict(operation.convert(collected, **more))

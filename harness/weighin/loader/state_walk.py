@@ -162,13 +162,15 @@ class _View:
         return _View(self.values, self.keys, self.node.below(name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the state dict as torch gives it to the module, in the same order."""
+        """Return the state dict that torch would give to the module, in torch's order."""
         keys = map(self.keys.__getitem__, self.node.numbers())
         return {key: self.values[key] for key in keys}
 
 
 def _add(nodes: dict[str, _Node], path: str) -> _Node:
-    """Add a node for ``path``, such as ".blocks.0", and for each missing node above it; return it."""
+    """Add a node for ``path``, such as ".blocks.0", and each node that is missing above it; return
+    the node for ``path``.
+    """
     missing = []
     while path not in nodes:
         missing.append(path)
@@ -196,12 +198,16 @@ class _Plain:
         self._copies: list[tuple[torch.Tensor, TensorSlice]] = []
 
     def copies(self, model: nn.Module) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return the tensors and their sources in torch's order; None if the load is no plain one."""
+        """Return the tensors and their sources in torch's order; None if the load is more than
+        plain copies.
+        """
         plain = not self._assigns and self._add(model, "") and not self._left
         return self._copies if plain else None
 
     def _add(self, module: nn.Module, prefix: str) -> bool:
-        """Add the copies of a module and its descendants; return False if the load is no plain one."""
+        """Add the copies of a module and its descendants; return False if their load is more than
+        plain copies.
+        """
         if module._load_state_dict_post_hooks or not _is_plain(module, self._are_plain):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
@@ -297,7 +303,8 @@ class _Walk:
 
 
 def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
-    """Tell whether a module has neither pre-hooks nor overrides that could change its load.
+    """Tell whether a module has neither pre-hooks nor overrides that could change the load of the
+    module.
 
     ``known`` remembers whether a class overrides a method.
     """
@@ -311,7 +318,7 @@ def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
 
 
 def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
-    """Tell whether torch's load of this tensor is only a copy of the tensor in the file."""
+    """Tell whether torch would load a tensor by a plain copy of the tensor in the file."""
     return (
         type(tensor) in _PLAIN_TENSORS
         and tensor.layout is torch.strided

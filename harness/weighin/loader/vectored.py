@@ -38,7 +38,7 @@ class Gathered:
 def gather(
     places: Sequence[tuple[memoryview, int]], bounce: memoryview, alignment: int = ALIGNMENT
 ) -> Gathered | None:
-    """Return the read that fills all targets; None if the buffer is too small for it.
+    """Return one read that fills all targets; None if the buffer is too small for this read.
 
     Args:
         places: the targets with their offsets in the file, in the file's order, without overlaps.

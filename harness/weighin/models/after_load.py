@@ -51,7 +51,9 @@ class _Writes(TorchDispatchMode):
 
 @contextmanager
 def as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Set transformers' flag on loaded tensors, and remove it from all modules, until the context ends."""
+    """Until the context ends, set the flag by which transformers knows loaded tensors, and take the
+    flag off all modules.
+    """
     for tensor in tensors:
         setattr(tensor, _FLAG, True)
     for module in model.modules():

@@ -113,7 +113,8 @@ def _layer(sizes: Sizes, number: int) -> nn.ModuleDict:
 
 
 def deepseek_v3(*, dtype: str, **sizes: int) -> nn.Module:
-    """Return the model in evaluation mode; its bfloat16 tensors get torch's default dtype.
+    """Return DeepSeek-V3 in evaluation mode; tensors that are bfloat16 in the files get torch's
+    default dtype.
 
     ``sizes`` are the fields of ``Sizes``. ``dtype`` is not used here: weighin reads this argument for
     ``--dtype auto``.

@@ -84,7 +84,9 @@ class _Reading:
     def converted(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> TensorSlice:
-        """Return one tensor of the model, as a range of the file or with a function that computes it."""
+        """Return one tensor of the model, as a range of the file or with a function that computes
+        the tensor's values.
+        """
         first = sources[0]
         moves = self._moves(target, shape, sources)
         if moves is None:  # values change, as those of norms do; transformers computes in float32
@@ -107,7 +109,8 @@ class _Reading:
     def _moves(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> "_Moves | None":
-        """Return the rows to which transformers moves the rows of the file; None if it changes values.
+        """Return the rows to which transformers moves the rows of the file; None if transformers
+        changes values, too.
 
         ``_moves`` passes the row numbers to the code of transformers in place of the values.
         """
@@ -200,7 +203,7 @@ class _Moves:
 
 
 def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor) -> None:
-    """Compute a few rows at a time, and write them to their rows of ``memory``."""
+    """Compute a few rows at a time, and write the computed rows to their places in ``memory``."""
     from weighin.formats.gguf_values import rows  # imports numpy
 
     table = memory.T if moves.turned else memory

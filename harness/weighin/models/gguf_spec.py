@@ -103,7 +103,9 @@ def _config(transformers: Any, file: Path) -> Any:
 
 
 def _class_of(config: Any) -> str:
-    """Return the class of an ``AutoModel`` for this configuration, preferring classes with a text head."""
+    """Return the class of an ``AutoModel`` for a configuration, preferring classes with a text
+    head.
+    """
     from transformers.models.auto import modeling_auto
 
     if config.architectures:

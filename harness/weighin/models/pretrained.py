@@ -238,12 +238,14 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs`` of ``from_config`` name, so that no later phase imports it."""
+    """Import the class that ``kwargs`` of ``from_config`` name, so that the import is no part of a
+    later phase.
+    """
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the model's class keeps this weight in float32 when the model has ``dtype``."""
+    """Tell whether the model's class keeps a weight in float32 when the model has ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 

@@ -58,7 +58,7 @@ def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
 
 
 def diffusers_class(architecture: str) -> Any:
-    """Return a model class by its name.
+    """Return a model class of diffusers by its name.
 
     Raises:
         ConfigError: diffusers is not installed, cannot be imported, or has no such class.
@@ -80,7 +80,9 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs`` of ``from_config`` name, so that no later phase imports it."""
+    """Import the class that ``kwargs`` of ``from_config`` name, so that the import is no part of a
+    later phase.
+    """
     diffusers_class(kwargs["architecture"])
 
 
@@ -129,7 +131,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Tell whether the model's class keeps this weight in float32 in every dtype of the model."""
+    """Tell whether the model's class keeps a weight in float32 in every dtype of the model."""
     kept = model._keep_in_fp32_modules or ()
     return any(part in kept for part in name.split("."))
 

@@ -14,7 +14,8 @@ _IMPORTERS = ("transformers", "diffusers", "peft")
 
 
 def imported_again(package: str, error: Exception) -> Any:
-    """Import a package again as if torchvision were not installed, after it failed with ``error``.
+    """After the import of a package failed with ``error``, import the package again as if
+    torchvision were not installed.
 
     ``imported_again`` changes ``sys.modules``, and so works only in a process that weighin started.
 

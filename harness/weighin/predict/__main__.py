@@ -74,7 +74,7 @@ def _import_simulation() -> int:
 
 
 def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request in a forked process; if that process dies, return how it ended."""
+    """Answer one request in a forked process; if the forked process dies, return how it ended."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

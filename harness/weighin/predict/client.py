@@ -125,7 +125,7 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of the dtype ``text``; raise UnknownName if there is no such dtype."""
+    """Return torch's name of the dtype ``text``; raise UnknownName if torch has no dtype ``text``."""
     if text not in DTYPES:
         raise UnknownName("dtype", text, DTYPES)
     return DTYPES[text]

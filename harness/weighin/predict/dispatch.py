@@ -170,7 +170,7 @@ class Operations(TorchDispatchMode):
         return written[0] if returns else None
 
     def _convert_on_cpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Record the CPU buffer that a copy to the GPU needs if it also converts the dtype.
+        """Record the CPU buffer that a copy to the GPU needs if the copy also converts the dtype.
 
         ATen's copy_kernel_cuda allocates this buffer.
         """

@@ -109,7 +109,9 @@ def _values(
 
 
 def _computing_bytes(where: TensorSlice, size: int) -> int:
-    """Return the memory in which numpy computes the values: twice ``size`` if it joins groups of rows."""
+    """Return the memory in which numpy computes the values: twice ``size`` if numpy joins groups of
+    rows.
+    """
     if where.encoding or where.dtype_name == "bfloat16":
         return 2 * size
     return 0 if where.dtype_name == "float32" else size

@@ -70,7 +70,9 @@ class Heap:
         return chunk
 
     def free(self, chunk: Chunk) -> None:
-        """Free a chunk; release the top of the heap to the kernel if it is above the threshold."""
+        """Free a chunk; if the top of the heap is then larger than glibc's threshold, release the
+        top to the kernel.
+        """
         if not chunk.in_heap:
             if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
                 self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size

@@ -208,7 +208,9 @@ class Ledger:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage without resident memory; it may be larger than the machine's RAM."""
+        """Return a storage without resident memory; the storage may be larger than the machine's
+        RAM.
+        """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()

@@ -115,7 +115,9 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the memory of a loaded part after its load, in bytes: its peak in the last phase."""
+    """Return the memory in bytes that a part takes after its load, which is the part's peak in the
+    last phase.
+    """
     base = _BASES[figure]
     before = (getattr(prediction, base) or 0) if base else 0
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None

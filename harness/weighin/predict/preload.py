@@ -36,7 +36,9 @@ class Preloaded(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def hide(self) -> None:
-        """Import the modules, and hide those that were not imported before."""
+        """Import torch's largest optional part, and hide those of its modules that were not
+        imported before.
+        """
         before, known = memory_of(read_status()), set(sys.modules)
         import_module(_ROOT)
         after = memory_of(read_status())

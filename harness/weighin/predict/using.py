@@ -102,7 +102,9 @@ def _weight_bytes(model: torch.nn.Module) -> int:
 
 @contextmanager
 def _saves() -> Iterator[None]:
-    """Let ``torch.save`` write no values: it writes from the tensors' own memory, and needs no copy."""
+    """Let ``torch.save`` write no values; in a real run, it writes from the tensors' own memory and
+    needs no copy.
+    """
     original = torch._C.PyTorchFileWriter
 
     class Writer(original):  # type: ignore[misc, valid-type]

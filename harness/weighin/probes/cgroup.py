@@ -124,7 +124,9 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of cgroup v2, which alone has PSI files; None if it is not mounted."""
+    """Return the mount point of cgroup v2, because cgroup v1 has no PSI files; None if cgroup v2 is
+    not mounted.
+    """
     return hierarchies(mounts.read())[1]
 
 
@@ -146,7 +148,9 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def has_left(pid: int, group: Path) -> bool:
-    """Return whether a running process is in a memory cgroup that is neither ``group`` nor below it."""
+    """Return whether a running process has left ``group``: whether its memory cgroup is neither
+    ``group`` nor below ``group``.
+    """
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
@@ -226,7 +230,9 @@ class MemoryCgroup:
 
     @property
     def peak_path(self) -> Path:
-        """The file with the highest charge so far; v2 has it since Linux 5.19."""
+        """The cgroup's file with its highest charge so far; cgroup v2 has this file since Linux
+        5.19.
+        """
         return self._name("memory.max_usage_in_bytes", "memory.peak")
 
     @property
@@ -260,15 +266,17 @@ class MemoryCgroup:
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
     def read_oom_kills(self) -> int | None:
-        """Return how many processes of this group the OOM killer has killed."""
+        """Return how many processes of the cgroup the OOM killer has killed."""
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the OOM kills in this group and all groups that were ever below it; None on v1."""
+        """Return the number of OOM kills in the cgroup and all cgroups that were ever below it;
+        None on cgroup v1.
+        """
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
-        """Return the counters of memory.events.local: how often this group met its limits.
+        """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
 
         ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
         ``oom`` counts charges for which the kernel could reclaim nothing. The result of

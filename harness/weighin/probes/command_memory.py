@@ -61,7 +61,7 @@ class GroupMemory:
         return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
-        """Return the figures of the group; None if it was removed."""
+        """Return the figures of the cgroup; None if the cgroup was removed."""
         try:
             usage = int(os.pread(self._usage, 32, 0))
             figures = parse_numbers(os.pread(self._stat, 16384, 0).decode())
@@ -221,7 +221,9 @@ def members_of(group: Path) -> list[int]:
 
 
 def _folders(group: Path) -> list[str]:
-    """Return the folders of a group and the groups below it; none if the group was removed."""
+    """Return the folders of a cgroup and the cgroups below it; an empty list if the cgroup was
+    removed.
+    """
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]

@@ -102,7 +102,9 @@ class CommandSampler:
             self._stop.wait(max(due_s - time.monotonic(), 0))
 
     def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
-        """Return 1 ms if the command's growth would meet its limit within 4 intervals."""
+        """Return the time until the next sample: 1 ms if the command would reach its limit within 4
+        intervals at its present growth.
+        """
         if self._limit is None or before is None or now is None:
             return self._interval_s
         rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
@@ -145,7 +147,8 @@ class CommandSampler:
 
 
 def _hasten() -> None:
-    """Give this thread a real-time priority, so that it runs although the command uses all processors.
+    """Give the sampling thread a real-time priority, so that it runs although the command uses all
+    processors.
 
     The processes that this thread starts, such as py-spy, keep the normal priority. ``_hasten`` has
     no effect for an ordinary user, who may not raise a priority.

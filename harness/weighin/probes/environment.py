@@ -140,7 +140,7 @@ def _cpu_model() -> str | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the stripped text of a kernel's file; None if this kernel lacks the file."""
+    """Return the stripped text of a file of the kernel; None if the running kernel lacks the file."""
     try:
         return path.read_text().strip()
     except OSError:

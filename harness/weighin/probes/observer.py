@@ -81,13 +81,17 @@ class Observer(Protocol):
         """Read the current figures of the cgroup."""
 
     def reset_peak(self) -> bool:
-        """Reset the cgroup's high-water mark to its charge; return whether the kernel can do that."""
+        """Reset the cgroup's high-water mark to the present charge; return whether the kernel can
+        reset it.
+        """
 
     def raise_limit(self) -> None:
         """Remove the limit, so that a killed worker that thrashes can exit at once."""
 
     def kill(self) -> bool:
-        """Kill the worker and its children; False means that the caller must kill them."""
+        """Kill the worker and its children; return False if the observer cannot kill, so that the
+        caller kills them.
+        """
 
     def stop(self) -> list[Sample]:
         """End the sampling and return all samples, the oldest first."""

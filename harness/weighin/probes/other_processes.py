@@ -108,12 +108,16 @@ def _limit(pid: int) -> int | None:
 
 
 def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if it has no mark, has ended or is another user's."""
+    """Return the mark of a process; None if the process has no mark, has ended, or belongs to
+    another user.
+    """
     return variable_of(pid, WORKER_VARIABLE)
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return an environment variable with which a process started; None if it cannot be read."""
+    """Return an environment variable with which a process started; None if the process's
+    environment cannot be read.
+    """
     prefix = f"{name}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")

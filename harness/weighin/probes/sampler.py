@@ -156,7 +156,9 @@ class RankSamplers:
 
 
 def _rank(pid: int) -> int | None:
-    """Return the variable RANK of a process; None if it cannot be read."""
+    """Return the environment variable RANK of a process; None if the process's environment cannot
+    be read.
+    """
     value = variable_of(pid, "RANK") or ""
     return int(value) if value.isdecimal() else None
 

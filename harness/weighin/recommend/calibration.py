@@ -62,7 +62,7 @@ class Calibration:
 
 
 def stored() -> Calibration | None:
-    """Return the stored calibration; None without one, or if it was measured on another machine."""
+    """Return the stored calibration; None if there is none, or if another machine was calibrated."""
     try:
         content = json.loads((cache.folder() / FILE).read_text())
         figures = {one.name: float(content["figures"][one.name]) for one in fields(Calibration)}

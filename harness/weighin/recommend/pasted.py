@@ -11,7 +11,7 @@ import torch
 
 
 def reset_buffers(model, build_model, device, dtype):  # type: ignore[no-untyped-def]
-    """Give each non-persistent buffer the value that the model's constructor gives it."""
+    """Give each non-persistent buffer the value that the model's constructor computes."""
     if not any(module._non_persistent_buffers_set for module in model.modules()):
         return
 

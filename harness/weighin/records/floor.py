@@ -164,7 +164,8 @@ def _unlimited_ns(ours: Sequence[Result]) -> int | None:
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first failed result whose cause is not memory, because it ends the series' search.
+    """Return the first result that failed for another reason than memory, because this failure ends
+    the search of the series.
 
     Without a limit, any result that is not ok ends the search. Under a limit, a failure ends the
     search unless the cell was killed for lack of memory, timed out or thrashed.

@@ -84,7 +84,9 @@ class Metric:
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
 
     def of(self, result: Result) -> int | None:
-        """Return the figure of a result; None if it was not measured, which the gate does not judge."""
+        """Return the figure of a result; None if the figure was not measured, so that the gate does
+        not judge it.
+        """
         return self.read(result) if result.cell.operation in self.operations else None
 
     @property

@@ -260,7 +260,9 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
 
 
 def discard_unmeasured(run: Path) -> None:
-    """Remove the plan of a run without records, and its folder if it is then empty."""
+    """Remove the plan of a run that has no records; if the run's folder is then empty, remove the
+    folder, too.
+    """
     if (run / RECORDS).exists():
         return
     with suppress(OSError):  # a folder stays if it holds other files or cannot be removed

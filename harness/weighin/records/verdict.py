@@ -144,7 +144,9 @@ def _below(result: Result) -> list[str]:
 
 
 def _killed(result: Result) -> str:
-    """Return how the cell was killed for lack of memory; empty if it was not killed for that reason."""
+    """Return how the cell was killed for lack of memory; empty if lack of memory did not kill the
+    cell.
+    """
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused"
     if result.outcome is Outcome.OOM_KILLED:
@@ -176,7 +178,7 @@ def size_read(result: Result) -> int:
 
 
 def _reread_often(result: Result) -> bool:
-    """Return whether a load read so many pages again that it thrashes whatever its time is."""
+    """Return whether a load read so many pages again that it thrashes, however short its time was."""
     pages, size = refaults(result), size_read(result)
     if pages is None or not size or result.cell.operation == "command":
         return False

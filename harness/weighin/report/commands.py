@@ -71,7 +71,9 @@ def kills(results: Sequence[Result]) -> Found | None:
 
 
 def stacks(results: Sequence[Result]) -> str:
-    """Return the Python stacks of each command when it used most memory; empty without a stack."""
+    """Return the Python stacks of each command at the time of its highest memory; empty if no stack
+    was read.
+    """
     parts = []
     for title, result in _chosen(results):
         for stack in stacks_at_peak(result):

@@ -103,7 +103,9 @@ def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
 
 
 def _rounded(svg: bytes) -> bytes:
-    """Return an SVG whose coordinates are rounded to hundredths of a point, because it is then smaller."""
+    """Return an SVG with coordinates rounded to hundredths of a point, which makes the file
+    smaller.
+    """
     return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 

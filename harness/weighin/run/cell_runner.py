@@ -183,7 +183,7 @@ def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_on
 
 
 def _void(result: Result, outcome: Outcome, why: str) -> Result:
-    """Return a result with another outcome, and append the first outcome to its message."""
+    """Return a result with another outcome, and append the former outcome to the result's message."""
     end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
     return replace(result, outcome=outcome, message=f"{why}; {end}")
 

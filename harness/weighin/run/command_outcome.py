@@ -137,7 +137,7 @@ def _room(facts: Facts) -> str:
 
 
 def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:
-    """End the processes that outlive the first one, and return their command lines.
+    """End the processes of a command that outlive its first process, and return their command lines.
 
     A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
     and SIGKILL after ``grace_s``.
@@ -157,7 +157,9 @@ def _rest(running: RunningCommand) -> list[int]:
 
 
 def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
-    """Wait up to ``patience_s`` for the end of all but the first process; return those that run."""
+    """Wait up to ``patience_s`` for the end of all processes but the command's first one; return
+    those that still run.
+    """
     deadline = time.monotonic() + patience_s
     while (rest := _rest(running)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -165,7 +167,9 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process, at most 120 characters; its pid if it has ended."""
+    """Return the command line of a process, at most 120 characters; if the process has ended,
+    return its pid.
+    """
     try:
         text = command_of(pid)
     except OSError:

@@ -86,7 +86,9 @@ class Relay:
         return self._channels[-1].command_end
 
     def start(self) -> None:
-        """Start the threads that pass output on; call it after the start of the command."""
+        """Start the threads that pass the command's output on; call ``start`` after the start of
+        the command.
+        """
         self._threads = [
             threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
             for channel in self._channels
@@ -98,7 +100,9 @@ class Relay:
             thread.start()
 
     def finish(self) -> None:
-        """Pass on the rest of the output; call it after the end of all processes of the command."""
+        """Pass on the rest of the command's output; call ``finish`` after the end of all processes
+        of the command.
+        """
         self._ends.set()
         for thread in self._threads:
             thread.join()  # waits until the reader of a target has read the rest
@@ -162,7 +166,9 @@ class _Channel:
         self.resize()
 
     def resize(self) -> bool:
-        """Copy the size of the real terminal; return whether it has changed."""
+        """Give the pseudo-terminal the size of the real terminal; return whether the size has
+        changed.
+        """
         if not self.is_terminal or self.source not in self._open:
             return False
         with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ class CommandSettings:
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, label: str) -> Self:
-        """Return the settings of the command with this label."""
+        """Return the settings of the command that has the label ``label``."""
         own: Mapping[str, Any] = self.own.get(label, {})
         return replace(self, own={}, **own)
 

@@ -77,7 +77,9 @@ class CommandWatch:
         self._listener.close()
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
-        """Start to measure a command that has started; ``guard`` proves that it thrashes."""
+        """Begin the measurement of a command that has just started; ``guard`` can prove that the
+        command thrashes.
+        """
         self._running, self._guard = running, guard
         self._cgroup = (
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
@@ -96,7 +98,9 @@ class CommandWatch:
         self.readiness.begin()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command ended or was ready; False after the time-out or if it thrashes."""
+        """Wait, and return True when the command ended or was ready; return False after the
+        time-out, or if the command thrashes.
+        """
         is_over = self._thrashes if self._guard else None
         oom_kills = lambda: self._sampler.oom_kills  # noqa: E731
         if self.readiness.wait(self._running, timeout_s, oom_kills, is_over):
@@ -225,7 +229,9 @@ class CommandWatch:
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
-        """Return a process with its highest RSS, because each phase resets the kernel's VmHWM."""
+        """Return a process with the highest RSS of all readings, because each phase resets the
+        kernel's VmHWM.
+        """
         highest = self._listener.highest_rss_bytes.get(process.pid)
         seen = largest((highest, process.highest_rss_bytes))
         return replace(process, highest_rss_bytes=seen)

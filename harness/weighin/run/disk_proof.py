@@ -66,7 +66,7 @@ class Proof:
 
 
 def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
-    """Test each slow disk of these jobs once.
+    """Test once, for each slow disk that the jobs name, whether this machine can provide it.
 
     Raises:
         IsolationUnavailable: a disk has not the rate or the latency that its cell asks for.
@@ -84,7 +84,9 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
 
 
 def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
-    """Return a job that reads a model's pt checkpoint from a disk of this rate and latency."""
+    """Return a job that reads a model's pt checkpoint from a disk of the rate and the latency to
+    test.
+    """
     checkpoint = cache.ensure(model, "pt")
     cell = Cell(
         model,

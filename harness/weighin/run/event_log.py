@@ -132,7 +132,8 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended before its time-out, and one line of reason.
+        """Return the outcome of a worker that ended before its time-out, and the reason for this
+        outcome in one line.
 
         The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
         shows a kill for lack of memory; a high peak is no proof. The kill of a child process makes

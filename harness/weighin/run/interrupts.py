@@ -84,7 +84,9 @@ def ignore() -> None:
 
 
 def check() -> None:
-    """Raise the exception if any signal has arrived, again if other code has caught it before."""
+    """Raise the exception of a signal that has arrived, even if other code has already caught this
+    exception once.
+    """
     if _state.wanted:
         _stop()
 

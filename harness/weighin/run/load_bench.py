@@ -77,7 +77,9 @@ class LoadBench:
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
-        """Return why a strategy cannot load a user's checkpoint by its keys; empty if it can."""
+        """Return the reason why the keys of a user's checkpoint keep a strategy from loading it;
+        empty if the strategy can load it.
+        """
         checkpoint = self.prepared[key]
         if not checkpoint.in_place or planned.strategy.maps_keys:
             return ""
@@ -92,7 +94,9 @@ class LoadBench:
     def _restored(
         self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
     ) -> CellMeasurement:
-        """Generate a cached checkpoint again if a cell changed it; stop the run if it is the user's."""
+        """If a cell changed a checkpoint of the cache, generate the checkpoint again; if a cell
+        changed the user's checkpoint, stop the run.
+        """
         checkpoint = self.prepared[key]
         if checkpoint.in_place:
             cell = measured.result.cell

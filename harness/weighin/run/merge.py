@@ -115,7 +115,7 @@ def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[_Part]) -> list[Result]:
-    """Return the results of all parts in the order of their measurement."""
+    """Return the results of all runs to merge, in the order in which they were measured."""
     measured_in: dict[str, Path] = {}
     for part in parts:
         for result in part.results:

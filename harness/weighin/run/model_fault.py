@@ -20,7 +20,8 @@ def is_right_load(result: Result) -> bool:
 
 
 def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
-    """Load the model once by plain torch code, and return how its forward pass fails then.
+    """Load the model once by plain torch code, and return the error of the model's forward pass
+    after this load.
 
     The result of ``failure`` is empty if the forward pass works. The result of ``failure`` is None
     if the load fails, is too slow, or is killed by SIGKILL, because the forward pass was then not

@@ -57,7 +57,7 @@ class Lines:
         return _plain(self._begun)
 
     def feed(self, data: bytes, t_ns: int) -> Ended | None:
-        """Return the lines that ``data`` completes; None if it has no line end."""
+        """Return the lines that ``data`` completes; None if ``data`` contains no line end."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r"))
         if end < 0:
             self._begun = (self._begun + data)[:_LONGEST_LINE]

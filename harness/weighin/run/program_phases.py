@@ -67,7 +67,9 @@ class PhaseListener:
 
     @property
     def last_phase(self) -> str | None:
-        """The phase in which the main process ended; None if it ended outside its phases."""
+        """The phase in which the command's main process ended; None if the process ended outside
+        its phases.
+        """
         main = next(iter(self._tracks.values()), None)
         return main.died_in if main else None
 
@@ -79,7 +81,8 @@ class PhaseListener:
         self._thread.start()
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-        """Stop listening; return the phases of the main process, and those of each other process.
+        """Stop listening; return the phases of the command's main process, and the phases of each
+        further process.
 
         Phases are sorted by their begin. A phase that has not ended ends now, or at the last reading
         of a process that has ended. Call ``close`` before the cgroup is removed.

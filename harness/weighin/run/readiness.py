@@ -114,7 +114,7 @@ class Readiness:
 
 
 def stop(running: RunningCommand, grace_s: float) -> None:
-    """Send SIGTERM to a server; kill the server's processes if it still runs after ``grace_s``."""
+    """Send SIGTERM to a server; if the server still runs after ``grace_s``, kill all its processes."""
     running.send_signal(signal.SIGTERM)
     if not running.wait(grace_s):
         running.kill()
@@ -122,7 +122,7 @@ def stop(running: RunningCommand, grace_s: float) -> None:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers at this URL with an HTTP status below 500."""
+    """Return whether a server answers at a URL with an HTTP status below 500."""
     import http.client  # takes 0.02 s
 
     parts = urlsplit(url)

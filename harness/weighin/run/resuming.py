@@ -10,7 +10,9 @@ from weighin.run.task import Run
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """Add the command that resumes ``task`` to an error that stops the run in this block."""
+    """If an error stops the run in the ``with`` block, add to the error the command that resumes
+    ``task``.
+    """
     again = coverage.resume_command(verb, task.folder)
     if _needs_trust(task):
         again += " --trust"

@@ -84,7 +84,9 @@ def _open(path: Path) -> int:
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the lock when it becomes free; raise MachineBusy at ``deadline`` (``time.monotonic``)."""
+    """Take the machine's lock when it becomes free; raise MachineBusy at ``deadline``
+    (``time.monotonic``).
+    """
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)

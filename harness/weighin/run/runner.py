@@ -41,7 +41,9 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in this block stops the run without a record."""
+    """Remove the folder of a new run if an error in the ``with`` block stops the run before its
+    first record.
+    """
     try:
         yield
     except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume

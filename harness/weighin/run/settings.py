@@ -96,7 +96,9 @@ class RunSettings:
 
     @property
     def verb(self) -> str:
-        """The verb of the command line that makes such a run: "bench", "run" or "floor"."""
+        """The verb of the command line that makes a run with these settings: "bench", "run" or
+        "floor".
+        """
         if self.within is not None:
             return "floor"
         return "run" if self.command else "bench"

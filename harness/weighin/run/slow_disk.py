@@ -54,7 +54,8 @@ class SlowDisk:
         return ""
 
     def close(self) -> None:
-        """Fail the reads that wait, so that their processes can end, and unmount.
+        """Let the reads that still wait fail, so that the processes that wait can end, and unmount
+        the disk.
 
         A second call has no effect.
         """

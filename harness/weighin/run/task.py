@@ -119,7 +119,9 @@ class Bench(Protocol):
 
 
 def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
-    """Return the result ``skipped`` of a cell that is not run; its message is ``planned.skip``."""
+    """Return the result of a cell that is not run: the outcome ``skipped``, with the reason
+    ``planned.skip`` as its message.
+    """
     return Result(
         schema=SCHEMA,
         cell=planned.cell,

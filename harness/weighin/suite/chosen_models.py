@@ -82,7 +82,7 @@ def choose(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> ChosenModels:
-    """Return the models of a suite, with the checkpoint from their names or from --checkpoint.
+    """Return the models of a suite, with the checkpoint that a model's name or --checkpoint gives.
 
     ``kwargs`` are arguments for the builders of all models, beside the suite's. ``selection`` comes
     from --key and --strip-prefix; a model's entry in a suite may select instead. ``choice`` applies

@@ -56,7 +56,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _extra_with(requirement: str) -> str:
-    """Return the smallest extra of weighin that contains this package, "loaders"; empty without one."""
+    """Return the smallest extra of weighin that contains a package, such as "loaders"; empty if no
+    extra contains the package.
+    """
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed

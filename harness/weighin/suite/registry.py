@@ -86,7 +86,9 @@ class StrategyInfo:
     needs_adapter: bool = False
 
     def loads(self, found: quantised.Quantised) -> bool:
-        """Tell whether the strategy loads these quantised weights: with its library, or with weighin."""
+        """Tell whether the strategy can load quantised weights, with the strategy's library or with
+        weighin.
+        """
         return self.dequantises and (bool(self.pretrained) or found.dequantises)
 
     @property
@@ -262,7 +264,9 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 
 def library_at(path: Path) -> str:
-    """Return the library of the folder at ``path``: "transformers"; empty if it is no such folder."""
+    """Return the library to which the folder at ``path`` belongs, such as "transformers"; empty for
+    any other folder.
+    """
     return read_folder(path).library.name if is_pretrained(path) else ""
 
 
@@ -309,7 +313,8 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
-    """Return the checkpoint at ``path``; for a Hugging Face folder, its single file if it has only one.
+    """Return the checkpoint at ``path``; for a Hugging Face folder with a single file of weights,
+    return this file.
 
     Raises:
         CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.

@@ -27,7 +27,8 @@ def is_file(name: str) -> bool:
 
 
 def of_file(name: str) -> tuple[str, Path]:
-    """Return the builder that "path/nets.py:build" names, "nets:build", and the folder to import it from.
+    """For "path/nets.py:build", return the builder "nets:build" and the folder from which to import
+    the module.
 
     A file beside an ``__init__.py`` is imported as a part of that package, so that the file's
     relative imports work.
@@ -65,7 +66,8 @@ def of_file(name: str) -> tuple[str, Path]:
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders from which the modules of these models are imported, first to last.
+    """Return the folders from which the modules of the models are imported, in the order of the
+    search.
 
     The result of ``import_path`` has the folders of builders in files, the current folder, and the
     existing folders of PYTHONPATH.

@@ -37,7 +37,9 @@ def chosen(names: list[str]) -> dict[str, str]:
 
 
 def obstacle(cell: Cell) -> str:
-    """Return why a cell's use cannot follow its load; empty if it can, or for forward passes."""
+    """Return the reason why a cell's use cannot follow the load; empty if the use can, and for
+    forward passes.
+    """
     is_on_gpu = cell.device != "cpu"
     if cell.use and cell.ranks > 1:
         return f"the use {cell.use} is measured in one process: --ranks 1"

@@ -39,7 +39,8 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return a result's peak minus its baseline, in bytes; None if one of them was not measured.
+    """Return the peak of a result minus the baseline, in bytes; None if the peak or the baseline
+    was not measured.
 
     ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
     allocator, and ``anon`` is a sampled maximum.
@@ -83,7 +84,9 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a new process, and return its reports; a test that grows too much fails."""
+    """Run a test in a new process, and return the test's reports; a test fails if its memory grows
+    by more than its limit.
+    """
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)

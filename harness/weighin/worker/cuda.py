@@ -88,7 +88,7 @@ class CudaMemory:
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=TRACE_EVENTS)
 
     def take_trace(self) -> dict[str, Any] | None:
-        """End the trace and return it; None if no trace was started.
+        """End the trace of the allocator, and return the trace; None if no trace was started.
 
         The item ``events`` has tuples (t_ns, action, bytes); ``requested_bytes`` and
         ``reserved_bytes`` are the values before the first event.
@@ -122,7 +122,7 @@ class CudaMemory:
         }
 
     def notes(self) -> list[str]:
-        """Return warnings about this device's figures, each with the reason."""
+        """Return warnings about the figures of the device, each with the reason."""
         properties = torch.cuda.get_device_properties(self.device)
         backend = torch.cuda.get_allocator_backend()
         warnings = []

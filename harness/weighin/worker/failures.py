@@ -38,7 +38,7 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Describe an error in one line, with the file and line that raised it.
+    """Describe an error in one line, with the file and the line of code that raised the error.
 
     If the traceback contains the file ``strategy``, the result names the innermost line of this file
     instead, which tells the strategy's author more than a line of torch.

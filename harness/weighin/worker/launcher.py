@@ -22,7 +22,9 @@ _GRACE_S = 0.5  # between the ends of ranks that fail because one of them failed
 
 
 def launch(job: Job, lifeline: Lifeline) -> NoReturn:
-    """Run all ranks of a cell to their end. If a rank fails, report the failure and end the others."""
+    """Run all ranks of a cell to their end. If a rank fails, report the failure and end the other
+    ranks.
+    """
     ranks = _Ranks(job, lifeline)
     if (failed := ranks.wait_for_failure()) is None:
         os._exit(0)

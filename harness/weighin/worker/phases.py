@@ -65,7 +65,9 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase's end as phase "other", unless it is below 1 ms."""
+        """Report the time since the last phase's end as phase "other", unless this time is below 1
+        ms.
+        """
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self.close(UNNAMED)
 
@@ -84,7 +86,9 @@ class Marks:
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 
     def close(self, name: str) -> None:
-        """Report the time since the last phase's end as a phase of this name, even if it is short."""
+        """Report the time since the last phase's end as a phase with the given name, even if the
+        time is short.
+        """
         if self.cuda:
             self.cuda.synchronize()
         end_ns = time.monotonic_ns()

@@ -53,7 +53,9 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 @contextmanager
 def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
-    """Report the baseline, run the body, and end its last phase, even if the body raises."""
+    """Report the baseline, run the test's body, and end the body's last phase, even if the body
+    raises an error.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if device.startswith("cuda"):

@@ -104,6 +104,6 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
 
 
 def _checkpoint_in(target: Path) -> Path:
-    """Return the only file in a folder; the folder itself if it contains anything else."""
+    """Return the file in a folder if the folder contains nothing else; otherwise return the folder."""
     contents = list(target.iterdir())
     return contents[0] if len(contents) == 1 and contents[0].is_file() else target

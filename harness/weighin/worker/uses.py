@@ -74,7 +74,9 @@ def perform(
 
 
 def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
-    """Return the function of the cell's use; the function of a user's file imports this file."""
+    """Return the function of the cell's use; for a user's own use, the function imports the user's
+    file when it is called.
+    """
     if job.use_path:
         return lambda model, _: Done(import_strategy(Path(job.use_path), "use")(model))
     return FUNCTIONS[job.cell.use]

@@ -76,7 +76,7 @@ def check_values(
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Run the model once; raise WrongWeights if its output has a value that is not finite.
+    """Run the model once; raise WrongWeights if the model's output has a value that is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """

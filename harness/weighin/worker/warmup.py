@@ -35,7 +35,9 @@ def settle_math() -> None:
 
 
 def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that the kernel charges the cached pages to this cell."""
+    """Read every file of the checkpoint, so that the kernel charges the checkpoint's cached pages
+    to the cell's cgroup.
+    """
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
         from weighin import formats

@@ -17,7 +17,8 @@ _NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return up to three lines: the command's end, its memory with the place in the code, the cause.
+    """Return up to three lines: how the command ended, how much memory it took and where in the
+    code, and why.
 
     The second line is left out if no memory was measured, and the third line if no cause is proven.
     """
