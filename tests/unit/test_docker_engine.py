@@ -144,7 +144,7 @@ def test_an_engine_that_can_limit() -> None:
         (
             "no space left on device",
             "the Docker engine could not run a container: no space left on device\n"
-            "see the engine's log: sudo journalctl -u docker",
+            "look for the reason in the log of the Docker engine: sudo journalctl -u docker",
         ),
     ],
 )

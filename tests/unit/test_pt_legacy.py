@@ -161,7 +161,9 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: truncated: storage '")
-    assert caught.value.message.endswith(f"' ends at byte {end:,}, but the file at {end - 4:,}")
+    assert caught.value.message.endswith(
+        f"' ends at byte {end:,}, but the file ends at byte {end - 4:,}"
+    )
     path.write_bytes(data[:60])
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)

@@ -103,5 +103,5 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
     assert str(caught.value) == (
         f"cannot open the lock file {tmp_path / 'lock'}:"
         " Too many levels of symbolic links\n"
-        "see who owns the lock file (ls -l), or name another lock file: WEIGHIN_LOCK=/path weighin ..."
+        "look who owns the lock file (ls -l), or name another lock file: WEIGHIN_LOCK=/path weighin ..."
     )

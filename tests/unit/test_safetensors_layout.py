@@ -163,7 +163,7 @@ LONG = "x" * 10_000
         ({"a": entry(0, 4), "b": entry(5, 9)}, "tensor 'b' at byte 135 leaves a gap after tensor 'a'"),
         ({"a": entry(4, 8)}, "tensor 'a' at byte 73 leaves a gap after the header"),
         ({"a": entry(0, 4)}, "4 bytes after tensor 'a' belong to no tensor"),
-        ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file at 78"),
+        ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file ends at byte 78"),
         (b"{}", "8 bytes after the header belong to no tensor"),
         ({"a": entry(0, 8, [-2])}, "tensor 'a': [-2] is not a shape"),
         ({"a": entry(0, 8, [True, 2])}, "tensor 'a': [True, 2] is not a shape"),
@@ -226,7 +226,10 @@ def test_a_damaged_header_is_named_with_its_place(
     ("content", "message"),
     [
         (b"\x02\0\0", "truncated: 3 bytes, but a safetensors file has 10 or more"),
-        (b"\x64" + bytes(7) + b"{}", "truncated: the header ends at byte 108, but the file at 10"),
+        (
+            b"\x64" + bytes(7) + b"{}",
+            "truncated: the header ends at byte 108, but the file ends at byte 10",
+        ),
         (
             b"\xff" * 8 + b"{}",
             "of a kind that weighin does not know; its first bytes are ff ff ff ff ff ff ff ff",

@@ -184,7 +184,7 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
     with pytest.raises(IsolationUnavailable) as caught:
         ProcessIsolation().check()
     assert str(caught.value) == (
-        "this system has no /proc/PID/clear_refs: peaks cannot be measured\nrun on Linux"
+        "this system has no /proc/PID/clear_refs, without which weighin cannot measure peaks\nrun on Linux"
     )
 
 

@@ -51,7 +51,7 @@ def make(
     with an upper bound of the bytes to write, before it writes anything.
 
     Raises:
-        ConfigError: the builder is invalid.
+        ConfigError: the builder does not name a function that returns a model.
     """
     formats.named(fmt)
     map_large_tensors()

@@ -147,7 +147,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
     with where.file.open("rb") as file:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
-                f"{where.file}: truncated: it ends before byte {start + length:,}",
+                f"{where.file}: truncated: the file ends before byte {start + length:,}",
                 AGAIN,
             )
         # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.

@@ -3,7 +3,7 @@
 Each process locks the temporary folder that it made. The kernel releases the lock when the process
 ends, so that a folder without a lock is a leftover. ``growing_beside`` makes a hidden folder next
 to a target, one for each target: a conversion writes the target there, and then renames it.
-``own_folder`` makes a new folder each time.
+``own_folder`` makes a new folder at each call.
 """
 
 import os

@@ -89,7 +89,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def with_aliases(value: Any) -> Any:
-    """Return the same value with each tensor replaced by an alias of the same memory."""
+    """Return a value in which each tensor is replaced by an alias of the tensor's memory."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return type(value)(map(with_aliases, value)) if isinstance(value, list | tuple) else value

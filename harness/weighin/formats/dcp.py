@@ -99,7 +99,7 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
             if stored.offset + stored.length > size:
                 raise CheckpointError(
                     f"{path}: truncated: {shown(key)} ends at byte "
-                    f"{stored.offset + stored.length:,}, but the file at {size:,}",
+                    f"{stored.offset + stored.length:,}, but the file ends at byte {size:,}",
                     unknown_file.AGAIN,
                 )
             view = _FileView(file.fileno(), stored.offset, stored.length)

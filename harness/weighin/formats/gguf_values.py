@@ -42,7 +42,9 @@ def _stored(where: TensorSlice, all_bytes: int, piece_bytes: int) -> Iterator[by
         for start in range(0, all_bytes, piece_bytes):
             content = file.read(min(piece_bytes, all_bytes - start))
             if len(content) < min(piece_bytes, all_bytes - start):
-                raise CheckpointError(f"{where.file}: truncated while it was read", AGAIN)
+                raise CheckpointError(
+                    f"{where.file}: another program truncated the file while weighin read it", AGAIN
+                )
             yield content
 
 

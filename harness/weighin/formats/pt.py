@@ -111,7 +111,11 @@ def _read_value(path: Path, file: IO[bytes] | io.RawIOBase) -> tuple[Pickled, di
     if f"{root}{_BYTE_ORDER}" in archive.records:
         order = archive.read(f"{root}{_BYTE_ORDER}", 16)
         if order != b"little":
-            raise CheckpointError(f"{path}: written on a big-endian machine", resaving(path))
+            raise CheckpointError(
+                f"{path}: the file was written on a big-endian machine, and"
+                " weighin does not read this order of bytes",
+                resaving(path),
+            )
     text = archive.read(pickles[0], pickle_machine.MOST_BYTES)
     pickled = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
     prefix = f"{root}/data/"

@@ -82,7 +82,11 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
             resaving(path),
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise CheckpointError(f"{path}: written on a big-endian machine", resaving(path))
+        raise CheckpointError(
+            f"{path}: the file was written on a big-endian machine, and weighin"
+            " does not read this order of bytes",
+            resaving(path),
+        )
     pickled = state_pickle.load(path, file)
     keys = state_pickle.load(path, file).value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
@@ -106,7 +110,7 @@ def _storage_starts(
         if len(word) < 8 or at > file_bytes:
             raise CheckpointError(
                 f"{path}: truncated: storage {shown(key)} ends at byte {at:,}, "
-                f"but the file at {file_bytes:,}",
+                f"but the file ends at byte {file_bytes:,}",
                 AGAIN,
             )
         if int.from_bytes(word, "little") != storage.numel:

@@ -1,7 +1,7 @@
 """Read the quantisation that the configuration of a Hugging Face folder names.
 
-``quantization_config`` in ``config.json`` describes the quantisation. Some libraries use another key or
-file, which transformers does not read.
+``quantization_config`` in ``config.json`` describes the quantisation. Some quantising libraries
+write the description under another key or into another file, where transformers does not look.
 """
 
 from collections.abc import Mapping

@@ -94,7 +94,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
         raise unreadable(path, error) from error
     text = text[:length]
     if len(text) != length:
-        raise CheckpointError(f"{path}: was truncated while it was read", AGAIN)
+        raise CheckpointError(
+            f"{path}: another program truncated the file while weighin read it", AGAIN
+        )
     data_start = 8 + length
     tensors: dict[str, TensorSlice] = {}
     metadata: dict[str, str] = {}
@@ -128,7 +130,8 @@ def _length(path: Path, head: bytes, file_bytes: int) -> int:
     length = int.from_bytes(head[:8], "little")
     if 8 + length > file_bytes:
         raise CheckpointError(
-            f"{path}: truncated: the header ends at byte {8 + length:,}, but the file at {file_bytes:,}",
+            f"{path}: truncated: the header ends at byte {8 + length:,}, but the file ends at byte"
+            f" {file_bytes:,}",
             AGAIN,
         )
     return length
@@ -249,7 +252,7 @@ def _check_cover(path: Path, tensors: list[TensorSlice], data_start: int, file_b
         if at > file_bytes:
             raise CheckpointError(
                 f"{path}: truncated: tensor {shown(one.name)} ends at byte {at:,}, "
-                f"but the file at {file_bytes:,}",
+                f"but the file ends at byte {file_bytes:,}",
                 AGAIN,
             )
     if at != file_bytes:

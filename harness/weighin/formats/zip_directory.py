@@ -172,7 +172,8 @@ class Archive:
         """Ask the kernel to read all local headers of the archive ahead; on a disk that answers
         late, read the headers at once.
 
-        The result maps the offset of each header that was read to the header's bytes.
+        ``_announce`` returns a dict from the offset of each header that was read to the bytes of
+        the header.
         """
         try:
             descriptor = self._file.fileno()
@@ -212,7 +213,9 @@ class Archive:
         self._file.seek(at)
         data = self._file.read(size) or b""
         if len(data) != size:
-            raise CheckpointError(f"{self._path}: was truncated while it was read", AGAIN)
+            raise CheckpointError(
+                f"{self._path}: another program truncated the file while weighin read it", AGAIN
+            )
         return data
 
     def _damaged(self, what: str) -> CheckpointError:

@@ -9,7 +9,7 @@ from weighin.records.metrics import Metric
 
 
 class LineVerdict(StrEnum):
-    """The verdict on one line, from the worst to the best."""
+    """The verdicts on the lines of a check, from the worst to the best."""
 
     NOT_OK = "not ok"
     REGRESSED = "regressed"

@@ -31,7 +31,8 @@ class ProcessIsolation(Isolation):
         """Raise IsolationUnavailable if the system has no /proc/PID/clear_refs, which resets peaks."""
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
-                "this system has no /proc/PID/clear_refs: peaks cannot be measured",
+                "this system has no /proc/PID/clear_refs, without which weighin cannot measure"
+                " peaks",
                 "run on Linux",
             )
 

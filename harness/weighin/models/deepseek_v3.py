@@ -3,7 +3,7 @@
 The matrices of the layers are fp8, with one float32 scale for each block of 128 x 128 values. All
 other tensors are bfloat16, except the bias of the router, which is float32. No load converts the
 matrices, the scales or the router's bias. The last layer of DeepSeek-V3 is for multi-token
-prediction. The model has no forward pass.
+prediction. The model only holds tensors, and has no forward pass.
 """
 
 from dataclasses import dataclass

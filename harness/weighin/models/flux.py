@@ -1,7 +1,7 @@
 """Define the tensors of the diffusion transformer FLUX.1-dev (Black Forest Labs, 2024).
 
 The parameters have the names and shapes of the class FluxTransformer2DModel of diffusers. The model
-has no forward pass.
+only holds tensors, and has no forward pass.
 """
 
 from torch import nn

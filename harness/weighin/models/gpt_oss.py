@@ -1,8 +1,9 @@
 """Define the tensors of gpt-oss as they are in the files that OpenAI published (2025).
 
-The matrices of the experts have the format MXFP4. A tensor ``blocks`` holds blocks of 32 values of 4
-bits, two in each byte. A tensor ``scales`` holds one byte for each block. ``blocks`` and ``scales``
-are uint8, which no load converts. All other tensors are bfloat16. The model has no forward pass.
+The matrices of the experts have the format MXFP4. A tensor ``blocks`` holds blocks of 32 values of
+4 bits, two in each byte. A tensor ``scales`` holds one byte for each block. ``blocks`` and
+``scales`` are uint8, which no load converts. All other tensors are bfloat16. The model only holds
+tensors, and has no forward pass.
 """
 
 import torch

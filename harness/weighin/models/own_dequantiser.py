@@ -164,7 +164,7 @@ class DequantiseGptq(Operation):
     def weight(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         words, zeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
         if {words.dtype, zeros.dtype} != {torch.int32}:
-            raise ValueError(f"qweight is {words.dtype}, not torch.int32")
+            raise ValueError(f"the codes in qweight have the dtype {words.dtype}, not torch.int32")
         settings = self.hf_quantizer.settings
         bits = bits_of(zeros.shape[1], scales.shape[1], settings.get("bits", 4))
         groups = parts.get("g_idx")

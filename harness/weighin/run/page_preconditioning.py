@@ -3,7 +3,8 @@
 Some virtual machines report free pages to their host (free page reporting, balloons), 2 s after a
 page became free. The host must provide a reported page again, so that its allocation takes three
 times as long. weighin therefore holds memory until no report is due, and frees the memory as the
-load begins: the load gets unreported pages for 2 s. Memory figures do not change.
+load begins: the load gets unreported pages for 2 s. The held memory changes no memory figure of the
+load.
 """
 
 import ctypes

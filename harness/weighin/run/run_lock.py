@@ -54,7 +54,7 @@ def only_run(
     except OSError as error:
         raise ConfigError(
             f"cannot open the lock file {path}: {error.strerror}",
-            f"see who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
+            f"look who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
             " weighin ...",
         ) from None
     try:

@@ -21,7 +21,7 @@ from weighin.suite.config import DTYPES, Suite, SuiteModel
 
 @dataclass(frozen=True, slots=True)
 class ChosenModels:
-    """The models of a run.
+    """The models that a run measures, with their weights and settings.
 
     Attributes:
         checkpoint: the user's own weights, for all models; None if weighin generates the weights,

@@ -223,7 +223,7 @@ def model_and_checkpoint(
     code. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
-        UnknownName: ``name`` is none of these.
+        UnknownName: ``name`` is neither a known name nor the path of a file.
         CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
             weights; the message names the kind of file.
         ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no

@@ -66,4 +66,6 @@ def raylet_environment() -> dict[str, str]:
             return {key: value for key, _, value in pairs}
         status = (folder / "stat").read_bytes()
         pid = int(status.rpartition(b")")[2].split()[1])
-    raise RuntimeError("no raylet is among the parents of this process")
+    raise RuntimeError(
+        "this process was not started by Ray, because no raylet is among the parents of the process"
+    )

@@ -165,7 +165,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
         )
     return IsolationUnavailable(
         f"the Docker engine could not {doing}: {reason}",
-        "see the engine's log: sudo journalctl -u docker",
+        "look for the reason in the log of the Docker engine: sudo journalctl -u docker",
     )
 
 
