@@ -176,9 +176,9 @@ trust = click.option(
     "--trust",
     is_flag=True,
     help="Allow a resumed or checked run to execute the code of builders and strategies that the"
-    " run's files name. Without --trust, weighin executes such code only if the code belongs to"
-    " weighin or to an installed package, because the files of another person's run could name"
-    " harmful code.",
+    " run's files name. Without --trust, weighin executes the code that a run's files name only"
+    " if the code belongs to weighin or to an installed package, because the files of another"
+    " person's run could name harmful code.",
 )
 folder_choice = several(
     click.option(

@@ -91,8 +91,9 @@ EXAMPLES = (
     type=_options.PATH,
     metavar="FOLDER",
     help="Put the checkpoints that weighin generates or converts into this folder, so that the"
-    " run measures the folder's disk. Without --storage, these checkpoints lie in weighin's cache"
-    " (environment variable WEIGHIN_CACHE). --storage does not move a checkpoint of your own.",
+    " run measures the folder's disk. Without --storage, generated and converted checkpoints lie"
+    " in weighin's cache (environment variable WEIGHIN_CACHE). --storage does not move a"
+    " checkpoint of your own.",
 )
 @click.option(
     "--passes",

@@ -40,9 +40,10 @@ def cache_list(json_file: str | None) -> None:
 @click.argument(
     "model",
     required=False,
-    help="Delete only the checkpoints of this model. Default: all generated checkpoints.",
+    help="The model of which to delete the checkpoints. Without MODEL, delete all generated"
+    " checkpoints.",
 )
-@click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
+@click.option("--yes", "-y", is_flag=True, help="Delete the checkpoints without asking.")
 @_options.json
 @click.pass_context
 def cache_clear(

@@ -51,7 +51,7 @@ EXAMPLES = (
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model + 64MiB above import"'
+    help='An upper bound that a metric of the run must not exceed, such as "peak_rss <= 1.1 x model + 64MiB above import"'
     " (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.",
 )
 @click.option(
@@ -72,7 +72,7 @@ EXAMPLES = (
     "--metrics",
     default="",
     metavar="NAMES",
-    help="Compare only these metrics with the baseline file, comma-separated:"
+    help="Compare only some metrics with the baseline file, such as --metrics"
     " above_import,ready_anon.",
 )
 @click.option(

@@ -32,7 +32,7 @@ EXAMPLES = (
     "--metrics",
     default="",
     metavar="NAMES",
-    help="Show only these metrics, such as --metrics above_import,ready.",
+    help="Show only some metrics, such as --metrics above_import,ready.",
 )
 @_options.markdown
 @_options.json

@@ -37,13 +37,14 @@ EXAMPLES = (
     default="auto",
     metavar="NAME",
     help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto,"
-    " which takes the format from the target's name: safetensors for .safetensors, pt for .pt,"
+    " which takes the format from the name of TARGET: safetensors for .safetensors, pt for .pt,"
     " .pth, .bin and .ckpt, and a folder with shards for any other name.",
 )
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: each tensor keeps its dtype.",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Without --dtype, each tensor"
+    " keeps its dtype.",
 )
 @click.option(
     "--max-shard-size",

@@ -30,8 +30,8 @@ NO_LIMIT_EXIT = 3
     "--clean",
     is_flag=True,
     help="Also remove what killed runs left that used another lock file (environment variable"
-    " WEIGHIN_LOCK). Without --clean, weighin leaves such cgroups and containers alone, because a"
-    " run with another lock file may still be measuring.",
+    " WEIGHIN_LOCK). Without --clean, weighin leaves the cgroups and containers of runs with"
+    " another lock file alone, because such a run may still be measuring.",
 )
 @_options.engine
 @_options.json

@@ -45,8 +45,8 @@ _OF_MODELS = {
     default="1%",
     metavar="SHARE",
     help="Precision of the floor: the search ends when the smallest limit that works is at most"
-    " this percentage above the largest limit that fails. The search also ends when these two"
-    " limits differ by at most 8 MiB (for a command: 1 MiB).",
+    " this percentage above the largest limit that fails. The search also ends when the smallest"
+    " working limit and the largest failing limit differ by at most 8 MiB (for a command: 1 MiB).",
 )
 @click.option(
     "--thrashing",

@@ -45,8 +45,9 @@ _PREDICTED = {
 @click.option(
     "--checkpoint-dtype",
     metavar="DTYPE",
-    help="Without --checkpoint, weighin assumes a checkpoint with this floating-point dtype. Default:"
-    " the dtype in which `weighin bench` writes the model's checkpoint.",
+    help="Without --checkpoint, weighin assumes a checkpoint with this floating-point dtype."
+    " Without --checkpoint-dtype, weighin assumes the dtype in which `weighin bench` writes the"
+    " model's checkpoint.",
 )
 @_options.formats
 @_options.use("none")

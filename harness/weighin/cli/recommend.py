@@ -93,8 +93,8 @@ NOTHING_FITS_EXIT = 1
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="The folder that contains runs of this machine. Where these runs have a record of a"
-    " load, `weighin recommend` uses the measured figures, and predicts nothing.",
+    help="The folder that contains runs of this machine. If a run in this folder has a record of"
+    " the load, `weighin recommend` uses the measured figures, and predicts nothing.",
 )
 @click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json
