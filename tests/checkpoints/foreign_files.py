@@ -278,11 +278,11 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "a pointer of git-lfs": (
         _bytes("model.safetensors", _POINTER),
-        r"a git-lfs pointer, not the checkpoint .*\nfetch the checkpoint: git lfs pull --include",
+        r"a git-lfs pointer .*not the checkpoint\nfetch the checkpoint: git lfs pull --include",
     ),
     "a folder whose weights are a pointer of git-lfs": (
         _folder(model_st=_POINTER),
-        r"model.safetensors: a git-lfs pointer, .*\nfetch the checkpoint: git lfs pull --include",
+        r"model.safetensors: a git-lfs pointer .*\nfetch the checkpoint: git lfs pull --include",
     ),
     "a file of zeros": (
         _bytes("model.safetensors", bytes(4096)),

@@ -208,9 +208,7 @@ class _Tables:
             self._skip(length)
             return None
         if kind != _ARRAY or depth > _DEEPEST:
-            raise self._damaged(
-                f"{shown(key)} has the type {kind}; a type that weighin does not know"
-            )
+            raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
         kind, count = self._number("<I"), self._number("<Q")
         if kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
