@@ -122,7 +122,7 @@ class Cell:
 
     @property
     def after_load(self) -> str:
-        """The name of the use after the load; "none" for a cell that ends with the load."""
+        """The name of the use that follows the load; "none" for a cell that ends with the load."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property

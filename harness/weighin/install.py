@@ -62,7 +62,8 @@ def _direct_url() -> dict[str, Any]:
 def _origin() -> tuple[str, bool]:
     """Return the clone or wheel that weighin was installed from, and whether that was editable.
 
-    The path is empty if weighin was installed from elsewhere, or if the clone or wheel is gone.
+    The path of the clone or wheel is empty if weighin was installed from elsewhere, or if the clone
+    or wheel is gone.
     """
     record = _direct_url()
     parts = urlsplit(record.get("url", ""))

@@ -1,10 +1,11 @@
 """Report the phases of this process to ``weighin run``, which reads the peaks at their boundaries.
 
-Each message is one packet with one line of JSON: ``{"event": "begin", "id": 1, "name": "read"}`` or
-``{"event": "end", "id": 1, "t_ns": ...}``. After its message, the measured process waits for one
-byte from ``weighin run``. ``weighin run`` answers with a byte after it has read and reset the
-kernel's high-water marks. The measured process connects to the socket by path, because launchers
-such as torchrun close descriptors that their children would inherit.
+Each message of the measured process to ``weighin run`` is one packet with one line of JSON:
+``{"event": "begin", "id": 1, "name": "read"}`` or ``{"event": "end", "id": 1, "t_ns": ...}``. After
+its message, the measured process waits for one byte from ``weighin run``. ``weighin run`` answers
+with a byte after it has read and reset the kernel's high-water marks. The measured process connects
+to the socket by path, because launchers such as torchrun close descriptors that their children
+would inherit.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Encode and decode the messages between parent and worker: one JSON object per line.
 
-The parent first sends the job. After an event that needs acknowledgement, the worker waits until the
-parent has read the cgroup's counters and has sent an empty line. The worker sends each event in one
-``write()``, so that a kill loses at most one event.
+weighin first sends the job to the worker. After an event that needs acknowledgement, the worker
+waits until the parent has read the cgroup's counters and has sent an empty line. The worker sends
+each event in one ``write()``, so that a kill loses at most one event.
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged

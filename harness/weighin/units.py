@@ -117,7 +117,8 @@ def format_latency(nanoseconds: int) -> str:
 def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
 
-    MB is 1000**2, as makers of disks and networks count. The text may leave "/s" out.
+    MB is 1000**2, as makers of disks and networks count. In the text of a rate, "/s" may be left
+    out.
 
     Raises:
         ConfigError: the text is no rate, or a rate below 100 KB/s.

@@ -155,7 +155,9 @@ def test_a_folder_without_its_library_names_the_extra(
     monkeypatch.setitem(sys.modules, library.name, None)
     (tmp_path / "config.json").write_text(json.dumps({library.class_key: "Some"}))
     save_file({"w": torch.ones(2)}, tmp_path / library.weights[1 if library is DIFFUSERS else 0])
-    with pytest.raises(ConfigError, match=f"the package {library.name}, which this model needs") as caught:
+    with pytest.raises(
+        ConfigError, match=f"the package {library.name}, which this model needs"
+    ) as caught:
         load_pretrained(tmp_path)
     assert (
         f"weighin[{library.extra}]" in caught.value.repair or library.extra in caught.value.repair

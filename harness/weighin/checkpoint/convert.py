@@ -72,9 +72,9 @@ def convert(
 ) -> dict[str, float]:
     """Write the checkpoint ``source`` to ``target``, which must not exist.
 
-    The result maps the name of each stage to its seconds. The target gets checksums if the source
-    has checksums or ``order`` demands a verification. ``convert`` calls ``permit`` with the number
-    of bytes to write, before it writes the first byte.
+    ``convert`` returns a dict from the name of each stage to the seconds that the stage took. The
+    target gets checksums if the source has checksums or ``order`` demands a verification.
+    ``convert`` calls ``permit`` with the number of bytes to write, before it writes the first byte.
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.

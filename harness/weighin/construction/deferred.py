@@ -6,9 +6,9 @@ that no code reads is therefore never touched, and takes no RAM. If code reads s
 first executes the writes on which the values depend. The deferred writes get the order and the
 random numbers that they would get without a log.
 
-The log patches no function, and affects only the recording thread. The log also notices the methods in
-``_DIRECT_READS``, which read a tensor's memory without a torch operation. The log cannot notice a read
-through ``data_ptr()``.
+The write log replaces no function of torch, and affects only the thread that records. The log also
+notices the methods in ``_DIRECT_READS``, which read a tensor's memory without a torch operation.
+The write log cannot notice code that reads a tensor's memory through ``data_ptr()``.
 """
 
 from collections import Counter

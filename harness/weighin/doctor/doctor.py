@@ -1,6 +1,6 @@
 """``weighin doctor``: test which limits this machine enforces and which figures it measures.
 
-Each capability is tested, not inferred from version numbers.
+weighin tests each capability of the machine, and infers none from version numbers.
 """
 
 import shutil

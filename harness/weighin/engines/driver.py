@@ -54,7 +54,8 @@ class _Member:
 
 
 class Driver:
-    """One run of a plan. Each node prepares itself once, and then runs cell after cell.
+    """One run of a plan. Each node of the fleet prepares itself once, and then runs one cell after
+    the other.
 
     ``placed`` is a function that adds the node to a result.
     """

@@ -1,9 +1,9 @@
 """Run one assignment of a driver on this node: ``python -m weighin.engines.node``.
 
-The first line of standard input is the assignment. The driver keeps this process's standard input
-open for as long as it wants the result of the cell. When standard input ends, this process stops,
-and removes what it started. Each line of standard output is an event
-(``weighin.protocol.encode_event``).
+The first line on standard input of ``weighin.engines.node`` is the assignment. The driver keeps
+this process's standard input open for as long as it wants the result of the cell. When standard
+input ends, this process stops, and removes what it started. Each line of standard output is an
+event (``weighin.protocol.encode_event``).
 
 ==========  ====================================================================================
 event       fields

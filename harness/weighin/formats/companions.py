@@ -1,9 +1,9 @@
 """Find quantised weights by the names of tensors: codes, and the scales that belong to the codes.
 
-A library that quantises a model writes the codes of a weight under one name, and the scales under a name
-with another suffix. The table of this module has the pairs of suffixes, and computes the number of
-weights in a tensor of codes. The names are enough, so that a single file without a configuration is
-recognised, too.
+A library that quantises a model writes the codes of a weight under one name, and the scales under a
+name with another suffix. The table of this module has the pairs of suffixes, and computes the
+number of weights in a tensor of codes. The names of the tensors are enough to recognise codes, so
+that a single file without a configuration is recognised, too.
 """
 
 import re

@@ -32,8 +32,8 @@ def is_late(start_s: float) -> bool:
 def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
     """Yield the function's value for each item; ``function`` reads one file for each item.
 
-    If the disk answers the first read late, threads read the other files at once. The first error, in
-    the items' order, ends the iteration.
+    If the disk answers the first read late, threads read the other files at once. The iteration
+    over the files ends at the first error, in the order of the items.
     """
     if not items:
         return

@@ -28,7 +28,7 @@ def write_raw(
 ) -> None:
     """Write a new file: the bytes in ``fixed`` at their offsets, and the tensors in ``places``.
 
-    The file is synced and dropped from the page cache.
+    The written file is synced and dropped from the page cache.
 
     Raises:
         ValueError: the pieces of a tensor have another total size than its plan.

@@ -25,7 +25,7 @@ _STOP: Final = ord(".")
 
 
 class Ended(Malformed):
-    """The file ends before the pickle's last instruction."""
+    """The checkpoint's file ends before the last instruction of its pickle."""
 
 
 class TooLarge(Malformed):

@@ -1,6 +1,7 @@
 """Recognise the kind of a file that weighin does not read, such as a Keras model or an archive.
 
-Each kind has a name and a repair: the step from this file to a checkpoint.
+Each kind of file has a name and a repair, which is the step from a file of this kind to a
+checkpoint.
 """
 
 import re

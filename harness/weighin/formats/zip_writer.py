@@ -80,8 +80,8 @@ def write_pt(
 ) -> None:
     """Write a state dict as ``torch.save`` does, with each tensor's values from ``pieces``.
 
-    Names with the same tensor in ``blanks`` share one storage in the file; ``pieces`` is called for the
-    first of these names. The file is synced and dropped from the page cache.
+    Names with the same tensor in ``blanks`` share one storage in the file; ``pieces`` is called for
+    the first of these names. The written file is synced and dropped from the page cache.
 
     Raises:
         ValueError: the pieces of a tensor have another total size than its placeholder.

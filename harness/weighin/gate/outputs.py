@@ -42,8 +42,8 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 def junit(judgement: GateResult) -> str:
     """Return JUnit XML, which Jenkins, GitLab and GitHub's test reporters read (junit-10.xsd).
 
-    Each line is a test case, whose class is the name of the measurement. The text of a failure lists
-    the phases.
+    Each line of the check is a test case in the JUnit XML; the class of the test case is the name
+    of the measurement. The text of a failed test case lists the phases of the measurement.
     """
     suite = ET.Element(
         "testsuite",

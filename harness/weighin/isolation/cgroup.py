@@ -175,9 +175,9 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
 def _roots(*, throttled: bool = False) -> list[Path]:
     """Return the folders in which to create cgroups.
 
-    The first folder is in the memory hierarchy. On a hybrid machine, the second folder is in the v2
-    tree, which has PSI. With ``throttled``, one of the folders is in the hierarchy that limits
-    reads.
+    The first of the returned folders is in the hierarchy of the memory controller. On a hybrid
+    machine, the second folder is in the v2 tree, which has PSI. With ``throttled``, one of the
+    folders is in the hierarchy that limits reads.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup with a memory limit.

@@ -33,8 +33,9 @@ _log = logging.getLogger("weighin")
 def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> dict[str, Any]:
     """Return the values that are no tensors, for the state dict of ``load_state_dict``.
 
-    The result lacks each extra state whose module defines no ``set_extra_state``. Any other value that
-    the model lacks is None in the result, so that torch reports its name as unexpected.
+    ``extra_values`` leaves out the extra state of a module that defines no ``set_extra_state``. Any
+    other value that the model lacks is None in the result, so that torch reports its name as
+    unexpected.
 
     Raises:
         CheckpointError: an extra state holds an object that this module cannot rebuild.

@@ -38,8 +38,9 @@ _MOSTLY: Final = 0.75
 def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
     """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
-    The ``with`` statement ends after the last read. The first error, in a thread or in the body,
-    stops all threads. Torch computes on one thread until the ``with`` statement ends.
+    The ``with`` statement ends after the last read. The first error, in a reading thread or in the
+    body of the ``with`` statement, stops all reading threads. Torch computes on one thread until
+    the ``with`` statement ends.
 
     Args:
         disk: chooses the number of threads if the files are not cached.

@@ -28,8 +28,9 @@ class Area:
 
     Args:
         size: the size of the range of the file, in bytes.
-        offset: the range's offset in the file. The memory gets the same offset within its page, rounded
-            down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
+        offset: the range's offset in the file. The memory of a tensor gets the offset within a page
+            that the tensor has in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct
+            reads need no buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:

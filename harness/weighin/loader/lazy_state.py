@@ -28,8 +28,8 @@ from a copy on the CPU."""
 class LazyState(Mapping[str, Any]):
     """The state dict of a checkpoint, whose tensors have no values.
 
-    The state dict creates a tensor when the tensor is first looked up. The tensor reserves address
-    space, and takes memory only if a module's code reads its values.
+    The state dict creates a tensor when the tensor is first looked up. A tensor without values only
+    reserves address space, and takes memory only if a module's code reads its values.
 
     Args:
         log: gets the source of each created tensor.

@@ -1,9 +1,9 @@
 """Load a state dict into a model as torch's ``load_state_dict`` does, with the keys indexed once.
 
-torch looks through all keys of a module's state dict for each child of the module. The time
-therefore grows with the square of the number of children: 20,000 layers in one module take half a
-minute. ``weighin.loader.state_walk`` puts the keys into a tree, in which each module finds its own
-keys at once.
+torch looks through all keys of a module's state dict for each child of the module. The time of
+torch's load therefore grows with the square of the number of children: 20,000 layers in one module
+take half a minute. ``weighin.loader.state_walk`` puts the keys into a tree, in which each module
+finds its own keys at once.
 
 A module with an override or a hook gets the same state dict as from torch, as a dict that it may
 change. Any other module gets only its own keys. In both cases torch's own ``_load_from_state_dict`` does

@@ -87,8 +87,8 @@ def up(offset: int, alignment: int) -> int:
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return the range of the file (start, end) to read directly into a target, and the memory for it.
 
-    The memory is whole pages of the target, at most one page from the range's final place. The
-    result of ``_straight`` is None if the range has less than 64 KiB.
+    The returned memory consists of whole pages of the target, and lies at most one page from the
+    final place of the range. The result of ``_straight`` is None if the range has less than 64 KiB.
     """
     target, offset = place
     first, page = up(offset, alignment), -address_of(target) % alignment

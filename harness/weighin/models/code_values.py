@@ -1,7 +1,7 @@
 """Compute weights from the codes and scales of bitsandbytes, GPTQ and AWQ, with operations of torch alone.
 
-Each function returns values in float32, which its caller rounds once to the wanted dtype. The rounded
-values are equal to those of bitsandbytes and of gptqmodel.
+Each function of ``weighin.models.code_values`` returns values in float32; its caller rounds them
+once to the wanted dtype. The rounded values are equal to those of bitsandbytes and of gptqmodel.
 """
 
 import torch

@@ -57,8 +57,9 @@ def kills_since(
     """Return the kills in a cgroup and the groups below it, and of the processes ``pids``.
 
     ``start`` is a result of ``position``: older messages are not read. The result of
-    ``kills_since`` is None if this user may not read the log. The log has the machine's pids, so
-    that in a container with its own pid namespace, no victim is recognised as the main process.
+    ``kills_since`` is None if this user may not read the log. The kernel's log has the machine's
+    pids, so that in a container with its own pid namespace, no killed process is recognised as the
+    main process.
     """
     if start is None:
         return None

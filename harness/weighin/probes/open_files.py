@@ -26,7 +26,8 @@ _MAPS_FIELDS: Final = 6
 def open_files(pid: int) -> tuple[OpenFile, ...]:
     """Return the regular files of at least 1 MiB that a process reads or maps, the largest first.
 
-    The list has no programs, libraries or locale archives, and no files open only for writing.
+    The returned list leaves out programs, libraries, locale archives, and files that are open only
+    for writing.
 
     Raises:
         OSError: the process has ended, or belongs to another user.

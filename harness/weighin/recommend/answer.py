@@ -89,7 +89,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer: all judged strategies from the best to the worst, and the code of the best one.
+    """The answer of ``weighin recommend``: all judged strategies from the best to the worst, and
+    the code of the best strategy.
 
     Attributes:
         incomplete: a text for each run with records of the model that was stopped before its end.

@@ -1,8 +1,9 @@
 """Measure how fast this machine reads files, writes and copies memory, and initialises tensors.
 
 ``weighin recommend`` predicts the times of loads from the measured speeds (the calibration). Each
-speed is the best of three rounds, because other programs can only slow a round down. Before each
-read, the pages of the file are evicted from the page cache, and the eviction is verified.
+measured speed is the best of three rounds, because other programs can only slow a round down.
+Before each read, the pages of the file are evicted from the page cache, and the eviction is
+verified.
 """
 
 import ctypes

@@ -131,8 +131,9 @@ def remaining_ns(
 ) -> int | None:
     """Return the time until the floors of all ``cells`` are found; None before the first result.
 
-    The number of cells left is that of a search whose floor lies in the middle of the known bounds.
-    Each cell takes the mean time of the strategy's cells so far; without such cells, of all cells.
+    The estimated number of cells left is the number that a search needs if the floor lies in the
+    middle of the known bounds. Each cell takes the mean time of the strategy's cells so far;
+    without such cells, of all cells.
     """
     every = _mean_ns(results)
     if every is None:

@@ -102,8 +102,9 @@ def append(run: Path, result: Result) -> Result:
 def _valid(result: Result) -> tuple[bytes, Result]:
     """Return a result and its line of JSON; replace a result that ``read`` would refuse by a failure.
 
-    In the record of a command without phases, every value comes from weighin, so that no type can be
-    wrong. The record of such a command is only checked for impossible figures, without pydantic.
+    In the record of a command without phases, every value comes from weighin, so that no type can
+    be wrong. weighin only checks the record of such a command for impossible figures, without
+    pydantic, because an import of pydantic takes time.
     """
     name = result.cell.id
     line = _encode(asdict(result), name) + b"\n"

@@ -28,8 +28,8 @@ def table_lines(
 def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield a list item for each different reason in ``reasons``, with all names that have this reason.
 
-    The name itself does not distinguish reasons: "dcp divides a load" and "staggered divides a load"
-    become one item.
+    Two reasons that differ only in the name of the strategy count as one reason: "dcp divides a
+    load" and "staggered divides a load" become one item.
     """
     groups: dict[str, dict[str, None]] = {}
     for name, reason in reasons:

@@ -53,7 +53,7 @@ class Lines:
 
     @property
     def begun(self) -> str:
-        """The text after the last line end."""
+        """The text of the output after its last line end, which is a line that is not complete yet."""
         return _plain(self._begun)
 
     def feed(self, data: bytes, t_ns: int) -> Ended | None:

@@ -1,7 +1,7 @@
 """Load the model that a worker saves, sync the saved files, and verify them.
 
-The worker loads the model before the baseline, so that peaks above the baseline belong to the save. The
-time of a save includes the sync of the files, and excludes the verification of the files.
+The worker loads the model before the baseline, so that peaks above the baseline belong to the save.
+The time of a save includes the sync of the written files, but not their verification.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 If standard input, output and error are all terminals, the container gets a terminal of its own.
 weighin then sets its own terminal to raw mode, so that each key, also Ctrl-C, reaches the command
-at once. Otherwise, the three streams stay separate.
+at once. If one of the three streams is no terminal, the streams of the container stay separate.
 """
 
 import atexit

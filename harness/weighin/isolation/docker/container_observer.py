@@ -3,10 +3,10 @@
 ``DockerRunning.observe_inside`` starts this module beside the worker as ``python -m
 weighin.isolation.docker.container_observer SECONDS``. The observer in the container uses the
 parent's code (``weighin.probes.observer``) and imports no torch. The kernel charges the observer's
-memory to the cell, and the observer's last event reports this memory. The parent sends one word per
-line. The observer answers each word on its standard input with one event: the event has the word as
-its name, and one field, ``answer``. The observer sends nothing before the first word, because the
-Docker SDK loses what arrives together with the engine's own answer:
+memory to the cell, and the observer's last event reports this memory. weighin sends one word per
+line to the observer. The observer answers each word on its standard input with one event: the event
+has the word as its name, and one field, ``answer``. The observer sends nothing before the first
+word, because the Docker SDK loses what arrives together with the engine's own answer:
 
 ========  ======================================================================================
 event     answer

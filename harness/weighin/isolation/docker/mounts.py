@@ -127,7 +127,7 @@ def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:
     """Return the binds for a checkpoint: a file, a folder, or an index and its shards.
 
     Download caches consist of symbolic links, whose targets do not exist in the container. Each
-    file of such a folder therefore gets a bind of its own.
+    file of a folder with symbolic links therefore gets a mount of its own.
     """
     if not checkpoint.is_dir():
         others = formats.files(checkpoint) if checkpoint.suffix == ".json" else [checkpoint]
