@@ -1,5 +1,7 @@
 """A command's memory in a cgroup: exact splits, its processes, their files, and its kills."""
 
+import mmap
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -124,10 +126,12 @@ def test_page_cache_at_the_limit_does_not_hide_the_peak(group: Path, disk: Path)
         one.go("freed")
         samples = sampler.stop()
         (process,) = sampler.processes()
+    # The kernel's counters lag by up to 64 pages for each processor.
+    least = 60 * MIB - 64 * mmap.PAGESIZE * (os.cpu_count() or 1)
     assert process.anon_bytes
-    assert process.anon_bytes > 60 * MIB
+    assert process.anon_bytes >= least
     (peak,) = [each for each in samples if each.t_ns == sampler.peak_ns]
-    assert peak.anon_bytes > 60 * MIB
+    assert peak.anon_bytes >= least
     assert sampler.largest_file_bytes
     assert sampler.largest_file_bytes > 100 * MIB
     file.unlink()

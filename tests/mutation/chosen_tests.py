@@ -54,17 +54,17 @@ def _distances(name: str) -> Mapping[str, int]:
 def tests_of(module: str) -> tuple[Path, ...]:
     """Return the files of tests for a module, the fittest first.
 
-    These are the files that import it. If they are fewer than five, those follow that have a word of its
-    name, and then those that import it by way of the fewest other modules.
+    First come the files that import the module, then those whose name has a word of the module's name or of
+    its folder's, and then those that import the module by way of the fewest other modules.
     """
     name = _name(module)
     distances = _distances(name)
     *folders, own = (set(part.split("_")) for part in name.split(".")[1:])
 
-    def rank(file: Path) -> tuple[bool, int, int, int, int]:
+    def rank(file: Path) -> tuple[bool, int, int, int, int, int]:
         imported, words = _imports(file), {*file.stem.split("_")}
         far = min((distances.get(one, _FAR) for one in imported), default=_FAR)
         inside = len(words & set[str]().union(*folders))
-        return name not in imported, -len(words & own), far, -inside, len(imported)
+        return name not in imported, -len(words & own), -inside, len(words), far, len(imported)
 
     return tuple(sorted(sorted(UNIT.glob("test_*.py")), key=rank)[:_MOST_FILES])

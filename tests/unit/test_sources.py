@@ -89,6 +89,7 @@ def test_the_hash_changes_with_what_a_strategy_imports(
     ("change", "is_other_code"),
     [
         (('"""Load."""', '"""Load it all."""'), False),
+        (('    """Load."""\n', ""), False),
         (("  # fast", "  # slow"), False),
         (('"no file"', '"no file there"'), False),
         (("{job}", "{job!r}"), True),

@@ -49,7 +49,7 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
         path = todo.pop()
         if path not in reached:
             reached.add(path)
-            for name in _imported(path, path.stat().st_mtime_ns):
+            for name in _read(path, path.stat().st_mtime_ns)[0]:
                 todo += _files(name, cell.operation)
     folders = [_PACKAGE / name for name in _DECIDING]
     ours = (path for path in reached if any(path.is_relative_to(folder) for folder in folders))
@@ -92,12 +92,7 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 def digest_of_file(path: Path) -> str:
     """Return ``digest_of_code`` of a file."""
-    return _digest_of_file(path, path.stat().st_mtime_ns)
-
-
-@cache
-def _digest_of_file(path: Path, _changed_ns: int) -> str:
-    return digest_of_code(path.read_bytes())
+    return _read(path, path.stat().st_mtime_ns)[1]
 
 
 def digest_of_code(source: bytes) -> str:
@@ -106,28 +101,30 @@ def digest_of_code(source: bytes) -> str:
     Raises:
         SyntaxError, ValueError: the file is not Python.
     """
-    tree = _WithoutTexts().visit(ast.parse(source))
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-class _WithoutTexts(ast.NodeTransformer):
-    """Removes docstrings, and the strings in ``raise`` statements."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if is_text else node
-
-    def visit_Raise(self, node: ast.Raise) -> ast.Raise:
-        for each in ast.walk(node):
-            if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                each.value = ""
-        return node
+    return _digest_of_tree(ast.parse(source))
 
 
 @cache
-def _imported(path: Path, _changed_ns: int) -> frozenset[str]:
-    """Return the names of all modules and objects that a file imports, at any depth."""
-    return frozenset(_names(ast.parse(path.read_bytes(), filename=str(path))))
+def _read(path: Path, _changed_ns: int) -> tuple[frozenset[str], str]:
+    """Return the names of all modules and objects that a file imports, and the hash of its code."""
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    return frozenset(_names(tree)), _digest_of_tree(tree)
+
+
+def _digest_of_tree(tree: ast.Module) -> str:
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [
+                one for one in body if not (isinstance(one, ast.Expr) and _is_text(one.value))
+            ]
+        elif isinstance(node, ast.Raise):
+            for each in filter(_is_text, ast.walk(node)):
+                each.value = ""  # type: ignore[attr-defined]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _names(node: ast.AST) -> Iterator[str]:
