@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import CommandLine
+from nightly import nightly
 
 from weighin.suite.registry import data_folder
 
@@ -25,7 +26,7 @@ SIZE_BYTES = 702480384 // 20  # of gpt2-small
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["baseline", "streaming"])
+@pytest.mark.parametrize("strategy", ["streaming", *nightly("baseline")])
 def test_an_extra_tensor_is_caught_and_an_unchanged_run_passes(
     tmp_path: Path, disk: Path, strategy: str
 ) -> None:

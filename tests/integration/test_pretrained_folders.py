@@ -117,6 +117,7 @@ def test_every_strategy_keeps_the_dtypes_that_the_model_keeps(
     assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
 
 
+@pytest.mark.nightly  # builds an image with transformers
 @pytest.mark.docker
 def test_a_container_has_the_transformers_of_the_host(command: CommandLine, folders: Path) -> None:
     done = command.run(
