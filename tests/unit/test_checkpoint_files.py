@@ -154,7 +154,7 @@ def nested(path: Path) -> None:
     ("write", "message", "repair"),
     [
         (lambda p: None, "no such file or folder", "check the path"),
-        (Path.mkdir, "not a file", "give the checkpoint file itself"),
+        (Path.mkdir, "not a file", "give the path of the checkpoint's file"),
         (Path.touch, "empty file", AGAIN),
         (
             lambda p: p.write_text("garbage " * 100),

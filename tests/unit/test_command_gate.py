@@ -89,5 +89,5 @@ def test_figures_are_those_of_repeats_that_succeeded() -> None:
 def test_a_kill_can_be_expected_and_a_failure_cannot() -> None:
     assert [each.outcome for each in parse("train.py=oom_killed")] == [Outcome.OOM_KILLED]
     assert make_killed().outcome is Outcome.OOM_KILLED
-    with pytest.raises(ConfigError, match="command_failed cannot be expected"):
+    with pytest.raises(ConfigError, match="command_failed cannot be an expected outcome"):
         parse("train.py=command_failed")

@@ -151,6 +151,6 @@ def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
     assert str(caught.value) == (
-        "run is not a search for floors\nresume it: weighin bench --resume run"
+        "run is not a search for floors\nthe folder's run can be resumed: weighin bench --resume run"
     )
     assert asked == [(Path("run"), True), (Path("run"), False)]

@@ -117,7 +117,7 @@ def test_without_ruptures_it_says_what_to_install(
     with pytest.raises(ConfigError) as caught:
         history.read(tmp_path, "peak_rss")
     assert str(caught.value) == (
-        f"history needs ruptures, which is not installed\n{install.command('history')}"
+        f"history needs the Python package ruptures, which is not installed\n{install.command('history')}"
     )
 
 

@@ -203,4 +203,4 @@ def test_an_encrypted_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(data)
     error = refusal(tmp_path / "model.pt")
     assert " is encrypted" in error.message
-    assert error.repair.startswith("decrypt it: ")
+    assert "with its password" in error.repair

@@ -112,7 +112,10 @@ def test_a_prefix_is_removed_as_torch_removes_it(tmp_path: Path, prefix: str) ->
 def test_a_prefix_that_no_name_has_or_that_names_need_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"m.w": torch.ones(1), "w": torch.ones(1)})
     error = complaint(lambda: formats.read(path, Selection(strip_prefix="module.")))
-    assert str(error) == f"{path}: no tensor's name begins with 'module.'\nits names: m.w, w"
+    assert (
+        str(error)
+        == f"{path}: no tensor's name begins with 'module.'\nthe tensors in the file are called: m.w, w"
+    )
     error = complaint(lambda: formats.read(path, Selection(strip_prefix="m.")))
     assert error.message == f"{path}: two tensors would have one name without the prefix 'm.'"
 

@@ -196,7 +196,7 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
         ('{"weight_map": {}}', "damaged: no 'weight_map'"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "damaged: 'a' occurs twice"),
         ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged: its values are nested too deeply in one another"),
-        ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested"),
+        ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested in one another"),
         (
             '{"metadata": {"weighin.order": ["a"]}, "weight_map": {"a": "none"}}',
             "shard 'none' of 'a' is missing",
