@@ -103,13 +103,13 @@ def test_doctor_unmounts_what_a_run_with_another_lock_left(
 @pytest.mark.slow
 def test_a_run_on_two_disks_is_recorded_with_its_storage(command: CommandLine) -> None:
     ended = command.run(
-        *("bench", "gpt2-tiny", "--disk", "20MB/s", "--disk-latency", "1ms,none"),
+        *("bench", "gpt2-tiny", "--disk", "20MB/s", "--disk-latency", "4ms,none"),
         *("--storage", "slow storage", "--strategies", "streaming", "--isolation", "process"),
         *("--out", "run"),
     )
     assert (ended.code, ended.left) == (0, []), ended.err
     assert "reading directly, to test the slow disks" in ended.err
-    assert "gpt2-tiny streaming    disk=20MB/s, disk_latency=1ms  ok" in ended.err
+    assert "gpt2-tiny streaming    disk=20MB/s, disk_latency=4ms  ok" in ended.err
     for record in command.records("run"):
         assert record["environment"]["disk"]["means"] == "fuse"
         assert record["environment"]["storage"]["kind"] in ("local", "overlay", "tmpfs")
