@@ -1,9 +1,10 @@
 """Hash the code that affects a cell's figures, without importing any of it.
 
-The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The hashed files are the strategy's file, the model's builder and the worker, and the modules of
-weighin that these files import from loader, formats, checkpoint and models. Top-level modules such
-as ``result.py`` affect no figure. The code that observes a cell from outside is identified only by
-the record's commit.
+The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The
+hashed files are the strategy's file, the model's builder and the worker, and the modules of weighin
+that these files import from loader, formats, checkpoint and models. Top-level modules such as
+``result.py`` affect no figure. The code that observes a cell from outside is identified only by the
+record's commit.
 """
 
 import ast
@@ -112,18 +113,36 @@ def _read(path: Path, _changed_ns: int) -> tuple[frozenset[str], str]:
 
 
 def _digest_of_tree(tree: ast.Module) -> str:
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [
-                one for one in body if not (isinstance(one, ast.Expr) and _is_text(one.value))
-            ]
-        elif isinstance(node, ast.Raise):
-            for each in filter(_is_text, ast.walk(node)):
-                each.value = ""  # type: ignore[attr-defined]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    parts: list[str] = []
+    _write(tree, parts)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _is_text(node: ast.AST) -> bool:
+def _write(node: object, parts: list[str], *, is_raised: bool = False) -> None:
+    """Append the code of a syntax tree to ``parts``, the same with every version of Python.
+
+    Versions differ in the fields that are empty (``ast.dump`` shows them or not), so these are left out.
+    """
+    if is_raised and _is_text(node):
+        parts.append("text")
+    elif isinstance(node, ast.AST):
+        is_raised |= isinstance(node, ast.Raise)
+        parts.append(f"{type(node).__name__}(")
+        for name in node._fields:
+            if (value := getattr(node, name, None)) not in (None, []):
+                parts.append(f"{name}=")
+                _write(value, parts, is_raised=is_raised)
+        parts.append(")")
+    elif isinstance(node, list):
+        for each in node:
+            if not (isinstance(each, ast.Expr) and _is_text(each.value)):  # a docstring
+                _write(each, parts, is_raised=is_raised)
+        parts.append("]")
+    else:
+        parts.append(repr(node))
+
+
+def _is_text(node: object) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
