@@ -61,8 +61,7 @@ def choose(
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
-            enforce
-            a limit.
+            enforce a limit.
     """
     refused: list[IsolationUnavailable] = []
     tried = NAMES if containers else NAMES[1:]

@@ -43,8 +43,7 @@ class Checked:
             peaks,
         only the one that is nearest to the measured peak is included, for the load and for the use.
         unreclaimable_bytes: the largest measured sum of anonymous and shared memory, which a RAM
-            limit
-            must leave room for; None if no cell of the series measured it.
+            limit must leave room for; None if no cell of the series measured it.
     """
 
     prediction: Prediction

@@ -58,8 +58,7 @@ def predict(
 
     Raises:
         HarnessError: the model of a library cannot be built; the checkpoint lacks weights of it or
-            has
-            them in another shape; or the predicting process was killed.
+            has them in another shape; or the predicting process was killed.
     """
     own = None
     if checkpoint and not selection and formats.has_only_tensors(checkpoint):

@@ -25,8 +25,7 @@ class ChosenModels:
 
     Attributes:
         checkpoint: the user's own weights, for all models; None if weighin generates the weights,
-            or if
-            ``checkpoints`` has them.
+            or if ``checkpoints`` has them.
         selection: the part of the checkpoint that contains the weights.
         dtypes: the dtype of each model's loads, by the model's title; "auto" is already resolved.
         checkpoints: the user's own weights of each model, by title, in a suite of several models.
@@ -90,8 +89,7 @@ def choose(
 
     Raises:
         HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
-            in the
-            checkpoint, the selection or the dtype, of which a run has only one.
+            in the checkpoint, the selection or the dtype, of which a run has only one.
     """
     typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)

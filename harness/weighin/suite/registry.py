@@ -227,8 +227,7 @@ def model_and_checkpoint(
         CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
             weights; the message names the kind of file.
         ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no
-            folder, or
-            the folder's own code may not run.
+            folder, or the folder's own code may not run.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
