@@ -166,7 +166,7 @@ def test_the_peak_of_a_known_amount(command: CommandLine) -> None:
 
 def test_a_command_that_is_late_is_killed(command: CommandLine) -> None:
     ended = run(command, "sh", "-c", "sleep 1000 & wait", options=("--timeout", "0.5"))
-    assert (ended.code, ended.left) == (137, [])
+    assert (ended.code, ended.left) == (137, []), ended.err
     assert record(command)["outcome"] == "timeout"
 
 
