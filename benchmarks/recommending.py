@@ -49,12 +49,6 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="gpt2-small")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--isolation", default="cgroup", choices=("cgroup", "docker"))
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        help="run only every N-th strategy without a limit, and every N-th rejected strategy",
-    )
     parser.add_argument("--out", type=Path, default=Path("results/recommending"))
     parser.add_argument("--run", type=Path, help="use the records of this run; run nothing")
     options = parser.parse_args()
@@ -89,8 +83,8 @@ def _tried(
         results = run_folder.read(options.run).results
         return [*_promised(known, limits, asked, results)], results
     promises = [
-        *[Promise(one, lives=True) for one in known.planned if not one.skip][:: options.every],
-        *[*_refused(known, limits, asked)][:: options.every],
+        *[Promise(one, lives=True) for one in known.planned if not one.skip],
+        *_refused(known, limits, asked),
         *_named(known, limits, asked),
     ]
     return promises, _measure(options.out, promises, options.isolation)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from commands import ROOT, CommandLine
 from documented import commands, words
-from nightly import nightly
 from safetensors.torch import save_file
 
 from weighin.models.pretrained import pretrained_class
@@ -50,32 +48,10 @@ which test_foreign_repository.py runs; files that only test_library_folders.py m
 test_commands.py runs; and programs of the folder benchmarks."""
 
 
-AT_NIGHT = (
-    "gpt2-small", "--suite ci", "results/shard", "weighin floor", "weighin doctor", "weighin recommend",
-)  # fmt: skip
-"""What takes more than some seconds, and has tests of its own by day."""
-
-
 def quick() -> list[str]:
     """The commands to run, without those that differ from another one only in the RAM limit."""
     found = {re.sub(r"--ram \S+", "", command): command for _, command in commands()}
     return [one for one in found.values() if not any(word in one for word in (*LONG, *OTHERS))]
-
-
-def few(lines: list[str]) -> list[str]:
-    """Return commands with which every verb and each of its options is seen once."""
-    parts = {
-        line: {(words(line)[0], word) for word in ["", *words(line)] if word[:1] in ("", "-")}
-        for line in lines
-        if not any(word in line for word in AT_NIGHT)
-    }
-    seen: set[tuple[str, str]] = set()
-    found = []
-    for line in sorted(parts, key=lambda line: -len(parts[line])):
-        if parts[line] - seen:
-            found.append(line)
-            seen |= parts[line]
-    return [line for line in lines if line in found]
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +98,9 @@ def lora(folder: Path, hidden_size: int) -> None:
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", [few, *nightly(list)])
+@pytest.mark.nightly
 def test_the_commands_that_need_no_hour_run_as_they_stand(
-    command: CommandLine, prepared: Path, choose: Callable[[list[str]], list[str]]
+    command: CommandLine, prepared: Path
 ) -> None:
     shutil.copytree(prepared, command.folder, symlinks=True, dirs_exist_ok=True)
     # The defaults of the machine, not of the commands: without them, every bench has six cells.
@@ -137,7 +113,7 @@ def test_the_commands_that_need_no_hour_run_as_they_stand(
     frozen = command.run("check", "results/RUN", "--baseline", "baseline.yaml", "--update")
     assert frozen.code == 0, frozen.err
     failed = {}
-    for line in choose(quick()):
+    for line in quick():
         done = command.run(*words(line), patience_s=600)
         allowed = {0, 1} if words(line)[0] in ("doctor", "check") else {0}
         if done.code not in allowed:

@@ -197,7 +197,7 @@ def test_a_cell_above_its_limit_is_killed_and_its_node_goes_on(
     assert len({record["environment"]["node"]["id"] for record in records(command)}) == 1
 
 
-FEW = """strategies: [baseline, sequential, meta_copy, mmap_assign, streaming, load_assign]
+FEW = """strategies: [baseline, mmap_assign, streaming, load_assign]
 ram: [none, 1g]"""
 ALL = "strategies: all\nram: none"
 

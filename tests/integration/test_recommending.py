@@ -15,18 +15,17 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, CommandLine
-from nightly import nightly
 
 
 @pytest.mark.slow
 @pytest.mark.cgroup
-@pytest.mark.parametrize("every", [16, *nightly(1)])
+@pytest.mark.nightly
 def test_over_a_grid_of_limits_recommendations_are_kept(
-    command: CommandLine, shared_cache: Path, every: int
+    command: CommandLine, shared_cache: Path
 ) -> None:
     script = ROOT / "benchmarks" / "recommending.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--every", str(every), "--out", str(command.folder / "run")],
+        [sys.executable, str(script), "--out", str(command.folder / "run")],
         env=os.environ | {"PYTHONPATH": str(ROOT / "harness"), "WEIGHIN_CACHE": str(shared_cache)},
         cwd=command.folder,
         capture_output=True,

@@ -65,6 +65,15 @@ def _above_import_per_model(result: Result) -> float | None:
     return above / size if above is not None and size else None
 
 
+def _unreclaimable_bytes(result: Result) -> int | None:
+    """Return the sampled maximum of anonymous and shared memory; None for a load whose maximum has
+    no shared memory, as then the figure repeats that of the anonymous memory.
+    """
+    peaks = result.peaks
+    is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes
+    return None if is_same and not result.ran else peaks.unreclaimable_sampled_bytes
+
+
 # In the order of the columns of summary.csv.
 COLUMNS: Final = {
     column.key: column
@@ -90,7 +99,7 @@ COLUMNS: Final = {
         Column("written_bytes", _GIB, "written", lambda one: one.written.file_bytes if one.written else None, "exact", "total size of the files"),
         Column("written_disk_bytes", _GIB, "", lambda one: one.written.disk_bytes if one.written else None),
         Column("written_files", "", "files", lambda one: one.written.files if one.written else None, "exact", "number of files"),
-        Column("unreclaimable_sampled_bytes", _GIB, "unreclaimable (sampled)", lambda one: one.peaks.unreclaimable_sampled_bytes, "sampled", "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim"),
+        Column("unreclaimable_sampled_bytes", _GIB, "unreclaimable (sampled)", _unreclaimable_bytes, "sampled", "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim"),
         Column("pss_bytes", _GIB, "PSS of all ranks", lambda one: one.peaks.pss_bytes, "exact, kernel", "sum of the ranks' proportional set sizes when all ranks were ready"),
         Column("sum_of_peaks_bytes", _GIB, "sum of peaks (misleading)", sum_of_peaks, "exact, computed", "sum of the ranks' peak RSS, which counts shared pages once per rank"),
         Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the largest sum of the anonymous and shared memory of all processes, without page cache, which the kernel can reclaim: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
