@@ -114,6 +114,15 @@ class GroupMemory:
         os.close(self._stat)
 
 
+def _start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot; 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
@@ -130,7 +139,13 @@ class TreeMemory:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._members = {pid}
-        self._not_ours = {one for one in all_pids() if parent_of(one) == os.getpid()} - {pid}
+        # A daemon of the command may be weighin's child already; it started after the command.
+        began = _start_ticks(pid)
+        self._not_ours = {
+            one
+            for one in all_pids()
+            if one != pid and parent_of(one) == os.getpid() and _start_ticks(one) < began
+        }
         self._search, self._sum = Pause(), Pause()
         self._shares: dict[int, Shares] = {}
         self._status: dict[int, dict[str, int]] = {}
