@@ -1,6 +1,7 @@
 """Which cases of a grid only a nightly run tries (``make test-nightly``).
 
-By day each behaviour is tried once. What runs at night is the same behaviour with other values.
+By day each behaviour is tried once, except where that takes minutes (``tests/README.md``). What else runs
+at night is the same behaviour with other values.
 """
 
 from collections.abc import Container, Iterable

@@ -126,8 +126,8 @@ def test_page_cache_at_the_limit_does_not_hide_the_peak(group: Path, disk: Path)
         one.go("freed")
         samples = sampler.stop()
         (process,) = sampler.processes()
-    # The kernel's counters lag by up to 64 pages for each processor, and a higher peak of the
-    # usage is a new one only from 1 MiB or 1 % on.
+    # The kernel's counters lag by up to 64 pages for each processor. The sampler reads the processes
+    # again only if the memory grew by 1 MiB or 1 %.
     least = 60 * MIB - 64 * mmap.PAGESIZE * (os.cpu_count() or 1)
     assert process.anon_bytes
     assert process.anon_bytes >= least - max(MIB, 128 * MIB // 100)

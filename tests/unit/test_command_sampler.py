@@ -1,6 +1,7 @@
 """A command's memory without a cgroup: shared pages count once, and its processes are named."""
 
 import os
+import subprocess
 import time
 
 import pytest
@@ -94,28 +95,41 @@ step("left")
 """
 
 
-def test_an_orphan_that_this_process_adopts_belongs_to_the_command() -> None:
+@pytest.mark.parametrize("sampled_first", [True, False])
+def test_an_orphan_that_this_process_adopts_belongs_to_the_command(sampled_first: bool) -> None:
+    """An older child of this process does not, also if the orphan was there before the sampler."""
     import ctypes
 
     libc = ctypes.CDLL(None)
     assert libc.prctl(36, 1) == 0  # PR_SET_CHILD_SUBREAPER
     orphans: list[int] = []
+    older = subprocess.Popen(["sleep", "60"])
+    time.sleep(0.05)  # several ticks of the kernel's clock, so that the command starts later
     try:
         with command('step("started")' + ORPHAN) as daemon:
             daemon.reach("started")
-            sampler = CommandSampler(daemon.pid, None)
-            sampler.start()
+            if sampled_first:
+                sampler = CommandSampler(daemon.pid, None)
+                sampler.start()
             daemon.go()
             for _ in range(2):
                 assert daemon.process.stdout
                 daemon.process.stdout.readline()
-            wait_until(lambda: last(sampler).anon_bytes > 50 * MIB, "the orphan was not seen")
+            if not sampled_first:
+                sampler = CommandSampler(daemon.pid, None)
+                sampler.start()
+            wait_until(
+                lambda: sampler._samples and last(sampler).anon_bytes > 50 * MIB,
+                "the orphan was not seen",
+            )
             sampler.stop()
             orphans = [one.pid for one in sampler.processes() if one.parent_pid == os.getpid()]
             orphans.remove(daemon.pid)
             assert len(orphans) == 1
     finally:
         libc.prctl(36, 0)
+        older.kill()
+        older.wait()
         for pid in orphans:
             os.kill(pid, 9)
             os.waitpid(pid, 0)

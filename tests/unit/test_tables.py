@@ -179,7 +179,7 @@ def test_what_cannot_be_reclaimed_is_a_column_where_memory_is_shared() -> None:
     ][:3]
     column = [cell.strip() for cell in header.split("|")].index("unreclaimable (sampled) GiB")
     assert row.split("|")[column].strip() == "3.000"
-    # Other processes' shared memory may be mapped for a moment, long before the peak.
+    # The load used shared memory, but none at its maximum: the column would repeat another one.
     same = replace(peaks, unreclaimable_sampled_bytes=GIB)
     assert "unreclaimable" not in "\n".join(markdown([replace(plain, peaks=same)]))
 

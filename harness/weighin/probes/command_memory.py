@@ -11,7 +11,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_numbers, pids_in, room_in
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    all_pids,
+    parent_of,
+    parse_numbers,
+    pids_in,
+    room_in,
+    start_time,
+)
 from weighin.probes.process import read_shares, read_status
 from weighin.probes.process_table import Pause, Shares
 from weighin.result import Sample
@@ -114,15 +122,6 @@ class GroupMemory:
         os.close(self._stat)
 
 
-def _start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the boot; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
-
-
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
@@ -139,12 +138,12 @@ class TreeMemory:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._members = {pid}
-        # A daemon of the command may be weighin's child already; it started after the command.
-        began = _start_ticks(pid)
+        # A daemon of the command may already be weighin's child, but it started after the command.
+        began = start_time(pid)
         self._not_ours = {
             one
             for one in all_pids()
-            if one != pid and parent_of(one) == os.getpid() and _start_ticks(one) < began
+            if parent_of(one) == os.getpid() and (began is None or (start_time(one) or 0) < began)
         }
         self._search, self._sum = Pause(), Pause()
         self._shares: dict[int, Shares] = {}

@@ -66,8 +66,8 @@ def _above_import_per_model(result: Result) -> float | None:
 
 
 def _unreclaimable_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous and shared memory; None for a load whose maximum has
-    no shared memory, as then the figure repeats that of the anonymous memory.
+    """Return the sampled maximum of anonymous and shared memory; None for a load that had no
+    shared memory at its maximum, because the figure would repeat that of the anonymous memory.
     """
     peaks = result.peaks
     is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes
