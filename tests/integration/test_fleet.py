@@ -288,6 +288,7 @@ def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, 
 def test_sigterm_in_the_first_seconds_is_as_ctrl_c(
     command: CommandLine, nodes: Nodes, hold: Path, after_s: float
 ) -> None:
+    nodes.grow(1)
     started = start(command, nodes)
     started.wait_for_handlers()
     time.sleep(after_s)
