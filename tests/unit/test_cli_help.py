@@ -190,15 +190,15 @@ def test_the_help_of_each_verb_says_what_it_does(verb: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
     _, text = shown(*verb, "--help")
-    found = [line.strip() for line in text.splitlines() if line.startswith("  weighin ")]
+    found = [line.strip() for line in text.splitlines() if line.startswith("    weighin ")]
     assert found == VERBS[verb][1]
 
 
 def test_an_example_that_is_too_long_for_a_line_can_still_be_pasted() -> None:
     _, text = shown("bench", "--help", columns=60)
     assert (
-        "  weighin bench --model my.nets:build --kwargs \\\n"
-        "      '{\"width\": 64}' --checkpoint w.pt\n"
+        "    weighin bench --model my.nets:build --kwargs \\\n"
+        "        '{\"width\": 64}' --checkpoint w.pt\n"
     ) in text
 
 

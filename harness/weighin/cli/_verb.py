@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from os.path import normpath
 from shlex import join
+from types import MappingProxyType
 from typing import Any, cast
 
 import click
@@ -65,14 +66,17 @@ class _Context(click.Context):
 
 
 class Verb(click.Command):
-    """A verb of ``weighin``. ``examples`` are commands for the help; ``codes`` adds the exit codes."""
+    """A verb of ``weighin``.
+
+    ``examples`` maps what a command does to the command, for the help; ``codes`` adds the exit codes.
+    """
 
     context_class = _Context
 
     def __init__(
         self,
         *arguments: Any,
-        examples: Sequence[str] = (),
+        examples: Mapping[str, str] = MappingProxyType({}),
         codes: bool = False,
         **attributes: Any,
     ) -> None:
@@ -88,8 +92,10 @@ class Verb(click.Command):
         assert isinstance(formatter, _Formatter)
         if self.examples:
             with formatter.section("Examples"):
-                for example in self.examples:
-                    formatter.write_command(example)
+                for meaning, command in self.examples.items():
+                    formatter.write_text(f"{meaning}:")
+                    with formatter.indentation():
+                        formatter.write_command(command)
         if self.codes:
             _write_codes(formatter)
 

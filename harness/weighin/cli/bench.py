@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from weighin.run.request import Request
     from weighin.run.task import Run
 
-EXAMPLES = (
-    "weighin bench gpt2-xl --ram 8g --repeats 3",
-    "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
-    "weighin bench gpt2-large --operation save --ram 8g",
-    "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
-    "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
-    "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
-    "weighin bench gpt2-medium --device cuda --vram 1g --trace",
-    "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
-    "weighin bench --suite ci --out results/ci",
-    "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
-    "weighin bench --suite ci --shard 2/8 --out results/shard-2",
-    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
-)
+EXAMPLES = {
+    "Load gpt2-xl with the six strategies, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
+    "Load it with two strategies under each of two limits": "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
+    "Save the model instead of loading it": "weighin bench gpt2-large --operation save --ram 8g",
+    "Measure the load together with a use of the model, here each of two uses": "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
+    "Read from a disk of each of these rates, whose requests take 5 ms": "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
+    "Load in four processes at once": "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
+    "Load onto a GPU with 1 GiB of its memory, and record each allocation": "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+    "Load your own model and checkpoint": "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
+    "Measure a suite, and write its records to a folder of your choice": "weighin bench --suite ci --out results/ci",
+    "Measure a suite on the machines of a Ray cluster": "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
+    "Measure the second eighth of a suite's cells, on one of eight machines": "weighin bench --suite ci --shard 2/8 --out results/shard-2",
+    "Go on with a run that was stopped": "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from weighin.gate.check import MeasuredRuns
     from weighin.gate.lines import GateResult
 
-EXAMPLES = (
-    "weighin check results/RUN --baseline baseline.yaml --update",
-    "weighin check results/RUN --baseline baseline.yaml",
-    'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-    'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
-    "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
-)
+EXAMPLES = {
+    "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.yaml --update",
+    "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.yaml",
+    "Fail if anonymous memory under streaming exceeds 2 GiB": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+    "Hold each strategy to a budget, and expect the OOM killer for baseline": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
+    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)

@@ -13,12 +13,12 @@ NO_LIMIT_EXIT = 3
 @click.command(
     cls=Verb,
     codes=True,
-    examples=(
-        "weighin doctor",
-        "weighin doctor --calibrate --json -",
-        "weighin doctor --clean",
-        "weighin doctor --engine ray --address head:6379",
-    ),
+    examples={
+        "Try out what this machine can limit and measure": "weighin doctor",
+        "Measure the speed of this machine as well, and print JSON": "weighin doctor --calibrate --json -",
+        "Remove what killed runs left on this machine": "weighin doctor --clean",
+        "Try out each machine of a Ray cluster": "weighin doctor --engine ray --address head:6379",
+    },
 )
 @click.option(
     "--calibrate",

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from weighin.run.floor_search import Search
     from weighin.run.request import Request
 
-EXAMPLES = (
-    "weighin floor gpt2-medium",
-    "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
-    "weighin floor gpt2-small --isolation cgroup --json -",
-    "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
-    "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
-    "weighin floor --cold weights.pt -- python load.py weights.pt",
-    "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
-    "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
-)
+EXAMPLES = {
+    "Find the smallest RAM limit under which each of the six strategies loads the model": "weighin floor gpt2-medium",
+    "Find it for two strategies, with a precision of 2 %": "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
+    "Use cgroups instead of containers, and print JSON": "weighin floor gpt2-small --isolation cgroup --json -",
+    "Find it for one, two and four processes that load at once": "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+    "Find it for the load together with a use of the model, here each of two uses": "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
+    "Find it for a command, with weights.pt out of the page cache at each start": "weighin floor --cold weights.pt -- python load.py weights.pt",
+    "Find it for a server, which is ready when it answers at this address": "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
+    "Go on with a search that was stopped": "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
+}
 _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
     "model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code",

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from weighin.checkpoint.inspect import Inspected
     from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
-EXAMPLES = (
-    "weighin inspect model.pt",
-    "weighin inspect shards --sort size --all",
-    "weighin inspect training.pt --key model",
-    "weighin inspect model.safetensors --json -",
-    "weighin inspect gpt2-xl",
-)
+EXAMPLES = {
+    "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
+    "Show all tensors of a folder, the largest first": "weighin inspect shards --sort size --all",
+    "Show the entry 'model' of a training checkpoint": "weighin inspect training.pt --key model",
+    "Print JSON": "weighin inspect model.safetensors --json -",
+    "Show the checkpoint that weighin would generate for a model of its own": "weighin inspect gpt2-xl",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)

@@ -11,12 +11,12 @@ from weighin.cli._verb import Verb
 from weighin.errors import HarnessError, UnknownName
 from weighin.uses import USES
 
-EXAMPLES = (
-    "weighin list",
-    "weighin list strategies",
-    "weighin list isolations",
-    "weighin list --json -",
-)
+EXAMPLES = {
+    "List everything": "weighin list",
+    "List the strategies": "weighin list strategies",
+    "List the isolations, and whether this machine has them": "weighin list isolations",
+    "Print JSON": "weighin list --json -",
+}
 _WIDEST = 100  # columns: longer lines are hard to read
 
 KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")

@@ -7,10 +7,10 @@ import click
 from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
-EXAMPLES = (
-    "weighin merge results/shard-1 results/shard-2 --out results/whole",
-    "weighin merge results/shard-* --out results/whole --json -",
-)
+EXAMPLES = {
+    "Join the runs of two machines that measured parts of one suite": "weighin merge results/shard-1 results/shard-2 --out results/whole",
+    "Join all parts, and print JSON": "weighin merge results/shard-* --out results/whole --json -",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)

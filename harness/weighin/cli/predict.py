@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
     """The predictions, the document for --json, and the parts to print."""
 
-EXAMPLES = (
-    "weighin predict gpt2-xl",
-    "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-    "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
-    "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
-    "weighin predict --suite notebook --json -",
-    "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
-)
+EXAMPLES = {
+    "Predict the memory of each of the six strategies": "weighin predict gpt2-xl",
+    "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+    "Predict eight processes that load at once": "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
+    "Predict the load together with a use of the model, here each of two uses": "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
+    "Predict each cell of a suite, and print JSON": "weighin predict --suite notebook --json -",
+    "Compare the predictions with the records of a run": "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
+}
 _PREDICTED = {
     **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
     **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},

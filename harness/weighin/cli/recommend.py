@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from weighin.recommend.answer import Advice, Question
     from weighin.recommend.pipeline import PipelineAdvice
 
-EXAMPLES = (
-    "weighin recommend gpt2-xl --ram 8g",
-    "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
-    "weighin recommend gpt2-large --ram 4g --allow none --json -",
-    "weighin recommend gpt2-xl --ranks 8 --ram 64g",
-    "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
-    "weighin recommend gpt2-xl --ram 32g --use adamw",
-)
+EXAMPLES = {
+    "Name the strategy for a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
+    "Name it for a checkpoint of your own and a GPU with 24 GiB": "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+    "Name only a strategy that needs no other checkpoint and no package, and print JSON": "weighin recommend gpt2-large --ram 4g --allow none --json -",
+    "Name it for eight processes that load at once": "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+    "Name it for a slow disk": "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
+    "Name it for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
+}
 
 NOTHING_FITS_EXIT = 1
 

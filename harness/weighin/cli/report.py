@@ -12,12 +12,12 @@ from weighin.cli._verb import Verb
 if TYPE_CHECKING:
     from weighin.records.run_folder import Records
 
-EXAMPLES = (
-    "weighin report results/20261120T093000-gpt2-xl-8GiB",
-    "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
-    "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
-    "weighin report results/RUN --json -",
-)
+EXAMPLES = {
+    "Write the report of a run again": "weighin report results/20261120T093000-gpt2-xl-8GiB",
+    "Write only the HTML page and the pictures": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
+    "Write files for other tools": "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+    "Print the report's figures as JSON": "weighin report results/RUN --json -",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from weighin.run.machines import Machines
     from weighin.run.task import Run
 
-EXAMPLES = (
-    "weighin run -- python train.py --epochs 1",
-    "weighin run --ram 4g -- python train.py",
-    "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
-    "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
-    "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
-    "weighin run --suite commands --out results/commands",
-    "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
-)
+EXAMPLES = {
+    "Measure a command without a limit": "weighin run -- python train.py --epochs 1",
+    "Measure a command under a RAM limit of 4 GiB": "weighin run --ram 4g -- python train.py",
+    "Measure it three times under each of two limits, with w.pt out of the page cache": "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
+    "Mark the time of each output line that contains 'epoch'": "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
+    "Run the command in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+    "Measure each command of a suite": "weighin run --suite commands --out results/commands",
+    "Go on with a stopped run; --trust permits its recorded command to start again": "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+}
 
 
 @click.command(
@@ -85,8 +85,8 @@ EXAMPLES = (
 def run(context: click.Context, /, **_: Any) -> None:
     """Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.
 
-    The command keeps its standard streams, terminal, folder and environment. If the command runs
-    once, weighin exits with the command's own exit code.
+    The command keeps its standard streams, terminal, folder and environment. With one
+    limit and no repeats, weighin exits with the command's own exit code.
     """
     from weighin.run.resuming import resumable
     from weighin.run.task import Progress

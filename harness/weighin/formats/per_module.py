@@ -118,7 +118,7 @@ def read_index(folder: Path) -> dict[str, Any]:
                 raise _damaged(folder, f"{shown(key)} occurs twice")
     order = index["order"]
     if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
-        raise _damaged(folder, "'order' does not list each key of 'files' once")
+        raise _damaged(folder, "'order' must name each tensor of 'files' exactly once, and no other")
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
             raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")

@@ -100,7 +100,7 @@ def read(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ConfigError: the file does not exist or is invalid; the message names the key.
+        ConfigError: the file does not exist, or a key in it is invalid; the message says which key.
         SchemaTooNew: a newer version of weighin wrote the file.
     """
     if not path.exists():

@@ -188,7 +188,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """Predictions and records of every strategy, which are the same for all limits."""
+    """What is known of every strategy before a memory limit is chosen: predictions and earlier runs."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]

@@ -89,17 +89,19 @@ def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str
 
 
 def code(results: Sequence[Result]) -> str:
-    """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23"."""
+    """Return the days and weighin's commit: "measured 2026-11-23 with weighin commit d71778a29d"."""
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
-    return when_and_what([(result.environment, result.started_at) for result in measured])
+    made = [(result.environment, result.started_at) for result in measured]
+    return f"measured {when_and_what(made)}"
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the commits and days of ``made`` as text; each item is an environment and a start time."""
+    """Return the days and commits of ``made`` as text; each item is an environment and a start time."""
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
-    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
-    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}, {when}"
+    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
+    noun = "commit" if len(commits) == 1 else "commits"
+    return f"{when} with weighin {noun} {', '.join(commits)}"
 
 
 def _commit(environment: Mapping[str, Any]) -> str:

@@ -384,8 +384,8 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     comes from a command line.
 
     Raises:
-        ConfigError: a key or value is invalid; the message names the key, and the most similar
-            valid key.
+        ConfigError: a key or its value is invalid; the message says which key, and names the most
+            similar valid key.
     """
     try:
         return kind.model_validate(content)

@@ -1,4 +1,4 @@
-"""Find the cause of a command's memory with a table of rules, which test the command's record.
+"""Find the cause of a command's memory use with a table of rules, which test the command's record.
 
 The answer is the first rule of the table that holds, so that more specific rules come first in the
 table. For each rule, tests/unit/test_causes.py has a record for which the rule holds and a record
@@ -54,7 +54,7 @@ _MOST_STACKS: Final = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A possible cause of a command's memory: the test ``when``, and the sentences about the cause.
+    """A possible cause of a command's memory use: the test ``when``, and the sentences about the cause.
 
     ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` finds the line of
     code that took the memory.
