@@ -1,7 +1,7 @@
 """Start child processes, and exchange lines with them; children use ``weighin.parent_process``.
 
-Ray pickles the class ``Child`` by value and sends it to its nodes, so that ``Child`` uses nothing but
-the standard library and ``weighin.pipes``.
+``Child`` uses nothing but the standard library and ``weighin.pipes``, because Ray pickles the class
+``Child`` by value and sends it to other machines.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker
 _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
-"""The folders from which a child imports weighin, and weighin's strategies: a user's strategy may
-import them."""
+"""The folders from which a child imports weighin and weighin's strategies, which a user's strategy
+may import.
+"""
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -53,8 +54,9 @@ class PipeChannel:
     """The parent's ends of the pipes to a child's standard streams; ``close`` closes them.
 
     ``process`` is a descriptor that becomes readable when the child ends. Without ``process``, the
-    channel ends when the pipe closes, and a process that the child forked may keep the pipe open.
-    ``copy`` is a descriptor to which the channel also writes the child's standard error.
+    channel ends when the pipe closes. That may be after the child's end, because a process that the
+    child forked keeps the pipe open. ``copy`` is a descriptor to which the channel also writes the
+    child's standard error.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
@@ -143,9 +145,7 @@ class PipeChannel:
                 write(self._copy, data)
 
     def _drain(self, descriptor: int) -> None:
-        """Read a pipe until the pipe is empty, but at most 2 MiB, because a process may write
-        without end.
-        """
+        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not ready([descriptor], 0):
                 return

@@ -1,5 +1,5 @@
-"""Define the exceptions that stop weighin. A cell that fails raises no error of this module, but
-has an ``Outcome``.
+"""Define the exceptions that stop weighin. A measurement (cell) that fails raises no error of this
+module: its record gets an ``Outcome``.
 
 ::
 
@@ -83,9 +83,7 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """This machine cannot run cells in an isolation; ``repair`` is a command after which the
-    isolation works.
-    """
+    """An isolation (such as Docker) does not work on this machine; ``repair`` makes it work."""
 
     exit_code = 3
 
@@ -109,7 +107,9 @@ class WholePipeline(CheckpointError):
 
 
 class NoBaseline(HarnessError):
-    """A run's results must not become a baseline file, or only after the user's confirmation."""
+    """A run's results must not become a baseline file (the accepted figures of ``weighin check``),
+    or only after the user's confirmation.
+    """
 
     exit_code = 1
 
@@ -146,7 +146,7 @@ class MachineBusy(HarnessError):
 
 
 class NoNodeLeft(HarnessError):
-    """No node of a fleet can run the cells that have no record yet."""
+    """No machine of a cluster can run the cells (measurements) that have no record yet."""
 
     exit_code = 4
 
@@ -161,7 +161,8 @@ class Interrupted(HarnessError):
 def extra(name: str, purpose: str) -> Iterator[None]:
     """Turn a failed import in the ``with`` block into a ConfigError with the install command.
 
-    ``purpose`` is the feature that needs the package, and ``name`` is weighin's extra with the package.
+    ``purpose`` is the feature that needs the package, and ``name`` is the extra of weighin that
+    installs the package.
     """
     try:
         yield

@@ -45,7 +45,8 @@ def end_with_parent() -> None:
 def adopt_orphans(*, adopt: bool = True) -> bool:
     """Make this process a child subreaper: the parent of descendants whose own parent ends.
 
-    Without ``adopt``, stop being one. Return whether this process was a subreaper before the call.
+    With ``adopt=False``, stop being a subreaper. Return whether this process was a subreaper before
+    the call.
     """
     if sys.platform != "linux":
         return False

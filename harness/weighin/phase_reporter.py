@@ -123,7 +123,9 @@ class Reporter:
         self._descriptor = -1
 
     def _after_fork(self) -> None:
-        """Drop the parent's connection, and the lock, which another thread of the parent may hold."""
+        """In a forked child, drop the parent's connection and lock; another thread of the parent
+        may hold the lock.
+        """
         self._lock = RLock()
         self._drop()
 

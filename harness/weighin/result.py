@@ -20,7 +20,7 @@ IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import 
 """The phases in which a worker imports the class of a model; each library has its own phase."""
 
 UNNAMED: Final = "other"
-"""The name of the time between two phases, and of a load whose strategy names no phase."""
+"""The name of a time outside every phase, and of a load whose strategy names no phase."""
 
 OURS: Final = (
     "import",
@@ -41,8 +41,9 @@ USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 
 WINDOWS_IN_FLIGHT: Final = 4
-"""The number of read-ahead windows of a mapped file that the disk reads at once. The kernel cannot
-reclaim their pages. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads."""
+"""The number of read-ahead windows of a mapped file that the kernel reads at once. Pages of these
+windows cannot be reclaimed. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads.
+"""
 
 
 class Outcome(StrEnum):
@@ -122,9 +123,10 @@ class Peaks:
     """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
 
     ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
-    every other process figure is the worker's alone. In a cell of several ranks, ``rss_bytes`` is the
-    highest peak of a rank. The sampled maxima are then sums over all ranks, with shared pages counted
-    once. ``pss_bytes`` is the sum of all ranks' proportional set sizes when all ranks were ready.
+    the other figures of a process are of the worker alone. In a cell of several ranks,
+    ``rss_bytes`` is the highest peak of a rank. The sampled maxima are then sums over all ranks,
+    with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional set sizes
+    when all ranks were ready.
     """
 
     rss_bytes: int | None = None
@@ -199,7 +201,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process (rank) of a cell that several processes load together; its index in
+    """One of several processes (ranks) that load the model at once in a cell; its index in
     ``Result.ranks`` is the rank's number.
 
     ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
@@ -300,9 +302,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases that a further process of a command began, with peaks that cover only this process.
+    """The phases of a process of a command, other than the main process; the peaks are of this
+    process alone.
 
-    The process that began the first phase has no track: its phases are ``Result.phases``.
+    The main process, which began the first phase, has no track: its phases are ``Result.phases``.
     """
 
     pid: int
@@ -314,10 +317,11 @@ class Ran:
     """Facts about a command that the record of a load does not have.
 
     Attributes:
-        pid: the pid of the command's first process, in the parent's pid namespace.
+        pid: the pid of the command's first process, as weighin's process sees it.
         peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the largest sum of anonymous and shared memory, without page cache. With
-            ``needed_is_sampled``, the need may be larger: a short peak falls between two samples.
+        needed_bytes: the largest sum of anonymous and shared memory, without page cache. If
+            ``needed_is_sampled``, the need may be larger, because a short peak can fall between two
+            samples.
         signal: the signal that ended the first process; None if the process exited.
         survived: whether the first process ended by itself, although another process was killed.
         ended: command lines of the processes that weighin stopped, because they still ran at the end.
@@ -418,7 +422,7 @@ class Result:
 
     @property
     def cache(self) -> str:
-        """The cell's page-cache state, or ``NOT_DROPPED`` if pages stayed cached before a cold cell."""
+        """The page cache before the load; ``NOT_DROPPED`` if pages of a cold cell stayed cached."""
         is_warm = self.cell.cache == "cold" and self.cached_bytes_at_start
         return NOT_DROPPED if is_warm else self.cell.cache
 
@@ -429,5 +433,6 @@ class Result:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes of a mapped file that the disk reads at once; 0 if the read-ahead is unknown."""
+        """How many bytes of a mapped file the kernel reads at once; 0 if the read-ahead is unknown.
+        """
         return WINDOWS_IN_FLIGHT * int(self.environment.get("read_ahead_bytes", 0))

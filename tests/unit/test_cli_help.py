@@ -49,7 +49,7 @@ VERBS = {
         ],
     ),
     ("run",): (
-        "Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.",
+        "Run a command under limits; show its peak memory, the peak's cause, and why it was killed.",
         [
             "weighin run -- python train.py --epochs 1",
             "weighin run --ram 4g -- python train.py",
@@ -101,7 +101,7 @@ VERBS = {
         ],
     ),
     ("merge",): (
-        "Join the records of several runs of one plan, such as its shards, into a new run.",
+        "Join the records of several runs of one plan, such as the runs of --shard, into a new run.",
         [
             "weighin merge results/shard-1 results/shard-2 --out results/whole",
             "weighin merge results/shard-* --out results/whole --json -",
@@ -162,7 +162,7 @@ VERBS = {
         ["weighin cache list", "weighin cache list --json -"],
     ),
     ("cache", "clear"): (
-        "Delete generated checkpoints after confirmation; never delete checkpoints of your own.",
+        "Delete generated checkpoints after a question. Your own checkpoints are never deleted.",
         ["weighin cache clear gpt2-xl", "weighin cache clear --yes"],
     ),
 }

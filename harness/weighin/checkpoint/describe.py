@@ -24,9 +24,11 @@ from weighin.formats.pretrained_folder import own_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model without weights: parameters are on the meta device; some buffers have values.
+    """A tensor of a model without weights: parameters are on the meta device, and some buffers have
+    values.
 
-    ``is_kept`` tells whether the tensor keeps its own floating-point dtype in a model of any dtype.
+    ``is_kept`` tells whether the tensor keeps its own floating-point dtype, whatever the model's
+    dtype.
     """
 
     name: str
@@ -56,7 +58,7 @@ def describe(
 ) -> list[Described]:
     """Return all tensors of a model that is built in ``dtype``: its state dict, then other buffers.
 
-    Without ``dtype``, the model has the dtype of its published files.
+    Without ``dtype``, the model has the dtype in which its weights were published.
 
     Raises:
         ConfigError: the builder is invalid, or the state dict contains more than parameters and

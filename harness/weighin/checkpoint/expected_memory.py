@@ -19,13 +19,15 @@ SHARD_BYTES: Final = 5 * 1024**3  # the default size of a shard of weighin conve
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """The memory of a load on the CPU, in copies of the checkpoint's tensors and storages.
+    """The memory of a load on the CPU, as a number of copies of the checkpoint's tensors and
+    storages.
 
     Attributes:
         tensors: the number of copies of all tensors in anonymous memory; the model is one copy.
         storages: the number of copies of all storages in anonymous memory. A state dict that
             ``torch.load`` returned is one copy.
-        piece: the largest tensor, layer or shard is also in anonymous memory; None for no such piece.
+        piece: which part is in anonymous memory in addition: the largest tensor, layer or shard;
+            None for none.
         mapped: whether the file is also mapped into memory.
     """
 

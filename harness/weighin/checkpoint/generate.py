@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
-The seed, a tensor's name and an element's position determine the value of the element; the format
-and the order of writing do not. ``weighin.checkpoint.generate`` runs in a subprocess, which needs
-memory for the persistent buffers and for a few pieces of 16 MiB.
+Only the seed, a tensor's name and an element's position determine the value of the element. This
+module runs in a subprocess, which needs memory for the persistent buffers and for a few pieces of
+16 MiB.
 """
 
 import time
@@ -129,9 +129,7 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
 def _summed_pieces(
     sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and then put the checksums of these values into
-    ``sums``.
-    """
+    """Yield a tensor's values for the file, and then put their checksums into ``sums``."""
     described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     is_drawn = described.kind == "parameter"

@@ -40,7 +40,7 @@ def index(
 
     ``index`` reads tensors piece by piece. ``index`` converts a checkpoint that has another format
     than ``fmt`` or holds more than tensors, and a checkpoint of which ``selection`` leaves out or
-    renames tensors. ``permit`` is called with the number of bytes to write.
+    renames tensors. ``index`` calls ``permit`` with the number of bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.

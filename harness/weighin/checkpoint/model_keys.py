@@ -1,4 +1,5 @@
-"""Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
+"""Give a Hugging Face folder's tensors the loaded model's keys: ``weighin convert --keys model``.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,11 +38,11 @@ def read_with_model_keys(
 ) -> Slices:
     """Return the tensors of a folder or a GGUF file, with the names and in the order of the state dict.
 
-    A tensor that the model stacks or joins from several tensors of the files has several blocks. All
-    names of a tied tensor get the tensor that the files have under one of the names. Quantised codes
-    become weights in ``dtype``, or without ``dtype`` in the dtype of the folder's model. ``selection``
+    A tensor that the model stacks or joins from several tensors of the files has several blocks.
+    All names of a tied tensor get the tensor that the files have under one of the names. Quantised
+    codes become weights in ``dtype``, or else in the dtype of the folder's model. ``selection``
     chooses the weights in the folder's checkpoint. The adapter that ``choice`` names is merged in
-    ``dtype``, or without ``dtype`` in the dtype of each tensor.
+    ``dtype``, or else in the dtype of each tensor.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the model

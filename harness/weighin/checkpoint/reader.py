@@ -63,9 +63,7 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
-    """Read a tensor, and return the tensor's checksum; call ``progress`` with the size of each
-    piece in bytes.
-    """
+    """Return a tensor's checksum; call ``progress`` with the size in bytes of each piece read."""
     running = RunningChecksum(where.nbytes)
     for piece in read_pieces(where):
         running.update(piece)
@@ -161,8 +159,8 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
     """Return the ``TensorPlan`` of each tensor; tensors of the same elements in the file are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage become separate
-    tensors.
+    ``dtype`` is the new dtype of floating-point tensors. Views of one storage with different
+    elements become separate tensors.
     """
     tied, tensors = ties(slices), []
     for source in slices:

@@ -5,8 +5,8 @@ checksum file of a folder is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has no checksum file, because its manifest has the checksums.
-``weighin.checkpoint.sidecar`` does not import torch, because the parent process uses it.
+A checkpoint in the cache has no checksum file, because its manifest has the checksums. This module
+does not import torch, because weighin's own process, which must not import torch, uses the module.
 """
 
 import json
@@ -52,9 +52,7 @@ class KnownChecksums:
             raise self._other("tensors or dtypes", odd)
 
     def check(self, names: Iterable[str], actual: str) -> None:
-        """Raise CheckpointError if the file has another checksum than ``actual`` for a tensor in
-        ``names``.
-        """
+        """Raise CheckpointError if a tensor in ``names`` has another checksum than ``actual``."""
         if wrong := [name for name in names if self._sums[name] != actual]:
             raise self._other("values", wrong)
 

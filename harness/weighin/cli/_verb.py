@@ -1,4 +1,4 @@
-"""Define click's classes for the verbs, which format the help and complete the repairs of errors."""
+"""Define click's classes for the verbs (subcommands), which format the help and extend errors."""
 
 import re
 import shutil
@@ -68,7 +68,8 @@ class _Context(click.Context):
 class Verb(click.Command):
     """A verb of ``weighin``.
 
-    ``examples`` maps what a command does to the command, for the help; ``codes`` adds the exit codes.
+    The help shows ``examples``, a mapping from what a command does to the command, and the exit
+    codes in ``codes``.
     """
 
     context_class = _Context
@@ -106,8 +107,8 @@ class Verb(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb, and complete the repair of an error.
 
-        An error in a value from pyproject.toml gets the file's name. An error about a pipeline, given in
-        place of one model, gets the typed command with the pipeline's largest model.
+        An error in a value from pyproject.toml gets the file's name. If the user gave a pipeline in
+        place of a model, the error gets the typed command with the pipeline's largest model.
         """
         try:
             return super().invoke(ctx)
@@ -166,7 +167,7 @@ class _Commands(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """A group of verbs, which the help lists in the order and under the headings of ``panels``.
 
-    ``load`` imports and returns the verb of a name; it is called for the typed verb only.
+    ``load`` imports a verb by name. Only the typed verb is imported, because imports take time.
     """
 
     context_class = _Context

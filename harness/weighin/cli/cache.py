@@ -59,7 +59,7 @@ def cache_list(json_file: str | None) -> None:
 def cache_clear(
     context: click.Context, model: str | None, yes: bool, json_file: str | None
 ) -> None:
-    """Delete generated checkpoints after confirmation; never delete checkpoints of your own."""
+    """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
     from weighin.checkpoint import cache
 
     chosen = _chosen(model)

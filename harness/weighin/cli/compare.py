@@ -8,7 +8,7 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 EXAMPLES = {
-    "Compare each cell of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
+    "Compare each measurement of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
     "Compare two metrics only": "weighin compare results/main results/branch --metrics above_import,ready",
     "Compare the machines of one run": "weighin compare results/fleet --by machine",
 }

@@ -65,9 +65,9 @@ EXAMPLES = {
     "--keys",
     type=click.Choice(["file", "model"]),
     default="file",
-    help="The names that the written tensors get. file: the tensors keep the names in SOURCE."
-    " model: the tensors get the names in the model's state dict, and weighin stacks, joins and"
-    " renames the tensors of a Hugging Face folder as from_pretrained does.",
+    help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
+    " model's state dict; weighin stacks, joins and renames the tensors of a Hugging Face folder as"
+    " from_pretrained does.",
 )
 @_options.folder_choice
 @_options.adapter

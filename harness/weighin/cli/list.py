@@ -31,9 +31,9 @@ _HEADINGS: Final = {
 }
 
 _ISOLATIONS: Final = {
-    "docker": "A Docker container for each cell. Enforces RAM limits.",
-    "cgroup": "A memory cgroup for each cell, without a container. Enforces RAM limits.",
-    "process": "A plain process for each cell. Measures, but enforces no limit.",
+    "docker": "A Docker container for each measurement. Enforces RAM limits.",
+    "cgroup": "A memory cgroup for each measurement, without a container. Enforces RAM limits.",
+    "process": "A plain process for each measurement. Enforces no RAM limit.",
 }
 
 
@@ -73,9 +73,9 @@ def _document(kind: str) -> dict[str, Any]:
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a document; no line breaks a word that fits into ``width`` columns.
+    """Yield the lines of a document of at most ``width`` columns, unless one word is longer.
 
-    An entry is its name with the summary beside the name, and its facts below the summary.
+    Each entry has its name, its summary beside the name, and its facts below the summary.
     """
     for number, (kind, entries) in enumerate(listed.items()):
         if number:

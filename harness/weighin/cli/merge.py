@@ -31,12 +31,12 @@ EXAMPLES = {
 )
 @_options.json
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
-    """Join the records of several runs of one plan, such as its shards, into a new run.
+    """Join the records of several runs of one plan, such as the runs of --shard, into a new run.
 
-    The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
-    measure the cells of the plan for which no joined run has a record. `weighin merge` refuses runs
-    with different plans. `weighin merge` also refuses two runs that measured the same cell, because
-    it cannot tell which of the two records counts.
+    The new run has the whole plan, so that `weighin bench --resume` or `weighin run --resume` can
+    make the measurements that no joined run has made. `weighin merge` refuses runs with different
+    plans. `weighin merge` also refuses two runs with a record of the same measurement, because it
+    cannot tell which of the two counts.
     """
     from weighin.run import merge as merging
 

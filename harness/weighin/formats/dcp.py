@@ -1,8 +1,8 @@
 """Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
 Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``. The metadata contain the
-archive's offset. Tied keys refer to the same archive. torch's own writer needs whole tensors in memory;
-this module writes the same files piece by piece.
+offset of each archive. Tied keys refer to the same archive. torch's own writer needs whole tensors
+in memory; this module writes the same files piece by piece.
 """
 
 import io
@@ -114,7 +114,7 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
 
 
 class _FileView(io.RawIOBase):
-    """The ``length`` bytes from ``base`` on of an open file, as a file of its own.
+    """A part of an open file as a file of its own: ``length`` bytes from ``base`` on.
 
     Reads do not move the position of the open file.
     """

@@ -1,8 +1,8 @@
 """Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``.
 
-The file is a pickle, which this module interprets without executing any code. If the pickle has the
-name of a class or function that ``.metadata`` never contains, reading fails with an error.
-torch.distributed is not imported.
+The file is a pickle, which this module interprets without executing any code. If the pickle names a
+class or function that ``.metadata`` never contains, reading fails with an error. torch.distributed
+is not imported.
 """
 
 from dataclasses import dataclass
@@ -110,8 +110,8 @@ def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
 def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
     """Return the size in bytes of each state dict in a checkpoint of nested dicts, by its key.
 
-    ``paths`` maps each tensor's name to its path in the dicts. A path of one part belongs to no nested
-    dict. State dicts of optimizers are left out.
+    ``paths`` maps each tensor's name to its path in the dicts. A tensor whose path has one part is
+    in no nested dict. State dicts of optimizers are left out.
     """
     sizes: dict[str, int] = {}
     for one in tensors:

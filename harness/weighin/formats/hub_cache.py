@@ -88,7 +88,7 @@ def path_of(path: Path, revision: str = "") -> Path:
 
     Raises:
         CheckpointError: ``path`` is a model's folder in the cache, and lacks the revision.
-        ConfigError: a revision is given for a path outside the cache.
+        ConfigError: ``revision`` is given for a path outside the cache.
     """
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():

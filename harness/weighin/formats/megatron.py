@@ -5,8 +5,8 @@
     iter_0000010/
         mp_rank_00/model_optim_rng.pt     the model of one rank is in the key "model"
 
-The file of one rank of several has a part of the tensors or of the layers. weighin refuses the
-folder of a model that was divided among ranks, because the files do not say along which dimension a
+If several processes (ranks) trained the model, the file of each has only a part of the tensors or
+of the layers. weighin refuses such a folder, because the files do not say along which dimension a
 tensor is divided.
 """
 
@@ -83,7 +83,7 @@ def read(path: Path) -> Slices:
 
 
 def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts under dotted names; older releases wrote nested dicts."""
+    """Yield the values of nested dicts, as older releases wrote them, under dotted names."""
     for name, value in model.items():
         if isinstance(value, dict) and depth:
             yield from _flat(value, f"{prefix}{name}.", depth - 1)

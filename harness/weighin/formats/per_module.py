@@ -7,9 +7,9 @@
      "shared": {"head.weight": "tok_emb.weight"},
      "order": ["tok_emb.weight", "trf_blocks.0.norm1.scale", ...]}
 
-A key belongs to the module that the key names up to its first number, such as ``trf_blocks.3``. The
-module of a key without a number is the key's first part, such as ``tok_emb``. Each file is a flat state
-dict. ``shared`` maps a tied key to the first key of the same tensor; both are in one file and share a
+The module of a key is the key up to its first number, such as ``trf_blocks.3``. The module of a key
+without a number is the key's first part, such as ``tok_emb``. Each file is a flat state dict.
+``shared`` maps a tied key to the first key of the same tensor; both are in one file and share a
 storage. ``order`` lists the keys of the whole state dict.
 """
 

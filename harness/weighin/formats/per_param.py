@@ -6,8 +6,8 @@
      "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
      "shared": {"head.weight": "tok_emb.weight"}}
 
-``tensors`` maps every key to its file. ``shared`` maps a tied key to the first key of the same tensor;
-both keys have one file.
+``tensors`` maps every key to its file. ``shared`` maps a tied key to the first key of the same
+tensor; both keys have the same file.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Tell how a checkpoint is quantised, which packages from_pretrained needs, and the sizes in bytes.
 
-The configuration names the quantisation method (``quantisation_config``), and so do the names of the
-tensors (``companions``). A loader that takes the codes of a quantised weight for the weight itself gets
-wrong values without any error.
+The configuration names the quantisation method (``quantisation_config``), and the tensors' names
+reveal it (``companions``). A loader that takes the codes of a quantised weight for the weight
+itself gets wrong values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,8 +127,8 @@ def of_folder(
 ) -> Quantised | None:
     """Return how the weights of a Hugging Face folder are quantised; None if no weight is quantised.
 
-    In a folder without codes, ``config.json`` may still name a method. Only a method of transformers
-    then counts, because from_pretrained ignores any other method.
+    In a folder without codes, ``config.json`` may still name a method. Such a method counts only if
+    transformers has it, because from_pretrained ignores any other method.
     """
     named = named_in(folder, config)
     codes = find_codes(slices, named.bits)
@@ -178,7 +178,7 @@ def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]
 
 
 def _dtype(config: Mapping[str, Any], slices: Sequence[TensorSlice], without: set[str]) -> str:
-    """Return the dtype of the dequantised model: that in ``config.json``, else of most other weights."""
+    """Return the dtype of the dequantised model: in ``config.json``, else of most other weights."""
     with suppress(ConfigError):
         if (named := dtype_of(config)) in MODEL_DTYPES:
             return named

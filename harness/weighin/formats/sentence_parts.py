@@ -7,9 +7,9 @@
     1_Pooling/         a part without weights
     2_Dense/           config.json and model.safetensors
 
-The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key in the
-transformer's files, and "2.KEY" for a key in the files of another part. If the transformer lies in the
-folder itself, beside ``config.json``, weighin reads the folder as a model of transformers instead.
+The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key in
+the transformer's files, and "2.KEY" for a key in the files of another part. If the transformer's
+files lie in the folder itself, weighin reads the folder as a model of transformers instead.
 """
 
 from dataclasses import dataclass, replace
@@ -70,7 +70,7 @@ def read(path: Path) -> Slices:
     """Return the places of the tensors of all parts.
 
     Raises:
-        CheckpointError: a part has its weights in folders of its own, or is damaged.
+        CheckpointError: a part has its weights in further folders, or is damaged.
     """
     whole = Slices()
     values: dict[str, object] = {}

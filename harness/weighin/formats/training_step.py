@@ -1,4 +1,5 @@
-"""Find the newest step in the folder of a training run. A trainer names the newest step in a file:
+"""Find the newest step in the folder of a training run. Trainers write the newest step's name into
+a file:
 
 =====================================  ==========================================
 ``latest``                             DeepSpeed: the name of the step's folder

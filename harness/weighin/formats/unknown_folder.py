@@ -1,4 +1,5 @@
-"""Say in an error what a folder is that is neither a model nor a checkpoint, by its files' names."""
+"""Say in an error, by the files' names, what a folder is that is neither a model nor a checkpoint.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,8 @@ def models_below(folder: Path) -> list[str]:
 
 
 def _recognised(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield descriptions of the folder, each with a repair; the first one applies."""
+    """Yield descriptions of the folder, each with a repair (advice); the first description applies.
+    """
     if not names:
         yield "an empty folder", "give a checkpoint file, or the folder of a model"
     if ADAPTER in names:

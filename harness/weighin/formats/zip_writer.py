@@ -37,8 +37,8 @@ _holes = False  # whether writers leave out the tensors' values: see leaving_hol
 def leaving_holes() -> Iterator[None]:
     """Make all writes within the context leave holes in place of the tensors' values.
 
-    A file with holes has its whole structure and almost no blocks on the disk. The file's CRC-32s
-    are wrong, so that it serves only callers that read no values.
+    A file with holes has its whole structure, but almost no blocks on the disk. Because the file's
+    CRC-32s are wrong, the file serves only callers that read no values.
     """
     global _holes  # noqa: PLW0603 (else every format would have to pass the flag on)
     _holes = True
@@ -59,7 +59,7 @@ def finish(descriptor: int) -> None:
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor without values; nothing touches its memory, so that no page is resident."""
+    """Return a CPU tensor without values, whose memory is untouched and takes no RAM."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 

@@ -1,8 +1,8 @@
-"""The interface of isolations: Docker containers, memory cgroups and plain processes.
+"""The interface of isolations: the ways to run a worker, which is the measured process.
 
-An isolation starts a worker and returns a ``Running``, through which the parent talks to the
-worker, waits for its exit and removes it. The isolation sets all limits before the worker's first
-instruction.
+The isolations are Docker containers, memory cgroups and plain processes. An isolation starts a
+worker and returns a ``Running``, through which weighin talks to the worker, waits for its exit and
+removes it. The isolation sets all limits before the worker's first instruction.
 """
 
 import signal
@@ -17,7 +17,7 @@ from weighin.probes.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Descriptors of a command's standard streams; None stands for this process's own stream."""
+    """Descriptors for a command's standard streams; None stands for the stream of this process."""
 
     stdin: int | None = None
     stdout: int | None = None
@@ -109,9 +109,7 @@ class Running(Started, Protocol):
         """Start an observer in the container; return None if the parent can read the worker's /proc."""
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raise TimeoutError if the worker still runs after
-        ``timeout_s``.
-        """
+        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
 
 
 class RunningCommand(Started, Protocol):
@@ -175,7 +173,7 @@ class Isolation(Protocol):
         return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
-        """Start one worker for the given job, under the limits of the job's cell."""
+        """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(
         self,
@@ -192,7 +190,8 @@ class Isolation(Protocol):
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove what dead runs with the same lock file left, and return a line for each removal.
+        """Remove the processes, cgroups or containers that killed runs with the same lock file left
+        behind; return a line for each.
 
         ``any_lock`` includes the runs with other lock files.
         """

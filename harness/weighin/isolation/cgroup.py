@@ -1,8 +1,8 @@
 """Run each worker in its own memory cgroup, with the kernel's limit but without a container.
 
 On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the v2
-tree, because only v2 has PSI. A group's name contains the pid of the weighin that made the group,
-so that a later run can remove the groups of a killed one.
+tree, because only v2 has PSI. A group's name contains the pid of the weighin process that made the
+group, so that a later run can remove the groups of a killed run.
 """
 
 import contextlib
@@ -56,9 +56,7 @@ class CgroupIsolation(Isolation):
             limit(group, 2**40)
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Report a memory limit of weighin's own cgroup if this limit does not hold for the
-        measured cells.
-        """
+        """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
         if left := delegation.left_limit():
             progress(
                 f"the cells run outside this process's cgroup {left[1]}: its limit of"
@@ -155,7 +153,7 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
     """Make the cgroups of a cell and set the cell's limits; remove the cgroups if the ``with``
     block raises an error.
 
-    ``device`` is the disk from which the cell may read at its rate at most; empty for no such
+    ``device`` is the disk from which the cell may read only at the cell's rate; empty for no such
     limit.
     """
     groups = _make_groups(throttled=bool(device))

@@ -18,8 +18,8 @@ from weighin.probes import environment
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""The leaf cgroup into which this process moves: cgroup v2 refuses processes in a group that
-enables controllers.
+"""The leaf cgroup into which this process moves, because cgroup v2 allows no process in a group
+that enables controllers for its children.
 """
 
 _ENTERED = "WEIGHIN_DELEGATED"

@@ -1,4 +1,5 @@
-"""Find a worker and all processes that the worker started, by a mark that children inherit.
+"""Find a worker (measured process) and all processes that it started, by a mark that children
+inherit.
 
 A child in its own session is outside the worker's process group, and a child of root may have left
 the worker's cgroup. weighin therefore marks a worker with an environment variable and with a limit
@@ -76,7 +77,8 @@ def end(mark: str) -> None:
 
 
 def end_orphans(*, any_lock: bool = False) -> list[str]:
-    """Kill the processes whose mark names a dead owner; return one line for each process.
+    """Kill the processes whose mark names a weighin process that has ended; return one line for
+    each.
 
     The limit that marks a process does not name the lock file of the run that started the process.
     A process without the environment variable is therefore killed only with ``any_lock``.
@@ -95,8 +97,8 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose resource limit names a weighin process that has ended;
-    return that process's pid for each.
+    """Kill this user's processes whose resource limit names a weighin process that has ended; for
+    each, return the pid of that weighin process.
     """
     ended: dict[int, str] = {}
     while found := {

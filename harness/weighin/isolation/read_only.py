@@ -1,4 +1,4 @@
-"""Start a worker that sees its checkpoint through read-only bind mounts, where this user may mount."""
+"""Start a worker that sees its checkpoint through read-only bind mounts, if this user may mount."""
 
 import os
 import subprocess

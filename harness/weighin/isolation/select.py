@@ -124,7 +124,8 @@ def check_soft_limit(isolation: Isolation) -> None:
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
     """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells.
 
-    The kernel would kill at the limit of the outer cgroup, before the cell reaches its own.
+    The kernel would kill the cell at the limit of the outer cgroup, before the cell reaches its own
+    limit.
     """
     root = delegation.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []

@@ -43,7 +43,8 @@ Source = tuple[str, TensorSlice]
 class Step:
     """A part of a conversion: parts of the sources, and the index of the part of the result.
 
-    ``given`` has values that are already in memory, such as scales, by their patterns.
+    ``given`` maps the names (patterns) that transformers' operation expects to values in memory,
+    such as scales.
     """
 
     sources: tuple[Source, ...]
@@ -52,7 +53,9 @@ class Step:
 
 
 Divide = Callable[[dict[str, TensorSlice], torch.Tensor], Iterable[Step] | None]
-"""Takes the sources and the tensor to fill; returns the steps, or None if there can be none."""
+"""A function from the sources and the tensor to fill to the steps, or to None if the conversion has
+none.
+"""
 
 
 def of_rows(
@@ -84,7 +87,9 @@ def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
 def of_fp8(
     sources: dict[str, TensorSlice], target: torch.Tensor, sizes: tuple[int, ...] = ()
 ) -> Iterable[Step] | None:
-    """Divide ``Fp8Dequantize``, in which each row of scales is for the same number of rows of codes."""
+    """Divide ``Fp8Dequantize``, in which a row of scales belongs to a fixed number of rows of
+    codes.
+    """
     codes, scales = sources.get("weight"), sources.get("weight_scale_inv")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
         return None
@@ -165,7 +170,7 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
 
 
 def _within(where: TensorSlice, number: int, first: int, last: int) -> TensorSlice:
-    """Return some rows of one matrix of a stack, as a stack of one matrix."""
+    """Return some rows of one matrix in a stack of matrices, as a stack with one matrix."""
     one = rows_of(where, number, number + 1)
     inner = replace(one, shape=one.shape[1:], stride=one.stride[1:])
     rows = rows_of(inner, first, last)

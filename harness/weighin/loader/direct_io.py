@@ -56,8 +56,9 @@ class PieceReader:
     Each read raises a CheckpointError that names the file if the file is too short or its disk fails.
 
     Args:
-        buffer: page-aligned memory for reads. By default the reader maps a buffer, of which
-            ``piece_bytes`` and two pages take RAM after the first read that needs it.
+        buffer: page-aligned memory for reads. By default the reader maps a buffer of its own. The
+            buffer takes RAM (``piece_bytes`` and two pages) only after the first read that needs
+            it.
     """
 
     def __init__(self, buffer: memoryview | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -70,7 +71,9 @@ class PieceReader:
         self.read_together(file, [(target, offset)])
 
     def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill targets that are adjacent in the file; ``places`` has each target with its offset."""
+        """Fill targets that are adjacent in the file; ``places`` has targets and their file
+        offsets.
+        """
         opened = self.opened(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.cached_share(start, at + len(last) - start) >= _NEARLY_CACHED:
@@ -190,7 +193,7 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
     glibc's memcpy bypasses the caches of an x86 processor. For ``read()``, the kernel copies with
     the instruction ``rep movsb`` if the processor has the flag ``fsrm``. ``rep movsb`` is faster
-    than memcpy on an AMD EPYC, and slower on an Intel Xeon (``benchmarks/copying.py``).
+    than memcpy on an AMD EPYC, and slower on an Intel Xeon (measured by ``benchmarks/copying.py``).
     """
     try:
         with cpuinfo.open() as lines:

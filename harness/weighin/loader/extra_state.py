@@ -1,8 +1,7 @@
 """Rebuild the values of a state dict that are no tensors, for ``Module.set_extra_state``.
 
-``weighin.loader.extra_state`` rebuilds only plain values and a few kinds of objects, by its own
-code. ``weighin.loader.extra_state`` imports no class that a checkpoint names, so that a malicious
-file cannot execute code.
+This module rebuilds only plain values and a few kinds of objects, with its own code. The module
+imports no class that a checkpoint names, so that a malicious file cannot execute code.
 """
 
 import logging

@@ -121,7 +121,7 @@ def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Len
 
 
 def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files; each large tensor becomes equal reads, as many for each thread."""
+    """Yield the reads of cached files; each thread gets an equal part of each large tensor."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -169,7 +169,7 @@ one_thread_each = _OneThreadEach()
 def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
     """Tell whether at least 3/4 of the bytes of the given reads are in the page cache.
 
-    A file counts as cached even if pages are missing, because the kernel may reclaim single pages.
+    One quarter may be missing, because the kernel may reclaim single pages of a cached file.
     """
     cached_bytes, all_bytes = 0.0, 0
     for piece in pieces:

@@ -41,8 +41,8 @@ def load_pretrained(
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
-    The returned model is equal to that of the library in every parameter and buffer, in dtypes, tied
-    weights and evaluation mode. The load needs memory for one copy of the weights, and no network.
+    The model equals the library's in every parameter and buffer, in dtypes, tied weights and
+    evaluation mode. The load needs memory for one copy of the weights, and no network.
 
     For a GGUF file, or a folder whose only weights are one GGUF file, the result is the model that
     ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised. For a part of a
@@ -72,9 +72,9 @@ def load_pretrained(
             of the adapter.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of the model, is quantised by another
-            method, contains an adapter that from_pretrained would add and ``adapter`` does not name, or
-            the adapter is not plain LoRA for this model.
+        CheckpointError: the folder is unreadable, lacks weights of the model, is quantised by
+            another method, or contains an adapter that from_pretrained would add and ``adapter``
+            does not name; or the adapter is not plain LoRA for this model.
         ConfigError: the model's library is missing, has no such class, or the folder contains code and
             ``trust_remote_code`` is false.
     """

@@ -108,7 +108,7 @@ def _replaced_load(
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)
-    """Import timm, so that no later phase contains this import."""
+    """Import timm, so that no later phase of the load contains this import."""
     _timm()
 
 

@@ -17,7 +17,8 @@ def imported_again(package: str, error: Exception) -> Any:
     """After the import of a package failed with ``error``, import the package again as if
     torchvision were not installed.
 
-    ``imported_again`` changes ``sys.modules``, and so works only in a process that weighin started.
+    Because ``imported_again`` changes ``sys.modules``, it works only in a process that weighin
+    started.
 
     Raises:
         ConfigError: torchvision is not the cause, or weighin did not start this process.

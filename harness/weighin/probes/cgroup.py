@@ -1,9 +1,8 @@
 """Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-weighin.probes.cgroup works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel
-lacks the file of a figure, the figure is None, and not zero. Source:
-Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst
-of the kernel.
+This module works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel lacks the
+file of a figure, the figure is None, and not zero. Source: Documentation/filesystems/proc.rst,
+admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
@@ -124,9 +123,7 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of cgroup v2, because cgroup v1 has no PSI files; None if cgroup v2 is
-    not mounted.
-    """
+    """Return the mount point of cgroup v2, which alone has PSI files; None if it is not mounted."""
     return hierarchies(mounts.read())[1]
 
 
@@ -161,8 +158,8 @@ def has_left(pid: int, group: Path) -> bool:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    The result of ``pressure_file_of`` is None if PSI is off. The result of ``pressure_file_of`` is
-    None for the root group, because the root group's PSI file describes the whole machine.
+    ``pressure_file_of`` returns None if PSI is off. It also returns None for the root group, whose
+    PSI file describes the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -230,9 +227,7 @@ class MemoryCgroup:
 
     @property
     def peak_path(self) -> Path:
-        """The cgroup's file with its highest charge so far; cgroup v2 has this file since Linux
-        5.19.
-        """
+        """The file with the highest charge so far; cgroup v2 has this file since Linux 5.19."""
         return self._name("memory.max_usage_in_bytes", "memory.peak")
 
     @property
@@ -261,7 +256,9 @@ class MemoryCgroup:
         return int(text) if text else None
 
     def read_in_use(self) -> int:
-        """Return the current charge, in bytes, without inactive file pages, which are reclaimed first."""
+        """Return the current charge in bytes, without inactive file pages, which are reclaimed
+        first.
+        """
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
@@ -270,8 +267,7 @@ class MemoryCgroup:
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the number of OOM kills in the cgroup and all cgroups that were ever below it;
-        None on cgroup v1.
+        """Return the OOM kills in the cgroup and all cgroups that were ever below it; None on v1.
         """
         return _read_field(self.path / "memory.events", "oom_kill")
 
@@ -279,9 +275,9 @@ class MemoryCgroup:
         """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
 
         ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
-        ``oom`` counts charges for which the kernel could reclaim nothing. The result of
-        ``read_limit_events`` is None on cgroup v1: its failcnt stays 0 if RAM and swap have the
-        same limit (Linux 6.18: a file of twice the limit was read twice).
+        ``oom`` counts charges for which the kernel could reclaim nothing. On cgroup v1,
+        ``read_limit_events`` returns None, because v1's ``failcnt`` stays 0 if RAM and swap have
+        the same limit (seen on Linux 6.18).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
@@ -323,8 +319,8 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
 def room_in(folder: Path) -> int | None:
     """Return the most memory that a group can have under its limit and those around it, in bytes.
 
-    The anonymous and shared memory of other groups under the same limit reduces the result. The
-    result of ``room_in`` is None without a limit.
+    The anonymous and shared memory of other groups under the same limit reduces the result. Without
+    any limit, ``room_in`` returns None.
     """
     own = _unreclaimable(folder)
     return min(
@@ -344,7 +340,7 @@ def _unreclaimable(folder: Path) -> int:
 
 
 class PeakMark:
-    """The kernel's high-water mark of a cgroup's charge.
+    """The kernel's high-water mark of a cgroup's charge (the memory that the kernel counts for it).
 
     ``resets`` tells whether the kernel can reset the cgroup's high-water mark of memory. On cgroup
     v1, a write of 0 resets the high-water mark for all readers. On cgroup v2 since Linux 6.12, a
@@ -377,9 +373,7 @@ class PeakMark:
         return peak
 
     def reset(self) -> bool:
-        """Reset the cgroup's high-water mark to the current charge; return whether the kernel can
-        reset it.
-        """
+        """Reset the high-water mark to the current charge; return whether the kernel can do so."""
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)

@@ -48,7 +48,8 @@ class GroupMemory:
     """The memory of a cgroup and the groups below it.
 
     A sample's ``file_bytes`` is the mapped page cache: the kernel's mapped memory less all shared
-    memory. The sum of PSS is too low for a command that writes shared memory without mapping it.
+    memory. A sum of PSS would be too low for a command that writes shared memory without mapping
+    it.
     """
 
     is_fresh = True
@@ -114,7 +115,7 @@ class GroupMemory:
         return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
-        """Return the most memory that the group can have, in bytes; None without a limit (``room_in``)."""
+        """Return the most memory that the group can have, in bytes; None without a limit."""
         return room_in(self._cgroup.path)
 
     def close(self) -> None:
@@ -151,8 +152,8 @@ class TreeMemory:
         self._counted_twice = 0
 
     def pids(self) -> list[int]:
-        """Return the pids of the process tree at the last search; a search at each call would take
-        too long.
+        """Return the pids that the last search found, because a search at each call would take too
+        long.
         """
         if self._search.begin():
             parents = {pid: parent_of(pid) for pid in all_pids()}
@@ -209,7 +210,8 @@ class TreeMemory:
         self._counted_twice = min(max(self._counted_twice, least), most)
 
     def _grown(self, status: dict[int, dict[str, int]]) -> int:
-        """Return the tree's growth since the last sum if one process alone has changed; else 0."""
+        """Return the tree's growth in bytes since the last sum if only one process changed; else 0.
+        """
         if status.keys() != self._status.keys():
             return 0
         changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
@@ -235,9 +237,7 @@ def members_of(group: Path) -> list[int]:
 
 
 def _folders(group: Path) -> list[str]:
-    """Return the folders of a cgroup and the cgroups below it; an empty list if the cgroup was
-    removed.
-    """
+    """Return the folders of a cgroup and the cgroups below it; none if the cgroup was removed."""
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]

@@ -28,9 +28,9 @@ _NEAR: Final = 4  # the limit is near if the command's growth meets it within so
 class CommandSampler:
     """Samples a command until ``stop`` is called.
 
-    A command uses most memory in the sample with the most anonymous and shared memory. Among samples
-    whose anonymous and shared memory differs by less than 1 % or 1 MiB, the sample with the highest
-    usage counts. Page cache decides last, because the kernel can reclaim page cache.
+    A command uses most memory in the sample with the most anonymous and shared memory. If two
+    samples differ in this sum by less than 1 % or 1 MiB, the sample with the higher total usage
+    counts. Page cache matters only then, because the kernel can reclaim page cache.
 
     Attributes:
         oom_kills: the OOM kills in the cgroup and the groups below it; None without a cgroup.
@@ -177,7 +177,9 @@ def _usage(sample: Sample) -> int:
 
 
 def _page_cache(sample: Sample) -> int:
-    """Return the page cache without shared memory, in bytes; without a cgroup, its mapped part."""
+    """Return the page cache in bytes, without shared memory; without a cgroup, only its mapped
+    part.
+    """
     if sample.cgroup_file_bytes is None:
         return sample.file_bytes
     return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)

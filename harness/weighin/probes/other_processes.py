@@ -1,6 +1,4 @@
-"""Sample the memory of a worker's child processes, because the worker's own figures leave this
-memory out.
-"""
+"""Sample the memory of a worker's child processes, which the worker's own figures leave out."""
 
 import os
 import time
@@ -22,7 +20,8 @@ class OtherProcesses:
 
     Attributes:
         number: the largest number of child processes at once.
-        private_bytes: the largest sum of their private memory, which no other process maps.
+        private_bytes: the largest sum of the child processes' private memory, which no other
+            process maps.
     """
 
     def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
@@ -90,9 +89,7 @@ def owner_by_limit(pid: int) -> tuple[int, int] | None:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Return whether a process inherited the mark ``mark``, in its environment or as a resource
-    limit.
-    """
+    """Return whether a process inherited ``mark``, in its environment or as a resource limit."""
     return mark_of(pid) == mark or _limit(pid) == limit_of(mark)
 
 
@@ -108,9 +105,7 @@ def _limit(pid: int) -> int | None:
 
 
 def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if the process has no mark, has ended, or belongs to
-    another user.
-    """
+    """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
     return variable_of(pid, WORKER_VARIABLE)
 
 

@@ -20,7 +20,7 @@ Shares = tuple[int, int, int]
 SHARE: Final = 0.05
 """The share of the time in which processes may be examined, because that disturbs the processes."""
 MOST_PROCESSES: Final = 200
-"""The number of processes in a record, those with the most memory."""
+"""The largest number of processes in a record: those with the most memory."""
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
@@ -29,7 +29,7 @@ _REREAD_S: Final = 0.5
 
 
 class Pause:
-    """Limits the processor time of a repeated action to the share ``SHARE`` of the time."""
+    """Limits a repeated action to the share ``SHARE`` of one processor's time."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s

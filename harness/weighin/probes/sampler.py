@@ -126,7 +126,7 @@ class Sampler:
 
 
 class RankSamplers:
-    """Samples each rank that a worker started in a thread.
+    """Samples each rank (process that loads the model) of a worker, in a thread for each.
 
     The interval grows with the number of ranks, so that all threads together take no more processor
     time than the thread of one worker.
@@ -156,9 +156,7 @@ class RankSamplers:
 
 
 def _rank(pid: int) -> int | None:
-    """Return the environment variable RANK of a process; None if the process's environment cannot
-    be read.
-    """
+    """Return the environment variable RANK of a process; None if it cannot be read."""
     value = variable_of(pid, "RANK") or ""
     return int(value) if value.isdecimal() else None
 

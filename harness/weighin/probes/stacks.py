@@ -25,9 +25,12 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The largest share of the time for which a command is frozen, without the first reading near its limit."""
+"""The largest share of the time for which a command is frozen, not counting the first reading near
+its limit.
+"""
 KEPT: Final = 8
-"""The number of readings whose stacks are kept: the newest ones, which are at the highest usage."""
+"""The number of readings whose stacks are kept: the newest readings, which have the highest usage.
+"""
 MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
@@ -55,7 +58,9 @@ class StackTaker:
         pids: Callable[[], list[int]] | None = None,
         share: float = SHARE,
     ) -> None:
-        """``groups`` are the command's cgroups, the memory cgroup first; without one, ``pids`` is called."""
+        """``groups`` are the command's cgroups, the memory cgroup first; without cgroups, ``pids``
+        returns the processes.
+        """
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
         self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
@@ -109,9 +114,9 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment. There, the first reading is
-        always made. The total time of further readings is limited to ``SHARE`` of the whole time,
-        without a pause between them.
+        Near the limit, the kernel may kill the command at any moment. Near the limit, the first
+        reading is therefore always made. All further readings together may take ``SHARE`` of the
+        whole time, without a pause between them.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes

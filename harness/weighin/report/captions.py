@@ -33,7 +33,9 @@ def size(value: int | None) -> str:
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return a property of a measurement as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
+    """Return a setting of a measurement as text for a caption: "RAM limit 8 GiB", "cold page
+    cache".
+    """
     if name == "operation":
         return operations.KINDS[value].doing
     if name == "model":
@@ -50,7 +52,9 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def has_uses(rows: Sequence[Row]) -> bool:
-    """Return whether a model in the given rows was used in another way than by forward passes."""
+    """Return whether a model in the rows ran a use other than forward passes, such as a training
+    step.
+    """
     return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 
@@ -96,7 +100,9 @@ def code(results: Sequence[Result]) -> str:
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the days and commits of ``made`` as text; each item is an environment and a start time."""
+    """Return days and commits as text; ``made`` has the environment and start time of each
+    measurement.
+    """
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
@@ -123,7 +129,8 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def ending(row: Mapping[str, Any]) -> str:
-    """Return the outcome of a row, followed by the phase in which it ended: "oom_killed in load"."""
+    """Return a row's outcome, followed by the phase in which the load ended: "oom_killed in load".
+    """
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])

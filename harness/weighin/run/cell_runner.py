@@ -34,7 +34,8 @@ class Setting:
         run: the run's folder.
         environment: the machine and the versions, for each record.
         steady: whether free memory is written before each load (``page_preconditioning``).
-        stall_from_bytes: a slow disk never answers a read behind this offset; None for no such offset.
+        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
+            disk answers all reads.
     """
 
     isolation: Isolation
@@ -52,7 +53,7 @@ def measure(
     model_bytes: int | None,
     reference: Reference | None = None,
 ) -> Result:
-    """Measure one cell without recording its result, and write its samples to ``setting.run``."""
+    """Measure one cell, and write its samples, but not its record, to ``setting.run``."""
     measured = take(setting, job, files, model_bytes, reference)
     measured.finish(setting.run)
     return measured.result

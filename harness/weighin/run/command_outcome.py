@@ -167,9 +167,7 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process, at most 120 characters; if the process has ended,
-    return its pid.
-    """
+    """Return at most 120 characters of a process's command line; its pid if it has ended."""
     try:
         text = command_of(pid)
     except OSError:

@@ -221,7 +221,9 @@ def _check_program(request: CommandRequest, machines: Machines) -> None:
 
 
 def _choose(request: CommandRequest, machines: Machines, *, limited: bool) -> tuple[Isolation, str]:
-    """Choose the isolation: a container only if named, because it lacks this machine's programs."""
+    """Choose the isolation; choose a container only if the user named it, because a container lacks
+    this machine's programs.
+    """
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
     return machines.choose(
         name,

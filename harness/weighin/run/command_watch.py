@@ -68,7 +68,9 @@ class CommandWatch:
         self._ended: tuple[str, ...] = ()
 
     def cell_with_phases(self) -> Cell:
-        """Return the cell with the variable that names the socket for reports of phases."""
+        """Return the cell with an environment variable that tells the command where to report
+        phases.
+        """
         environment = self._cell.environment | self._listener.environment
         return replace(self._cell, environment=environment)
 
@@ -77,8 +79,7 @@ class CommandWatch:
         self._listener.close()
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
-        """Begin the measurement of a command that has just started; ``guard`` can prove that the
-        command thrashes.
+        """Begin to measure a command that has just started; ``guard`` can prove that it thrashes.
         """
         self._running, self._guard = running, guard
         self._cgroup = (
@@ -229,8 +230,8 @@ class CommandWatch:
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
-        """Return a process with the highest RSS of all readings, because each phase resets the
-        kernel's VmHWM.
+        """Return the process with its highest RSS of all readings, because each phase resets VmHWM,
+        the kernel's own mark.
         """
         highest = self._listener.highest_rss_bytes.get(process.pid)
         seen = largest((highest, process.highest_rss_bytes))

@@ -96,9 +96,7 @@ class EventLog:
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases up to the event ``loaded``; later phases compute checksums, which
-        allocate GPU memory.
-        """
+        """Return the phases before the checksums, which themselves allocate GPU memory."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:

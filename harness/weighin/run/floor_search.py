@@ -118,7 +118,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 
 
 def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
-    """Return the bounds of a floor that the results prove so far, as one line."""
+    """Return one line with the limits between which the floor lies by the results so far."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
         return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"

@@ -38,8 +38,9 @@ _PROBE_TIMEOUT_S = 120.0
 class LoadBench:
     """The checkpoints and the setting that all loads and saves of a run share.
 
-    ``prepared`` and ``refused`` have the checkpoints, and the reasons why one cannot be written, by
-    ``_checkpoint_key``. ``model_faults`` caches the results of ``model_fault.failure``.
+    The keys of ``prepared`` and ``refused`` are results of ``_checkpoint_key``. The values are
+    checkpoints, or the reasons why a checkpoint cannot be written. ``model_faults`` caches the
+    results of ``model_fault.failure``.
     """
 
     task: Run
@@ -111,7 +112,8 @@ class LoadBench:
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
-        """Change a failed result to ok if the forward pass fails after a reference load, too."""
+        """Change a failed result to ok if the forward pass also fails after a load by plain torch.
+        """
         if not model_fault.is_right_load(result):
             return result
         cell = result.cell

@@ -1,4 +1,4 @@
-"""Join the runs of several shards into one run (``weighin merge``)."""
+"""Join runs that each measured a part (shard) of one plan into one run (``weighin merge``)."""
 
 import json
 import shutil

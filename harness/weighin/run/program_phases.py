@@ -67,8 +67,7 @@ class PhaseListener:
 
     @property
     def last_phase(self) -> str | None:
-        """The phase in which the command's main process ended; None if the process ended outside
-        its phases.
+        """The phase in which the command's main process ended; None if it ended outside all phases.
         """
         main = next(iter(self._tracks.values()), None)
         return main.died_in if main else None

@@ -147,7 +147,8 @@ class ProcessTrack:
         return self._last
 
     def _end_all(self) -> None:
-        """End all open phases at the last reading; ``died_in`` names the innermost one."""
+        """End all open phases at the last reading; ``died_in`` is then the innermost phase's name.
+        """
         self.died_in = list(self._open.values())[-1].name
         while self._open:
             _, phase = self._open.popitem()

@@ -41,8 +41,8 @@ def check(how: CommandSettings) -> None:
 class Readiness:
     """Waits until one command is ready.
 
-    Any thread may call ``now`` when the command is ready. When the server is ready, the object
-    calls ``at_ready`` once, which reads the command's figures.
+    Any thread may call ``now`` when the command is ready. When the server is ready, ``at_ready`` is
+    called a single time, to read the command's figures.
     """
 
     def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:

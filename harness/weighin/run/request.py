@@ -35,7 +35,7 @@ class Request:
         settings: the settings from the options; ``start`` adds those of the suite and the models.
         kwargs: the arguments of the model's builder.
         folder: the folder of the new run; None for ``results/TIME-MODELS-LIMITS``.
-        choice: the weights and the class to load from a Hugging Face folder.
+        choice: which weights and which class to load from a Hugging Face folder.
     """
 
     suite: Suite

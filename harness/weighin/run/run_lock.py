@@ -84,7 +84,7 @@ def _open(path: Path) -> int:
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the machine's lock when it becomes free; raise MachineBusy at ``deadline``
+    """Take the machine's lock when it is free; raise MachineBusy at ``deadline``
     (``time.monotonic``).
     """
     pause_s, longest_s = _PAUSES_S

@@ -41,8 +41,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in the ``with`` block stops the run before its
-    first record.
+    """Remove the folder of a new run if an error in the ``with`` block precedes its first record.
     """
     try:
         yield

@@ -32,7 +32,8 @@ class RunSettings:
         mounts: paths of this machine that a container mounts read-only at the same path.
         within: the precision of a floor search, as a share of the floor; None for ``weighin bench``.
         aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``).
-        engine: the engine's name and settings; empty if this machine runs the cells one by one.
+        engine: the name and settings of the engine that distributes the cells, such as Ray; empty
+            if this machine runs the cells one by one.
         shard: the part of the plan that this run measures; None for the whole plan.
         storage: the folder for generated and converted checkpoints; None for weighin's cache.
         command: the settings of a run of commands; None for a run of loads or saves.
@@ -96,8 +97,7 @@ class RunSettings:
 
     @property
     def verb(self) -> str:
-        """The verb of the command line that makes a run with these settings: "bench", "run" or
-        "floor".
+        """The command of weighin that makes a run with these settings: "bench", "run" or "floor".
         """
         if self.within is not None:
             return "floor"

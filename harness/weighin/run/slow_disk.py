@@ -1,7 +1,7 @@
 """Slow down the disk that a cell reads its checkpoint from.
 
-The kernel's throttle can limit only a rate, and not on every machine. A FUSE file system adds a
-latency, and limits the rate on the other machines.
+The kernel's throttle can limit only the rate, and only on some machines. On the other machines a
+FUSE file system limits the rate, and on all machines it adds the latency.
 """
 
 import os

@@ -233,8 +233,7 @@ class Watch:
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
-        """Return the limit because of which the kernel killed a process; empty if it was the cell's
-        own limit.
+        """Return the limit for which the kernel killed a process; empty for the cell's own limit.
         """
         peak = largest(
             (self._peak_bytes, self._at_end.peak_bytes)

@@ -42,7 +42,7 @@ class Progress:
     """Callbacks that a run calls to report its progress.
 
     Attributes:
-        preparing: a step of the preparation begins; the share of it that is done, from 0 to 1.
+        preparing: a step of the preparation begins, or a share of it (0 to 1) is done.
         building: the isolation prints a line, such as Docker while it builds an image.
         starting: a cell starts.
         phase: a phase of the cell begins.
@@ -100,7 +100,7 @@ class Run:
     def reference_for(self, cell: Cell) -> Reference | None:
         """Return the figures of the same cell without a limit, which prove that ``cell`` thrashes.
 
-        The result of ``reference_for`` is None for a cell that may thrash until its time-out.
+        ``reference_for`` returns None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

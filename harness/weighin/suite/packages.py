@@ -1,4 +1,4 @@
-"""Find out which of the packages that strategies declare are missing, without importing them.
+"""Find out which packages that strategies need are missing, without importing the packages.
 
 A strategy declares each package by its name on PyPI, if necessary with a minimum version:
 "safetensors>=0.8".
@@ -56,9 +56,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _extra_with(requirement: str) -> str:
-    """Return the smallest extra of weighin that contains a package, such as "loaders"; empty if no
-    extra contains the package.
-    """
+    """Return the smallest extra of weighin with a package, such as "loaders"; empty without one."""
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed

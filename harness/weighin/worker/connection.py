@@ -21,9 +21,7 @@ class Lifeline(Parent):
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line of standard input. After ``receive_job``, the worker ends when its
-        standard input ends.
-        """
+        """Return the first line of stdin. From then on, the worker ends when its stdin ends."""
         if (line := self.receive()) is None:
             os._exit(_ORPHANED)
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()

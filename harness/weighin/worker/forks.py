@@ -1,7 +1,7 @@
 """Run a function in several forked processes at once, and read their private memory.
 
 The resident set size of a forked process includes pages that it shares with its parent. The private
-dirty memory is the memory of which the child has a copy, because the child wrote to it.
+dirty memory is the memory that the child has copied, because the child wrote to it.
 """
 
 import os

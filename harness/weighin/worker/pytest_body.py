@@ -1,8 +1,8 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The worker measures the baseline just before the body, after the setup of the test's fixtures, so that
-peaks above the baseline belong to the body. Before the baseline, the worker returns freed memory to the
-kernel, because a body that reuses freed memory would not raise the peak.
+The worker measures the baseline just before the body, after the setup of the test's fixtures, so
+that peaks above the baseline belong to the body. Just before, the worker returns freed memory to
+the kernel, because a body that reuses freed memory would not raise the peak.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from weighin.worker.phases import Marks
 from weighin.worker.warmup import report_baseline
 
 BODY = "body"
-"""The name of the phase for those parts of a body that are in no phase of its own."""
+"""The name of the phase for the parts of a test's body that are in no other phase."""
 
 Measuring = Callable[[], AbstractContextManager[None]]
 
@@ -53,9 +53,7 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 @contextmanager
 def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
-    """Report the baseline, run the test's body, and end the body's last phase, even if the body
-    raises an error.
-    """
+    """Report the baseline, run the test's body, and end its last phase, even if the body raises."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if device.startswith("cuda"):

@@ -1,7 +1,8 @@
 """Load the model that a worker saves, sync the saved files, and verify them.
 
-The worker loads the model before the baseline, so that peaks above the baseline belong to the save.
-The time of a save includes the sync of the written files, but not their verification.
+The worker loads the model before it measures its baseline memory, so that peaks above the baseline
+belong to the save. The time of a save includes the sync of the written files, but not their
+verification.
 """
 
 import os
@@ -77,8 +78,8 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The RAM limit of the save applies to the check too. The check of a save therefore holds only a
-    few pieces of 16 MiB in memory.
+    The RAM limit of the save also applies to this check, so that the check holds only a few pieces
+    of 16 MiB in memory.
     """
     page_cache.drop(files_in(target))
     try:

@@ -1,7 +1,8 @@
-"""Use a ready model in a phase of its own: write it, train it, convert it, copy it, save it, or fork.
+"""Use a loaded model in a phase of its own: write it, train it, convert it, copy it, save it, or
+fork.
 
-A use runs after the verification of all weights, so that it may change them. The objects that a use
-makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
+A use runs after the verification of all weights, and so may change the weights. The objects that a
+use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
 """
 
 from collections.abc import Callable

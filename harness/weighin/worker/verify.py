@@ -51,8 +51,9 @@ def check_values(
 ) -> tuple[str, ...]:
     """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
 
-    ``from_pretrained`` changes some tensors after reading them. For these, both the values in the file
-    and the changed values are right. The function returns notes that name these tensors.
+    ``from_pretrained`` changes some tensors after reading them. For such a tensor, both the values
+    in the file and the changed values are right. ``check_values`` returns notes that name these
+    tensors.
     """
     wrong, changed, of_file = [], [], []
     for entry in manifest.tensors:
@@ -88,7 +89,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 
 
 def complain(what: str, names: Iterable[str]) -> None:
-    """Raise WrongWeights with the text ``what`` if there are ``names`` of tensors."""
+    """Raise WrongWeights with the text ``what`` and the tensors' ``names``, if there are names."""
     faulty = sorted(names)
     if faulty:
         plural = "s" * (len(faulty) > 1)

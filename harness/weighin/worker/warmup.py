@@ -1,7 +1,8 @@
-"""Prepare a worker for its baseline, and report the environment that only the worker can see.
+"""Prepare a worker for its baseline (its memory before the load), and report the environment that
+only the worker can see.
 
-``weighin.worker.warmup`` imports torch inside its functions, because the import of torch is a phase
-of its own.
+The functions of this module import torch, and not the module itself, because the import of torch is
+a phase of its own.
 """
 
 import os
@@ -25,8 +26,8 @@ def settle_math() -> None:
     """Call MKL's vector functions once on one thread, so that MKL selects its kernels.
 
     If two threads make the first calls at the same time, MKL sometimes computes a part of the
-    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines was
-    wrong by 1.5e-4 (torch 2.13, MKL 2024.2). The cell would blame the strategy for this error.
+    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines
+    was wrong by 1.5e-4 (torch 2.13, MKL 2024.2). weighin would blame the strategy for this error.
     """
     import torch
 
@@ -65,8 +66,8 @@ def check_preloaded() -> None:
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the baseline, which is the worker's memory before the load; figures "above import" are
-    later figures minus the baseline.
+    """Send the baseline, the worker's memory before the load, to weighin. Figures "above import"
+    are later figures minus the baseline.
     """
     lifeline.send_and_wait(
         "baseline",

@@ -1,4 +1,4 @@
-"""A command in a container: its processes and its cgroup on this machine, its exit, its removal."""
+"""A command in a container, as the child of the keeper, which is the container's first process."""
 
 import contextlib
 import os
@@ -97,7 +97,9 @@ class DockerCommand:
         self._wait_for_program(keeper)
 
     def _wait_for_program(self, keeper: int) -> None:
-        """Wait until the keeper's child runs the command, because a sample would show the keeper's name."""
+        """Wait until the keeper's child runs the command; before that, samples show the keeper's
+        name.
+        """
         deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
         while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -106,7 +108,7 @@ class DockerCommand:
         return dict(self._client.inspect_container(self._container)["State"])
 
     def end_at_birth(self) -> None:
-        """Record that the engine could not start the container under its RAM limit."""
+        """Record that the RAM limit was too small for the engine to start the container."""
         self._exit = KILLED_AT_BIRTH
         self.cgroup = None
 

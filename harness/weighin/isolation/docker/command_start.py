@@ -1,4 +1,5 @@
-"""Make the container of a command: that of ``docker run``, with a keeper and a RAM limit."""
+"""Make a command's container, as ``docker run`` does, with a RAM limit and weighin's first process.
+"""
 
 import contextlib
 import os

@@ -163,7 +163,7 @@ class DockerRunning:
         self.pid, self.unseen = members[0], ""
 
     def _members(self) -> list[int]:
-        """Return the pids in the container, except that of the keeper, oldest first."""
+        """Return the pids in the container, oldest first, without the first process (keeper)."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return sorted(pid for pid in pids if pid != self._keeper)
 

@@ -81,9 +81,7 @@ def _send_samples(parent: Parent, samples: list[Sample]) -> None:
 
 
 def _others() -> list[int]:
-    """Return the pids of the container's processes, the oldest first, without the first process and
-    the observer.
-    """
+    """Return the container's pids, oldest first, without the first process and the observer."""
     return sorted(pid for pid in all_pids() if pid not in (_KEEPER, os.getpid()))
 
 

@@ -1,7 +1,7 @@
-"""Run the worker, or any command, in a Docker container, under the limits of a deployment.
+"""Run the worker (the measured process), or any command, in a Docker container with a RAM limit.
 
 A worker's container has no network, no capabilities, no swap and a read-only root. The worker is a
-child of a small shell (``stream.KEEPER``), so that the cgroup exists until the parent has read its
+child of a small shell (``stream.KEEPER``), so that the cgroup exists until weighin has read its
 counters. ``/tmp``, which is also HOME, and ``/dev/shm`` are small tmpfs mounts, whose files are
 charged to the cell.
 """

@@ -39,8 +39,8 @@ def lacking(job: Job) -> Lacking:
     """Return the installed package of a job's model, and the packages that it requires, as far as
     the image lacks them.
 
-    The result of ``lacking`` is empty if the model's module is part of weighin or of the image,
-    lies in a folder of ``job.python_path`` or in ``job.mounts``, or does not exist here.
+    The result is empty if the model's module is part of weighin or of the image, lies in a folder
+    of ``job.python_path`` or in ``job.mounts``, or does not exist here.
 
     Raises:
         ConfigError: the package contains compiled code.
