@@ -88,7 +88,7 @@ _SAMPLER_HEADS: Final = (
 )
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
-the need according to `weighin run --isolation cgroup`. This is the larger of the largest sample (every 20 ms) and the kernel's exact peak of the cgroup. Page cache and the kernel's own memory are not counted.""",
+the need according to `weighin run --isolation cgroup`, without page cache and the kernel's own memory. This is the largest sample (every 20 ms), or, if it is higher, the cgroup's exact peak minus the largest page cache and kernel memory.""",
     amounts.WEIGHIN["process"]: """\
 the need according to `weighin run --isolation process`: the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
     amounts.MAX_RSS: """\

@@ -52,10 +52,11 @@ class Cell:
         ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
         use: what to do with the loaded model: the name of a use in ``weighin.uses``, or of the
             user's own use. If empty, the model runs ``passes`` forward passes.
-        ranks: the number of processes that load the model at once, all under the same limits.
+        ranks: the number of processes that load the model at the same time, all under the same
+            limits.
         format: the format of the checkpoint; for a save, the format to write.
         device: the device of the loaded model; for a save, the device that holds the model.
-        environment: the environment variables to add for the worker, the measured process.
+        environment: the environment variables to add for the measured process.
         disk_bytes_per_s: the rate to which the checkpoint's disk is slowed down; None leaves the disk
             as fast as it is.
         disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
@@ -124,7 +125,7 @@ class Cell:
 
     @property
     def after_load(self) -> str:
-        """The name of the use that follows the load; "none" for a cell that ends with the load."""
+        """The name of the use after the load, such as "sgd"; "none" if the cell ends with the load."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property
@@ -154,7 +155,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A test or a function that a worker runs in place of a load.
+    """A test or a function that a worker (measured process) runs in place of a load.
 
     ``pytest_arguments`` select one test; the worker then writes the test's reports to ``path`` as
     JSON. Without ``pytest_arguments``, the file ``path`` has a pickled function, and the arguments
@@ -167,20 +168,20 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, with the files that the cell's worker reads. In a container, the paths of a job are
-    the paths inside the container.
+    """A cell, with the files that the cell's measured process (worker) reads. In a container, the
+    paths of a job are the paths inside the container.
 
     Attributes:
         manifest: a file with the names and checksums of the expected tensors.
         python_path: the folders from which to import the builder of a user's model.
         target: the empty folder into which a save, or the use "save", writes.
-        trace: whether the CUDA allocator records its events.
+        trace: whether PyTorch's CUDA allocator records every allocation and release.
         mounts: further paths of this machine that a container must see.
         body: a test or function to run in place of a load. The worker then loads no model, and reads
             only ``cell``, ``timeout_s`` and ``python_path``.
-        rank: the number of this process, from 0, if several processes (ranks) load the model at
-            once; None for the worker that starts these processes, and for the worker of any other
-            cell.
+        rank: the number of this process, from 0, if several processes (ranks) load the model
+            together; None for the worker that starts these processes, and for the worker of any
+            other cell.
         throttled_device: the disk (its name below /dev) from which the kernel lets the cell read
             only at the cell's rate; empty if the kernel limits no disk.
         use_path: the file of a user's own use.

@@ -29,9 +29,7 @@ _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker
 _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
-"""The folders from which a child imports weighin and weighin's strategies, which a user's strategy
-may import.
-"""
+"""The folders from which a child imports weighin and weighin's own strategies."""
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -95,7 +93,7 @@ class PipeChannel:
         return line
 
     def read(self) -> bool:
-        """Read all bytes that have arrived; return whether ``receive`` would now return at once."""
+        """Read all bytes that have arrived; return whether ``receive`` would then not wait."""
         self._read_ready(self._open, 0)
         return bool(self._lines) or self._stdout not in self._open
 
@@ -122,7 +120,7 @@ class PipeChannel:
             os.close(descriptor)
 
     def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait until a descriptor is readable or the child ends, and read; return False if neither."""
+        """Wait until data arrives or the child ends, and read; return False after the time-out."""
         ended = [] if self._process is None else [self._process]
         found = ready([*awaited, *ended], timeout_s)
         if self._process in found:  # all that the child wrote is now in the pipes
@@ -278,7 +276,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def open_process(pid: int) -> int | None:
-    """Return a pidfd, which becomes readable when the process ends; None before Linux 5.3."""
+    """Return a pidfd, a descriptor that is readable when the process ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):  # AttributeError: not Linux

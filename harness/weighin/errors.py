@@ -41,7 +41,7 @@ _REPAIRS = {
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: ``message`` is the cause, and ``repair`` is the remedy."""
+    """Base of all errors that a user sees: ``message`` says the cause, and ``repair`` what to do."""
 
     exit_code = 2
 
@@ -89,14 +89,14 @@ class IsolationUnavailable(HarnessError):
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint is damaged or unsupported; the message names the file and the place in the file."""
+    """A checkpoint is damaged or unsupported; the message names the file and where the fault is."""
 
 
 class WholePipeline(CheckpointError):
     """A pipeline of several models was given in place of one model.
 
-    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. As a
-    repair, the command line shows the typed command with ``largest`` in place of ``folder``.
+    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. The
+    error then suggests the typed command with ``largest`` in place of ``folder``.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StillRunning(HarnessError):
 
 
 class MachineBusy(HarnessError):
-    """Another run is measuring on this machine, and two runs at once would distort both results."""
+    """Another run is measuring on this machine; two runs together would distort both results."""
 
     exit_code = 4
 

@@ -19,9 +19,7 @@ BROKEN: Final = (
     Outcome.COMMAND_FAILED,
     Outcome.USE_FAILED,
 )
-"""Outcomes that show a fault of the strategy, the command or the use, not a limit that is too
-small.
-"""
+"""Outcomes that show a fault of the strategy, the command or the use, not a limit too small."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -39,7 +37,7 @@ EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEA
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return the exit code of a run: 5 for a failed strategy, else 4 for an unmeasured cell, else 0.
+    """Return a run's exit code: 5 if a strategy failed, else 4 if a cell was not measured, else 0.
 
     If ``weighin run`` measures a command only one time, it exits with the command's own code
     instead.

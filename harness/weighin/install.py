@@ -37,9 +37,7 @@ def upgrade() -> str:
 
 
 def _repository() -> str:
-    """Return pip's address of the repository that weighin was installed from, or else is published
-    in.
-    """
+    """Return pip's address of the repository that weighin was installed or published from."""
     record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"

@@ -22,7 +22,7 @@ used           gradients, children_private_bytes: fields of ``Use``            n
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 
-If several processes (ranks) are to load the model at once, the worker starts them and passes the
+If several processes (ranks) are to load the model together, the worker starts them and passes the
 messages on. Each event of a rank also has the field ``rank``. All ranks wait for each other at the
 events in ``MET``. Two more events exist:
 

@@ -65,7 +65,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading of a worker's memory, taken from outside the worker at the time ``t_ns``."""
+    """A reading of the measured process's memory (worker), from outside, at the time ``t_ns``."""
 
     t_ns: int
     rss_bytes: int
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The worker's memory at one instant, as the kernel and the allocator count it."""
+    """The memory of the measured process (worker) at one instant, by the kernel and the allocator."""
 
     rss_bytes: int
     anon_bytes: int
@@ -146,7 +146,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Page faults and refaults from the start of the load until ``ready``."""
+    """Page faults and refaults from the start of the load until every byte was read (``ready``)."""
 
     minor: int
     major: int
@@ -155,7 +155,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times (PSI) of the cell's cgroup from the start of the load until ``ready``."""
+    """Stall times (PSI) of the cell's cgroup, from the start of the load until every byte was read."""
 
     some_ns: int | None = None
     full_ns: int | None = None
@@ -163,7 +163,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A cell's wall time ``wall_ns`` and the parts of it; weighin itself took the remainder."""
+    """A cell's wall time ``wall_ns`` and its parts; the rest is time that weighin itself took."""
 
     wall_ns: int
     import_ns: int | None = None
@@ -184,7 +184,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a loaded model, in addition to the phase of the use.
+    """Facts about the use of a loaded model (such as a training step), in addition to its phase.
 
     Attributes:
         anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
@@ -201,7 +201,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of several processes (ranks) that load the model at once in a cell; its index in
+    """One of several processes (ranks) of a cell that load the model together; its index in
     ``Result.ranks`` is the rank's number.
 
     ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
@@ -323,7 +323,8 @@ class Ran:
             ``needed_is_sampled``, the need may be larger, because a short peak can fall between two
             samples.
         signal: the signal that ended the first process; None if the process exited.
-        survived: whether the first process ended by itself, although another process was killed.
+        survived: whether the first process ended by itself, although the kernel killed another
+            process.
         ended: command lines of the processes that weighin stopped, because they still ran at the end.
         cold: the paths whose page cache was dropped before the start.
         frozen_ns: the time for which the command was stopped while weighin read its stacks.
@@ -409,7 +410,7 @@ class Result:
     def above_import_bytes(self) -> int | None:
         """The peak RSS minus the RSS after ``import torch``; None if one of the two is unknown.
 
-        The peak RSS depends on the size of torch's libraries, but this difference does not.
+        Unlike the peak RSS, this difference does not depend on the size of torch's libraries.
         """
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
@@ -417,7 +418,7 @@ class Result:
 
     @property
     def use_phases(self) -> tuple[Phase, ...]:
-        """The phases of the use after the load, one for each forward pass."""
+        """The phases of the model's use after the load; each forward pass is one phase."""
         return tuple(phase for phase in self.phases if is_of_use(phase.name))
 
     @property
@@ -433,6 +434,5 @@ class Result:
 
     @property
     def in_flight_bytes(self) -> int:
-        """How many bytes of a mapped file the kernel reads at once; 0 if the read-ahead is unknown.
-        """
+        """How many bytes of a mapped file the kernel reads ahead; 0 if the read-ahead is unknown."""
         return WINDOWS_IN_FLIGHT * int(self.environment.get("read_ahead_bytes", 0))

@@ -68,7 +68,7 @@ HELPERS = {
 class _Measured(Protocol):
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options that a suite's YAML sets for this strategy."""
+        """The options that a suite (a YAML file) sets for this strategy."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.

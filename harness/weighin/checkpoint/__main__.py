@@ -1,4 +1,4 @@
-"""Generate, index or convert a checkpoint: ``python -m weighin.checkpoint``.
+"""Generate, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
 weighin runs this module as a subprocess (``subprocess_client``). The first line of standard input
 is the request in JSON; its field ``verb`` is make, index or convert. The subprocess answers with
@@ -84,7 +84,7 @@ class _Meter:
     """Asks the parent process for permission to write, and reports the progress at most ten times a
     second.
 
-    ``rounds`` is 2 if every byte is written and then read back, so that it counts twice; else 1.
+    ``rounds`` is 2 if every byte is written and then read back, and so counts twice; else 1.
     """
 
     def __init__(self, parent: Parent, rounds: int = 1) -> None:

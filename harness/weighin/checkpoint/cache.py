@@ -60,8 +60,7 @@ class Prepared:
 class _Task:
     """The arguments of one call of ``ensure``, and the folder ``entry`` of the checkpoint in the cache.
 
-    With ``in_place``, measurements load the user's own file, and the cache has only that file's
-    manifest.
+    With ``in_place``, measurements load the user's own file, and the cache has only its manifest.
     """
 
     model: ModelSpec
@@ -87,11 +86,11 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model only at
-    first, and when the file's size or modification time changes. weighin converts the model's state
-    dict into the cache if the file has another format than ``fmt`` or holds more than tensors, or
-    if ``selection`` leaves out or renames tensors. ``python_path`` lists the folders from which a
-    user's builder is imported.
+    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model at the
+    first use, and again only when the file's size or modification time changes. weighin converts
+    the model's state dict into the cache if the file has another format than ``fmt`` or holds more
+    than tensors, or if ``selection`` leaves out or renames tensors. ``python_path`` lists the
+    folders from which a user's builder is imported.
 
     Raises:
         UnknownName: no format has this name.
@@ -158,7 +157,7 @@ def _ensure_locked(task: _Task) -> Prepared:
 
 
 def _make(task: _Task) -> None:
-    """Let the subprocess write into a temporary folder, then move the files into the entry."""
+    """Let the subprocess write into a temporary folder, then move the files into the cache."""
     verb = "reading" if task.in_place else "converting" if task.checkpoint else "making"
     text = f"{verb} the checkpoint of {task.model.name}"
     task.report(text, None)
@@ -188,8 +187,7 @@ def _request(task: _Task, out: Path) -> dict[str, Any]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Move the new files into the entry, so that at any time each format with a marker is complete.
-    """
+    """Move the new files into the cache, so that a format with a marker is complete at any time."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:

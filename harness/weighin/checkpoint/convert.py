@@ -1,8 +1,8 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-A conversion reads and writes tensors in pieces of 16 MiB. A conversion writes the new files to a
-hidden folder next to the target, and renames the complete files. If the process is killed, the
-source is unchanged and no target exists; the next conversion removes the hidden folder.
+A conversion reads and writes tensors in pieces of 16 MiB. It writes the new files to a hidden
+folder next to the target, and renames the complete files. If the process is killed, the source is
+unchanged and no target exists; the next conversion removes the hidden folder.
 
 If the source has checksums, the conversion compares the values with them, and writes checksums of the
 target. Each conversion therefore detects bytes that changed since the previous conversion.

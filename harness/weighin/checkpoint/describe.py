@@ -125,8 +125,8 @@ def buffer_checksums(spec: ModelSpec) -> dict[str, dict[str, str]]:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
     Only the model's constructor computes the values of these buffers. ``buffer_checksums``
-    therefore constructs the whole model once for each dtype of ``CELL_DTYPES``, and needs the
-    memory of one model.
+    therefore constructs the whole model for each dtype of ``CELL_DTYPES``, and needs the memory of
+    one model.
     """
     build = resolve_builder(spec.builder)
     checksums: dict[str, dict[str, str]] = {}

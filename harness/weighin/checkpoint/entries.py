@@ -1,5 +1,5 @@
-"""Manage the folder of the cache of checkpoints. An entry has one model, with the values of one
-seed or one file.
+"""Manage the folder of the cache of checkpoints. An entry of the cache has one model, with the
+values of one seed or one file.
 
 ::
 
@@ -68,7 +68,8 @@ def use(chosen: Path) -> None:
 def entry_name(model: str, *origin: Any) -> str:
     """Return the name of an entry's folder: the model's name and a digest of ``origin``.
 
-    ``origin`` determines the values: the builder and its arguments, and the seed or the user's files.
+    ``origin`` is what determines the values: the builder and its arguments, and the seed or the
+    user's files.
     """
     text = json.dumps(origin, sort_keys=True, default=str)
     safe = _UNSAFE.sub("_", model).lstrip(".") or "model"

@@ -1,7 +1,7 @@
-"""Compute the expected memory of each of weighin's strategies, from the sizes of tensors alone.
+"""Compute the expected memory of each of weighin's ways to load (strategies) from the sizes of
+tensors.
 
-Each strategy's docstring states the same expectation. The expected memory does not include the memory of
-``import torch``.
+The expected memory does not include the memory of ``import torch``.
 """
 
 from collections.abc import Iterable
@@ -95,9 +95,10 @@ def expected(
 ) -> list[Expected]:
     """Return the expected memory of each strategy that loads in one process.
 
-    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in bytes,
-    and has tied tensors once. ``storages`` has the sizes of the storages in the checkpoint's files; None
-    if the strategies load converted files, in which the storages and the tensors have equal sizes.
+    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in
+    bytes, with one name for tied tensors. ``storages`` has the sizes of the storages in the
+    checkpoint's files; None if the strategies load converted files, in which the storages and the
+    tensors have equal sizes.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}

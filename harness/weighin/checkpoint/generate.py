@@ -98,12 +98,11 @@ def write(
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
 
-    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The random
-    values of a uint8 parameter are uniformly distributed. A parameter of any other integer dtype is
-    0.
+    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The values
+    of a uint8 parameter are uniformly distributed. Parameters of other integer dtypes are 0.
 
-    Every piece has its own random generator. All pieces share one memory: use each piece before the
-    next piece is generated.
+    Every piece has its own random generator. The next piece overwrites a piece, so use each piece
+    first.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix

@@ -108,9 +108,7 @@ def index_pretrained(
 def _values_of_file(
     reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the checksums, in the file, of the values that ``from_pretrained`` changes after
-    reading.
-    """
+    """Return checksums of those values in the file that ``from_pretrained`` changes after reading."""
     written = written_after_load(reference)
     wanted = reference.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
@@ -132,9 +130,7 @@ def _values_of_file(
 
 
 def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the model's class keeps in float32, with their float32 checksums
-    only.
-    """
+    """Return the weights that the model's class keeps in float32, with only float32 checksums."""
     kept = set()
     for wanted in CELL_DTYPES:
         for name, checksums in sums.items():

@@ -1,7 +1,6 @@
 """Read and write manifests: the name, shape, dtype and checksums of each tensor of a loaded model.
 
-This module does not import torch, because weighin's own process, which must not import torch, also
-reads manifests.
+The module does not import torch, so that weighin's own process can read manifests, too.
 """
 
 import json
@@ -51,8 +50,7 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
-        """Whether the tensor is floating-point. A load converts such tensors to the wanted dtype.
-        """
+        """Whether the tensor is floating-point. A load converts such tensors to the wanted dtype."""
         return "float" in self.dtype
 
     @property

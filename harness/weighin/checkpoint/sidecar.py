@@ -1,12 +1,12 @@
 """Keep the checksums of a checkpoint's tensors in a small file beside or in the checkpoint.
 
-The checksum file of a one-file checkpoint is next to it (``model.pt.weighin-checksums.json``); the
-checksum file of a folder is in the folder. The file's content::
+For a checkpoint of one file, the checksum file is next to that file
+(``model.pt.weighin-checksums.json``); for a folder, it is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has no checksum file, because its manifest has the checksums. This module
-does not import torch, because weighin's own process, which must not import torch, uses the module.
+A checkpoint in the cache has no checksum file, because its manifest has the checksums. The module
+does not import torch, so that weighin's own process can use it.
 """
 
 import json

@@ -103,7 +103,8 @@ class WriteLog:
         self._append_load(DeferredLoad(alias, alias, source))
 
     def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """Record copies to dense tensors from sources of the same shapes, without a call of ``copy_``.
+        """Record copies to dense tensors from sources of the same shapes, for a caller that makes
+        no ``copy_``.
 
         No recording may be active.
         """
@@ -154,7 +155,7 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return for each storage the number of its tensors among the arguments of recorded writes."""
+        """Return, for each storage, how many of its tensors are arguments of recorded writes."""
         held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
@@ -343,9 +344,7 @@ class WriteLog:
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the write that has the same effect on newly allocated memory; None if the write
-        cannot be deferred.
-        """
+        """Return the write that has the same effect on new memory; None if it cannot be deferred."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None

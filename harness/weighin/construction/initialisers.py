@@ -19,9 +19,7 @@ _LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
 
 
 def is_plain_call(func: Any, tensor: torch.Tensor, settings: Mapping[str, Any]) -> bool:
-    """Tell whether a call fills a plain tensor with random numbers, with arguments that torch
-    accepts.
-    """
+    """Tell whether a call fills a plain tensor with random numbers and has valid arguments."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _DTYPES

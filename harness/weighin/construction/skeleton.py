@@ -107,10 +107,10 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
     """Build a model while ``dtype`` is torch's default dtype.
 
     Tensors that the constructor creates in another floating-point dtype are converted to ``dtype``,
-    unless the model has an attribute ``keeps_dtypes`` that is true. torch lacks some operations of
-    constructors in half precision, such as an orthogonal initialisation. The model is then built in
-    float32 and converted. Each call uses the same random numbers, and the caller's random state does not
-    change.
+    unless the model has an attribute ``keeps_dtypes`` that is true. If torch lacks an operation of
+    the constructor in half precision, such as an orthogonal initialisation, the model is built in
+    float32 and converted. Each call uses the same random numbers, and the caller's random state
+    does not change.
     """
     try:
         with _constructing(dtype):
@@ -131,7 +131,7 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert floating-point tensors to ``dtype``.
 
-    ``Module.to`` would untie buffers and convert complex tensors.
+    ``_convert`` does not call ``Module.to``, which would untie buffers and convert complex tensors.
     """
     converted: dict[int, torch.Tensor] = {}
     for module in model.modules():

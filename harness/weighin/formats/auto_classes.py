@@ -34,8 +34,8 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
     then transformers' own class for the model type, if there is one.
 
     Raises:
-        ConfigError: neither ``config.json`` nor the user names a class, transformers has none for this
-            model type, or the folder's code defines the class and may not run.
+        ConfigError: neither ``config.json`` nor the user names a class, transformers has no class
+            for this model type, or the folder's code defines the class and may not run.
     """
     asked = choice.model_class.removeprefix(_PACKAGE)
     saved = config.get("architectures")
@@ -64,9 +64,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
 
 
 def _in_code(config: Mapping[str, Any], wanted: str) -> str:
-    """Return the class in the folder's code that has a name, or that belongs to an auto class; ""
-    if there is none.
-    """
+    """Return the class in the folder's code named ``wanted``, or of that auto class; else ""."""
     named = config.get(AUTO_MAP)
     for auto, reference in named.items() if isinstance(named, dict) else ():
         if isinstance(reference, str) and auto.startswith(BASE):
@@ -147,8 +145,7 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 def _read(
     pairs: ast.List, tables: Mapping[str, dict[str, tuple[str, ...]]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return a table from its code: ("bert", "BertModel"), ("funnel", ("A", "B")), *TABLE.items().
-    """
+    """Return a table from its code: ("bert", "BertModel"), ("funnel", ("A", "B")), *TABLE.items()."""
     table: dict[str, tuple[str, ...]] = {}
     for pair in pairs.elts:
         if isinstance(pair, ast.Starred):

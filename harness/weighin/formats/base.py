@@ -1,9 +1,9 @@
 """Define the interface of a checkpoint format, and the types that describe a checkpoint's tensors.
 
 A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
-``write``. ``read`` returns the place of each tensor in the files and reads no tensor data, so that
-a loader can read any format straight into a model. Only ``write`` imports torch, because weighin's
-own process calls the other functions and must not import torch.
+``write``. ``read`` returns each tensor's file and offset and reads no tensor data, so that a loader
+can read any format straight into a model. Only ``write`` imports torch, because weighin's own
+process calls the other functions and must not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,10 +67,10 @@ class TensorSlice:
         parts: the blocks of a tensor that is stored in several blocks. The blocks cover the tensor;
             ``file`` and the offsets are those of the first block. The tuple is empty for a tensor
             in one block.
-        fill: a function that computes the tensor's values, for example from quantised codes and scales.
-            The function writes the values into a tensor of this shape and converts them to that
-            tensor's dtype. Threads may call the functions of different tensors at once. None for a
-            tensor whose elements are in the file.
+        fill: a function that computes the tensor's values, for example from quantised codes and
+            scales. The function writes the values into a tensor of this shape and converts them to
+            that tensor's dtype. Several threads may call the functions of different tensors at the
+            same time. None for a tensor whose elements are in the file.
     """
 
     name: str
@@ -100,17 +100,13 @@ class TensorSlice:
 
     @property
     def place(self) -> object:
-        """The place of the tensor's elements in its files; tied tensors have the same place, so
-        that the place identifies them.
-        """
+        """The files and offsets of the tensor's elements, which are equal only for tied tensors."""
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The file's path and the offset in the file, by which tensors are sorted before they are
-        read.
-        """
+        """The file's path and the offset in the file; loaders read the tensors in this order."""
         return str(self.file), self.offset
 
     @property
@@ -191,8 +187,7 @@ class Slices(list[TensorSlice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write; ``shared_with`` names an earlier tensor in the same storage, or is None.
-    """
+    """One tensor to write; ``shared_with`` names an earlier tensor in the same storage, or is None."""
 
     name: str
     shape: tuple[int, ...]
@@ -222,7 +217,8 @@ class ReadLayout(Protocol):
         """Return every file that a load may read, in a stable order; raise as ``read`` does."""
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, each within its file, in the state dict's order.
+        """Return the places (files and offsets) of all tensors, each within its file, in the state
+        dict's order.
 
         ``read`` executes no code in the files, and reads no file outside ``path``.
 

@@ -165,11 +165,11 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 @remembering()
 def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
-    """Return the name of the checkpoint's format, and the places of the selected tensors.
+    """Return the name of the checkpoint's format, and the selected tensors with their places in the
+    files.
 
     Raises:
-        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged; the
-            message names the file and the place.
+        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged.
     """
     layout, path = _located(path)
     key = selection.key
@@ -237,11 +237,7 @@ def _without(prefix: str, slices: Slices) -> Slices:
 
 
 def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
-    """Raise CheckpointError if all tensors of a checkpoint are empty.
-
-    A caller that compares the tensors with a model does not need this check, because empty tensors fit
-    only a model of empty tensors.
-    """
+    """Raise CheckpointError if all tensors of a checkpoint are empty."""
     if _is_empty(slices):
         raise all_empty(path)
 

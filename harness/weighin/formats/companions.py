@@ -21,9 +21,7 @@ _BYTES: Final = frozenset({"int8", "uint8"})
 _WORDS: Final = frozenset({"int32", "uint32", "int64"})
 
 Find = Callable[[str], TensorSlice | None]
-"""A function that takes a suffix, and returns the tensor whose name is that of the codes with this
-suffix.
-"""
+"""A function from a suffix to the tensor that has the codes' name with this suffix."""
 
 Bits = int | None
 """The bits of one weight in the configuration; None if the configuration has no such number."""
@@ -69,18 +67,14 @@ def _of_bits(codes: TensorSlice, _: Find, bits: Bits) -> int | None:
 
 
 def _each_or_packed(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Return the number of weights. Only uint8 may hold several codes (of 4 or fewer bits) in each
-    byte.
-    """
+    """Return the number of weights. Only uint8 may hold several codes of 4 or fewer bits."""
     if codes.dtype_name == "uint8":
         return _of_bits(codes, find, bits if bits and bits < 8 else 4)
     return _each(codes, find, bits)
 
 
 def _of_rows(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Return the number of weights: GPTQ packs a matrix along its first dimension, AWQ along the
-    last.
-    """
+    """Return the number of weights: GPTQ packs a matrix along the first dimension, AWQ the last."""
     scales, places = find(".scales"), find(".g_idx")
     if scales is None or not scales.shape or len(codes.shape) != 2:
         return None
@@ -121,9 +115,7 @@ _PAIRS: Final = (
     _Pair("fp8 in blocks", "", "_scale_inv", _FLOAT8 | _BYTES, _each_or_packed),
     _Pair("codes of 8 or fewer bits", "", "_scale", _FLOAT8 | _BYTES, _each_or_packed),
 )  # fmt: skip
-"""The first pair whose suffixes and dtype fit a tensor decides. Several libraries write the last
-pair.
-"""
+"""The first pair whose suffixes and dtype fit decides. Several libraries write the last pair."""
 
 _COMPANION: Final = re.compile(
     r"(\w*_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"

@@ -44,7 +44,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> Slices:
-    """Return the places of all tensors, or only of tensors under ``key``.
+    """Return the places (files and offsets) of all tensors, or only of those under ``key``.
 
     torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
     tensor is under ``key`` if its name begins with ``key`` and a dot.

@@ -60,7 +60,8 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors: trained weights in float32, others as stored.
+    """Return the model's tensors with their files and offsets: trained weights in float32, others
+    as stored.
 
     Raises:
         CheckpointError: a rank's file is missing, a file is damaged or has too few elements, or the

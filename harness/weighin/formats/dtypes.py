@@ -1,4 +1,4 @@
-"""List the dtypes that a checkpoint can contain, and the largest sizes."""
+"""List the dtypes that a checkpoint can contain, and the largest size that torch can represent."""
 
 import re
 from typing import TYPE_CHECKING, Final

@@ -40,7 +40,8 @@ class Flat:
         self.numel = sum(one.shape[0] for one in tensors)
 
     def ranges(self, first: int, count: int) -> list[TensorSlice]:
-        """Return the places of ``count`` elements, the first of which has the index ``first``.
+        """Return where ``count`` elements are in the files; the first of them has the index
+        ``first``.
 
         Raises:
             CheckpointError: the flat tensors have fewer elements.

@@ -1,4 +1,5 @@
-"""Read the tables of a GGUF file, the format of llama.cpp: its metadata and its tensors' places.
+"""Read the tables of a GGUF file, the format of llama.cpp: the metadata, and each tensor's type and
+offset.
 
 ::
 

@@ -50,7 +50,7 @@ class Addition:
 
 
 def read(adapter: Path) -> dict[str, Addition]:
-    """Return the additions of the adapter in a folder, by the names of the modules.
+    """Return what the adapter in a folder adds to weights, by the names of the modules.
 
     Raises:
         CheckpointError: the folder is damaged, or has no adapter of plain LoRA.

@@ -47,7 +47,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors.
+    """Return the places (files and offsets) of the model's tensors.
 
     Raises:
         CheckpointError: the model is divided among several ranks, or the file is damaged.
@@ -92,9 +92,7 @@ def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str,
 
 
 def _argument(arguments: Any, name: str) -> int:
-    """Return a number from the pickled ``argparse.Namespace`` of the training; 1 if the namespace
-    lacks the number.
-    """
+    """Return a number from the training's pickled ``argparse.Namespace``; 1 if it is missing."""
     for state in arguments.contents if isinstance(arguments, Opaque) else ():
         if isinstance(state, dict) and type(state.get(name)) is int:
             return int(state[name])

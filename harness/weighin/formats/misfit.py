@@ -48,8 +48,7 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
     """Return the advice to select the model's tensors with options; empty if no options select
     them.
 
-    ``stored`` maps the names in the checkpoint to shapes; ``wanted`` does so for the names in the
-    model.
+    ``stored`` maps the checkpoint's names to shapes, and ``wanted`` the model's names.
     """
     first = next(iter(wanted), "")
     for name in stored:
@@ -95,8 +94,7 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a tensor's name for a list in a message: without quotes, and cut if it is very long.
-    """
+    """Return a tensor's name for a list in a message: without quotes, and cut if it is very long."""
     if len(name) <= _MOST_LETTERS:
         return name
     return f"{name[:_MOST_LETTERS]}... ({len(name):,} characters)"

@@ -2,7 +2,7 @@
 
 Storage behind a network answers each read after some milliseconds. On a slow disk, hundreds of
 headers that are read one after the other take seconds. The kernel's read-ahead helps little,
-because FUSE sends at most 12 read-ahead requests at once.
+because FUSE sends at most 12 read-ahead requests at a time.
 """
 
 import mmap
@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 LATE_S: Final = 0.002
-"""A disk counts as late if it takes this many seconds or more to read and interpret a part of a
-file.
-"""
+"""A disk is late if reading and interpreting a part of a file takes this time in seconds."""
 
 _THREADS: Final = 128
 _BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
@@ -27,9 +25,7 @@ Value = TypeVar("Value")
 
 
 def is_late(start_s: float) -> bool:
-    """Tell whether ``LATE_S`` or more have passed since a read began at ``start_s``
-    (``time.monotonic``).
-    """
+    """Tell whether ``LATE_S`` have passed since a read began at ``start_s`` (``time.monotonic``)."""
     return time.monotonic() - start_s >= LATE_S
 
 

@@ -40,7 +40,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the place of each tensor, in the state dict's order.
+    """Return the file and offset of each tensor, in the state dict's order.
 
     Raises:
         CheckpointError: the index is damaged, a file is missing or damaged, or a file has other keys
@@ -85,10 +85,7 @@ def write_index(
     shared: Mapping[str, str],
     order: Sequence[str],
 ) -> None:
-    """Write the index: each module's keys, the tied keys, and the order of all keys.
-
-    ``shared`` maps a tied key to the first key of the same tensor.
-    """
+    """Write ``index.json``, whose fields the module's docstring describes."""
     files = {file_name(module): list(keys) for module, keys in modules.items()}
     fields = {"files": files, "shared": dict(shared), "order": list(order)}
     folder_index.write(folder, NAME, fields)

@@ -1,7 +1,7 @@
 """Return a record for the result of each call in a pickled checkpoint, without calling anything.
 
 This module compares the names of functions and classes in a pickle with the names that
-``torch.save`` writes for tensors. The module imports and calls no function or class of the pickle.
+``torch.save`` writes for tensors.
 """
 
 from collections.abc import Mapping
@@ -188,9 +188,7 @@ def create(kind: Any, arguments: Any) -> Opaque:
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return an OrderedDict from the arguments in the pickle; Python 2 pickled an OrderedDict with
-    a list of pairs.
-    """
+    """Return an OrderedDict from pickled arguments, which are a list of pairs in Python 2."""
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)
@@ -239,7 +237,7 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _subclass(name: str) -> tuple[str, str]:
-    """Return the title and the repair for a tensor of the subclass with the full name ``name``."""
+    """Return, for messages, a title and advice for a tensor of the subclass ``name``."""
     if name.startswith("torch.") and (leaf := name.rpartition(".")[2]) in _OF_RANKS:
         return f"{leaf}, {_RANKS_PART}", _WHOLE_TENSORS
     return (
@@ -298,10 +296,9 @@ def usual_tensor(
 
 @lru_cache
 def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from a tensor's first to its last, gaps included.
+    """Return the number of elements from a tensor's first to its last element, gaps included.
 
-    The result of ``_elements_spanned`` is 0 for an empty, very large or invalid tensor, for which
-    all checks of ``_tensor`` are needed.
+    The result is 0 for an empty, very large or invalid tensor, which ``_tensor`` must check.
     """
     if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
         return 0

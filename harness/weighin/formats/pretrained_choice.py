@@ -1,5 +1,4 @@
-"""Define what a user chooses to load from a Hugging Face folder, such as a variant of the weights.
-"""
+"""Define what a user chooses to load from a Hugging Face folder, such as a variant of the weights."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -35,7 +35,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> Slices:
-    """Return the place of each tensor of a flat state dict; for GPT-2 XL, this takes 0.03 s.
+    """Return the offset of each tensor of a flat state dict; for GPT-2 XL, this takes 0.03 s.
 
     ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
 
@@ -69,7 +69,8 @@ def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> Tens
 
 
 def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
-    """Return a file's pickled value as records of ``tensor_refs``, and a function that places a tensor.
+    """Return a file's pickled value as records of ``tensor_refs``, and a function that locates a
+    tensor.
 
     The returned function takes a name for a tensor and the tensor's record, and returns its place
     in the file.

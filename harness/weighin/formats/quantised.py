@@ -1,4 +1,5 @@
-"""Tell how a checkpoint is quantised, which packages from_pretrained needs, and the sizes in bytes.
+"""Tell how a checkpoint is quantised, which packages ``from_pretrained`` needs, and the sizes in
+bytes.
 
 The configuration names the quantisation method (``quantisation_config``), and the tensors' names
 reveal it (``companions``). A loader that takes the codes of a quantised weight for the weight
@@ -63,7 +64,7 @@ class Quantised:
 
     @property
     def needed(self) -> str:
-        """The packages that from_pretrained needs, as a part of a message."""
+        """The packages that ``from_pretrained`` needs, as a part of a message."""
         return ", ".join(["transformers", *self.packages])
 
     @property
@@ -162,7 +163,7 @@ def in_checkpoint(path: Path, slices: Sequence[TensorSlice]) -> Quantised | None
 
 
 def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]) -> None:
-    """Raise CheckpointError if a model would take codes for weights.
+    """Raise CheckpointError if a model would take quantised codes for weights.
 
     ``names`` are the names of the model's tensors. A model with tensors for the scales, such as
     ``weighin.models.gpt_oss``, takes the codes and the scales as they are.

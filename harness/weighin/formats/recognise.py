@@ -1,6 +1,6 @@
 """Recognise the kind of a file that weighin does not read, such as a Keras model or an archive.
 
-Each kind has a name and a repair: the step that makes a checkpoint from a file of this kind.
+Each kind has a name and a repair: advice how to make a checkpoint from a file of this kind.
 """
 
 import re
@@ -228,8 +228,6 @@ def resaving(path: Path, *, weights_only: bool = True) -> str:
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:
-    """Return a command that saves the value of a Python expression beside the file; in it, ``p`` is
-    the file's path.
-    """
+    """Return a command that saves a Python expression's value; in it, ``p`` is the file's path."""
     code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
     return f'python -c "{code}" {quote(str(path))}'

@@ -67,7 +67,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the tensors of all parts.
+    """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
         CheckpointError: a part has its weights in further folders, or is damaged.

@@ -69,7 +69,7 @@ class Sharded:
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the order of ``weighin.order``, else of the index."""
+        """Return the places of all tensors, in the order of ``weighin.order`` or else of the index."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}

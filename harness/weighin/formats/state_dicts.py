@@ -64,9 +64,9 @@ def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
     checkpoint.
 
     Raises:
-        CheckpointError: there is no state dict. The message names the first object that a state dict
-            cannot have, and its key; the repair names the keys of state dicts in the file, and their
-            sizes.
+        CheckpointError: there is no state dict. The message names the first object that a state
+            dict cannot have, and its key. The repair (advice) lists the keys and sizes of the
+            file's state dicts.
     """
     inside = inner(path, value, key)
     if not isinstance(inside, dict):
@@ -136,8 +136,7 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the size in bytes of each state dict in nested dicts, by its key, without optimizers.
-    """
+    """Return the size in bytes of each state dict in nested dicts, by its key, without optimizers."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -309,8 +308,7 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _join(place: str, name: object) -> str:
-    """Return the dotted key of ``name`` in ``place``; do not extend a key of over 100 characters.
-    """
+    """Return the dotted key of ``name`` in ``place``; do not extend a key of over 100 characters."""
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))

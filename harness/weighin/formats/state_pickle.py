@@ -199,8 +199,8 @@ class _StateMachine(Machine):
         return left
 
     def _tensor(self, at: int, left: int) -> tuple[int, int]:
-        """Run the instructions of one tensor at once; return the offset at which the instructions
-        end, and their number.
+        """Run all instructions of one tensor together; return the offset at which they end, and
+        their number.
 
         ``_tensor`` runs no instruction and returns zeros in three cases: the instructions do not
         match ``_TENSOR``, they are more than ``left``, or the tensor needs all checks of

@@ -36,9 +36,7 @@ class Footprint:
 
     @property
     def unused_bytes(self) -> int:
-        """The bytes of the storages that belong to no tensor, such as those outside a slice in the
-        slice's storage.
-        """
+        """The bytes of the storages that belong to no tensor, such as those outside a slice."""
         return self.storage_bytes - self.used_bytes
 
 

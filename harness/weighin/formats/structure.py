@@ -1,8 +1,8 @@
 """Write the names, shapes and dtypes of a checkpoint's tensors as one short string, and read the
 string.
 
-A measurement's record contains this string, so that the record alone identifies the model. The string is
-JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
+A record of a measurement contains this string, so that the record alone identifies the model. The
+string is JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
 """
 
 import base64

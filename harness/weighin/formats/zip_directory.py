@@ -1,9 +1,9 @@
 """Find the records of a zip archive that ``torch.save`` wrote, with the standard library alone.
 
 This module does not use Python's ``zipfile``, because a crafted archive can make ``zipfile`` read a
-directory of any size at once. The module does not use torch's reader, because weighin's own process
-must not import torch. The records of an accepted archive are not compressed, lie within the file,
-do not overlap, and have unique names. For any other archive, ``recognise`` names the kind of
+directory of any size into memory. The module does not use torch's reader, because weighin's own
+process must not import torch. The records of an accepted archive are not compressed, lie within the
+file, do not overlap, and have unique names. For any other archive, ``recognise`` names the kind of
 archive.
 """
 
@@ -149,9 +149,7 @@ class Archive:
             yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return the values of an entry of the archive's directory; values that need 64 bits are in
-        the entry's extra field.
-        """
+        """Return an entry's ``values``, with those that need 64 bits from the entry's extra field."""
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):
@@ -170,8 +168,7 @@ class Archive:
         """Ask the kernel to read all local headers of the archive ahead; if ``late``, read them
         here, all at the same time.
 
-        ``_announce`` returns a dict from the offset of each header that was read to the bytes of
-        the header.
+        ``_announce`` returns the bytes of each header that was read, by the header's offset.
         """
         try:
             descriptor = self._file.fileno()

@@ -84,7 +84,7 @@ def write_pt(
     the first of these names. The written file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor have another total size than its placeholder.
+        ValueError: the pieces of a tensor together have another size than its placeholder.
     """
     with torch.serialization.skip_data():
         torch.save(dict(blanks), path)
@@ -167,7 +167,7 @@ def embed(
 ) -> tuple[WrittenRecord, int]:
     """Write the archive of ``torch.save(tensor, scratch)`` at ``at``, with a hole for the values.
 
-    Return the record to fill, and the archive's length in bytes. ``scratch`` is overwritten.
+    Return the record to fill, and the archive's length in bytes. ``embed`` overwrites ``scratch``.
     """
     with torch.serialization.skip_data():
         torch.save(tensor, scratch)
@@ -190,7 +190,7 @@ def fill(
     """Write the values of ``pieces`` into a record, and the CRC-32 of the values beside it.
 
     Raises:
-        ValueError: the values have another total size than the record.
+        ValueError: all values together have another size than the record.
     """
     if leaves_holes():
         return

@@ -1,2 +1,1 @@
-"""Start a measured process (worker) in a Docker container or a memory cgroup, or without a limit.
-"""
+"""Start a measured process (worker) in a Docker container or a memory cgroup, or without a limit."""

@@ -1,6 +1,4 @@
-"""Start any command in place of a worker, with the streams, terminal and folder that it would have
-without weighin.
-"""
+"""Start a command to measure, with the streams, terminal and folder that it has without weighin."""
 
 import contextlib
 import os

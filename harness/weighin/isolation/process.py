@@ -54,15 +54,13 @@ class ProcessIsolation(Isolation):
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the processes that workers of killed runs left behind; the workers ended with
-        weighin.
-        """
+        """Kill processes that workers of killed runs left behind; the workers ended with weighin."""
         return process_tree.end_orphans(any_lock=any_lock)
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; the processes that it starts inherit a resource limit, by which
-    weighin finds them.
+    """A command without a cgroup; weighin finds its processes by a resource limit, which they
+    inherit.
     """
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:

@@ -16,7 +16,7 @@ _MOUNTING = ("unshare", "--mount", "/bin/sh", "-c", _SCRIPT, "weighin")
 
 @cache
 def is_possible() -> bool:
-    """Tell whether this process may mount: it needs root and, in a container, --privileged."""
+    """Tell whether this process may mount, as root may; in a container, only with --privileged."""
     command = (*_MOUNTING, sys.executable, "--", "true")
     if os.geteuid():
         return False

@@ -24,8 +24,8 @@ def refuse_left_out_scales(
 
     Integers or 8-bit floats in the file are codes if the tensor of the same name in the model has
     wider floats. The scale of such codes is a key of the same module in the file, and the model
-    lacks this key. If the model has a quantiser, a tensor that the quantiser does not convert keeps
-    the dtype of the file.
+    lacks this key. If the model has a quantiser, tensors that the quantiser does not convert keep
+    the file's dtype.
 
     Args:
         slices: the tensors under their names in the file.
@@ -54,9 +54,7 @@ def refuse_left_out_scales(
 def refuse_codes_left(
     model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice], mapped: "MappedKeys"
 ) -> None:
-    """Raise CheckpointError if the model's quantiser leaves codes in the file (``slices``)
-    unconverted.
-    """
+    """Raise CheckpointError if the model's quantiser leaves codes of the file unconverted."""
     if not quantiser_of(model):
         return
     groups = {

@@ -170,7 +170,7 @@ def _is_plain(source: TensorSlice) -> bool:
 def _of_experts(
     one: Conversion, kind: str, rest: Sequence[Any], target: torch.Tensor
 ) -> Iterable[Step] | None:
-    """Return a step for each expert if the operations only stack experts and join matrices."""
+    """Return a step for each expert, if the operations only stack experts and join matrices."""
     merge, *joins = rest
     stacks = type(merge).__name__ == "MergeModulelist" and merge.dim == 0
     joined = all(type(each).__name__ == "Concatenate" and each.dim > 0 for each in joins)

@@ -81,7 +81,8 @@ def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]
 
 
 def compute(fills: Iterable[Fill], threads: int | None) -> None:
-    """Call the functions that compute tensors from a file's bytes; the first error ends the load.
+    """Call each tensor's function ``fill``, which computes the values; the first error ends the
+    load.
 
     Args:
         threads: the number of threads, at most one for each processor; each needs a few MiB.
@@ -141,8 +142,8 @@ def cache_threads() -> int:
 class _OneThreadEach:
     """Makes torch compute on one thread, because each thread that reads would start a pool of threads.
 
-    ``torch.set_num_threads`` applies to the whole process. If several loads run at once, the last one
-    restores the number of threads.
+    ``torch.set_num_threads`` applies to the whole process. If several loads run at the same time,
+    the last one restores the number of threads.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fill], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of all threads' buffers in bytes: an upper bound for the memory beside the model."""
+    """Return the size of all threads' buffers in bytes, the most memory beside the model."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

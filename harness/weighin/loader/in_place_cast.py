@@ -2,8 +2,8 @@
 
 Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the
 whole memory of the bfloat16 tensor. Converted, these elements take the front half of the memory.
-Then half of the remaining elements are read into the back half of the memory and converted, and so
-on. The reads are large and need no buffer, except the read of the last MiB.
+Then half of the remaining elements are read into the back half of the memory and converted; this
+step repeats. The reads are large and need no buffer, except the read of the last MiB.
 """
 
 from typing import Final

@@ -7,10 +7,10 @@ newly allocated memory in huge pages, with the alignment that the tensor has in 
 
 A cached tensor whose dtype changes is converted directly from the page cache. A tensor that is not
 cached and whose dtype changes is first read into a buffer. The memory of the tensors that are
-filled last serves as buffers. Tensors for a GPU pass through two pinned buffers.
+filled last serves as buffers. Values for a GPU pass through two pinned buffers.
 
 The peak is the model and a few MiB for each thread. A thread that copies from the page cache maps
-up to 400 MiB of the file, which count in the resident set size.
+up to 400 MiB of the file; mapped pages count in the resident set size.
 """
 
 import gc
@@ -103,9 +103,9 @@ def load_streaming(
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
-        threads: the number of threads that read. By default, one thread for each processor, but at
-            most 4, reads a cached checkpoint. 16 threads read from a local disk, and up to 64 from
-            storage behind a network.
+        threads: the number of threads that read. The default for a cached checkpoint is one thread
+            for each processor, at most 4. The default is 16 threads for a local disk, and up to 64
+            for storage behind a network.
         granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
             all tensors concurrently.
         key: the key of the state dict in a training checkpoint: "model", or "state.model" in nested
@@ -114,9 +114,9 @@ def load_streaming(
         strip_prefix: a prefix that the checkpoint's names have and the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
-            unexpected keys, other shapes), the model has no parameters for the scales of quantised
-            tensors, or the model has a tensor on the meta device that is not in the checkpoint.
+        CheckpointError: the checkpoint is unreadable, or does not fit the model (missing or
+            unexpected keys, other shapes); the model has no parameters for the scales of quantised
+            tensors; or a tensor of the model is on the meta device and not in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
@@ -197,7 +197,7 @@ def _load(
 
 
 def _merge(model: torch.nn.Module) -> None:
-    """Merge the adapter whose folder ``from_config`` stored in the model, if there is one."""
+    """Merge the adapter of LoRA whose folder ``from_config`` stored in the model, if there is one."""
     if adapter := getattr(model, "adapter_to_merge", ""):
         from weighin.loader.merge import merge_adapter  # few loads need this import
 
@@ -211,8 +211,7 @@ def _names(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
-    """Return the tensors under the names of a model of transformers, diffusers or timm; else None.
-    """
+    """Return the tensors under the names of a model of transformers, diffusers or timm; else None."""
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 
     if module_for(model) is None:
@@ -353,7 +352,7 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
-    """Divide the loads into groups; the tensors of one group are read together."""
+    """Divide the loads into groups, by ``granularity``; the tensors of a group are read together."""
     if granularity == "all":
         return [loads]
     if granularity == "tensor":

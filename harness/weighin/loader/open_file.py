@@ -66,8 +66,7 @@ class OpenedFile:
 
     @property
     def _any(self) -> int:
-        """Any open descriptor of the file; to open another one may cost a round trip to a server.
-        """
+        """Any open descriptor of the file; to open another one may cost a round trip to a server."""
         return self._direct if self.direct else self._buffered
 
     @property
@@ -97,9 +96,6 @@ class OpenedFile:
         """Fill aligned buffers one after the other with ``wanted_bytes``, past the page cache.
 
         Return False if the file system refuses ``O_DIRECT``; ``direct`` is False from then on.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
         """
         done = 0
         while done < wanted_bytes:
@@ -127,11 +123,7 @@ class OpenedFile:
             offset, wanted_bytes = offset + size, wanted_bytes - size
 
     def read_cached(self, targets: Sequence[memoryview], offset: int) -> None:
-        """Fill targets from one range of the file through the page cache, and keep the pages there.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
+        """Fill targets from one range of the file through the page cache, and keep the pages there."""
         end = offset + sum(map(len, targets))
         done = 0
         while offset + done < end:
@@ -148,11 +140,7 @@ class OpenedFile:
         return bool(_preadv(self._buffered, first, len(buffers) // 2, offset) == size)
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache, and drop the pages after each MiB.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
+        """Read through the page cache, and drop the pages after each MiB."""
         done = 0
         while done < len(target):
             at, part = offset + done, target[done : done + _PASSED_BYTES]

@@ -21,7 +21,7 @@ _MOST_PIECES: Final = 80
 
 
 class Runs:
-    """A queue of pieces that several threads read. A run is several adjacent pieces, for one read.
+    """A queue of pieces for several reading threads. A run is adjacent pieces that one read fills.
 
     Args:
         most_bytes: the largest size in bytes of a run whose pieces keep their dtype.
@@ -63,8 +63,7 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
 
 
 def _aligned(offset: int) -> int:
-    """Return the offset at which a read must begin so that every element is aligned in the buffer.
-    """
+    """Return the offset at which a read must begin so that every element is aligned in the buffer."""
     return offset - offset % LARGEST_ELEMENT_BYTES
 
 

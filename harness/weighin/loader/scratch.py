@@ -24,7 +24,7 @@ _LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller buffer is no faster than a re
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All reads of a load. The ``borrowers`` run first, with the memory of the ``lenders`` as buffers."""
+    """All reads of a load. The ``borrowers`` run first, with the targets of ``lenders`` as buffers."""
 
     lenders: tuple[Piece, ...]
     borrowers: Iterator[Piece]

@@ -65,7 +65,7 @@ def divide(
 
     Args:
         loads: sorted by file and offset.
-        device, dtype: of the loaded model; None keeps each tensor's dtype.
+        device, dtype: those of the loaded model; a dtype None keeps each tensor's dtype.
     """
     groups: list[Group] = []
     others: list[DeferredLoad] = []

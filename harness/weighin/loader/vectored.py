@@ -4,7 +4,7 @@ A direct read (``O_DIRECT``) transfers whole pages of a file to whole pages of m
 writes directly to the pages that lie wholly in a large target. If a target's offset within a page
 differs in memory and in the file, its bytes are afterwards moved by less than a page. The first and
 last bytes of a target, and small targets, pass through a buffer. One system call reads both direct
-and buffered parts, because a separate small read would wait for the large reads before it.
+and buffered parts, because a separate small read would have to wait for the large reads before it.
 """
 
 import ctypes

@@ -68,8 +68,7 @@ def gptq(
     """Return the weights of GPTQ, one row for each input of the layer.
 
     Args:
-        groups: for each input of the layer, the number of the input's row in ``zeros`` and
-            ``scales``.
+        groups: for each input of the layer, its row number in ``zeros`` and ``scales``.
         stored_less: the number to add to the zero points in the file, which is 1 in the first
             version of GPTQ.
     """

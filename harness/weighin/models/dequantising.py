@@ -57,7 +57,7 @@ def attach_quantiser(
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` dequantises on every device.
 
-    There are none if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
+    The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
     """
     config = object_in(folder_of(checkpoint) / CONFIG)
     named = named_in(folder_of(checkpoint), config)

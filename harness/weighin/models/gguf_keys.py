@@ -151,7 +151,7 @@ class _Reading:
         sources: Sequence[TensorSlice],
         memory: torch.Tensor,
     ) -> None:
-        """Compute the values of one tensor of the model at once."""
+        """Compute the values of one tensor of the model as a whole."""
         made = self._process(sources, [_values(where).numpy() for where in sources]).get(target)
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)

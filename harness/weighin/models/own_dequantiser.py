@@ -137,9 +137,7 @@ class DequantiseFourBits(Operation):
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
-    """Return the JSON object in which bitsandbytes stores block size, shape and dtype of the
-    weight.
-    """
+    """Return the JSON object in which bitsandbytes stores a weight's block size, shape and dtype."""
     (text,) = [parts[name] for name in _STATES if name in parts]
     state: dict[str, Any] = json.loads(bytes(text.tolist()))
     return state
@@ -226,8 +224,7 @@ _OPERATIONS: Final[Mapping[str, type[Operation]]] = {
 
 
 class Dequantiser:
-    """A quantiser with transformers' interface that adds a method's operation to the conversions.
-    """
+    """A quantiser with transformers' interface that adds a method's operation to the conversions."""
 
     pre_quantized = True
 

@@ -44,7 +44,7 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
-        apart: names of tensors that have different values in the file, although the class ties them.
+        apart: the names of tensors that the class ties, but that have different values in the file.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
             of the model nevertheless have torch's default dtype, and ``load_streaming`` dequantises.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
@@ -238,9 +238,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs``, the arguments of ``from_config``, name; no later phase then
-    has this import.
-    """
+    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
@@ -277,7 +275,7 @@ def _decoded(value: Any) -> Any:
 
 
 def computed_keys(model: Any) -> set[str]:
-    """Return the keys that a checkpoint may lack, because the model's class computes their values."""
+    """Return the keys that a checkpoint may lack, because the model's class computes the values."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return {name for name in model.state_dict() if any(re.search(one, name) for one in patterns)}
 
@@ -323,8 +321,7 @@ def example_inputs(
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
-    """Return small inputs for one forward pass; None for a class with another kind of main input.
-    """
+    """Return small inputs for one forward pass; None for a class with another kind of main input."""
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
     text = settings.get_text_config()

@@ -81,9 +81,7 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs``, the arguments of ``from_config``, name; no later phase then
-    has this import.
-    """
+    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
     diffusers_class(kwargs["architecture"])
 
 

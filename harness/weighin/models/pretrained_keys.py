@@ -54,9 +54,7 @@ class Conversion:
 
     @property
     def left_alone(self) -> TensorSlice | None:
-        """The source of a tensor that is not quantised and stays as it is; None for any other
-        conversion.
-        """
+        """The source of a tensor that needs no conversion, because it is not quantised; else None."""
         only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
         return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
 

@@ -136,7 +136,7 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa
 
 
 def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
-    """Return a checkpoint's tensors by the names that timm gives them.
+    """Return a checkpoint's tensors, with timm's names as keys.
 
     To find the names, this function runs timm's own load on tensors without values.
 

@@ -34,7 +34,7 @@ def imported_again(package: str, error: Exception) -> Any:
 
 
 def misfit(package: str, error: Exception) -> ConfigError:
-    """Return the error for a package that cannot be imported, with the cause and the repair."""
+    """Return the error for a package that cannot be imported, with the cause and advice."""
     cause = _cause(error)
     reason = one_line(f"{type(cause).__name__}: {cause}")
     if not _fits_badly(error):

@@ -1,7 +1,7 @@
 """Compute an exact timeline of requested and reserved bytes from the CUDA allocator's events.
 
 A timeline of allocated bytes cannot be computed, because the events lack the sizes of blocks. A
-record's phases have the peaks of allocated bytes, and its samples have the values over time.
+record has the peaks of allocated bytes in its phases, and the values over time in its samples.
 """
 
 import csv

@@ -23,14 +23,15 @@ _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
 def read_kernel(path: Path) -> str:
-    """Return the text of a kernel file, decoded as by ``os.fsdecode`` where it is not UTF-8."""
+    """Return the text of a kernel file; bytes that are not UTF-8 are decoded as by ``os.fsdecode``."""
     return os.fsdecode(path.read_bytes())
 
 
 def start_time(pid: int) -> int | None:
     """Return a process's start time, in clock ticks since boot; None if the process has ended.
 
-    A pid alone does not identify a process, because Linux uses pids again; pid and start time do.
+    A pid alone does not identify a process, because Linux reuses pids; pid and start time together
+    do.
     """
     return _number(pid, 19)
 
@@ -41,7 +42,7 @@ def all_pids() -> list[int]:
 
 
 def pids_in(group: Path) -> list[int]:
-    """Return the processes in a cgroup that are visible here; empty if the group was removed."""
+    """Return the visible pids of a cgroup's processes; empty if the group was removed."""
     try:
         # The file is opened at each call, because v1 caches the list of an open file for a second.
         found = map(int, (group / "cgroup.procs").read_text().split())
@@ -87,7 +88,8 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a cgroup, mount or container of this process: "pid-ticks-namespace.number".
+    """Return a name for a cgroup, mount or container that this process makes:
+    "pid-ticks-namespace.number".
 
     A digest of the lock file's path follows if the environment variable ``WEIGHIN_LOCK`` is set.
     """
@@ -179,7 +181,7 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return a process's memory group (version 1) or v2 group from the text of /proc/PID/cgroup."""
+    """Return the memory group (``version`` 1) or v2 group in a text of /proc/PID/cgroup."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -218,7 +220,7 @@ class MemoryCgroup:
 
     @property
     def usage_path(self) -> Path:
-        """The file with the current charge, in bytes."""
+        """The file with the current charge: the memory counted for the cgroup, in bytes."""
         return self._name("memory.usage_in_bytes", "memory.current")
 
     @property
@@ -251,14 +253,12 @@ class MemoryCgroup:
         return int(text) if text.isdigit() else None
 
     def read_usage(self) -> int | None:
-        """Return the current charge, in bytes."""
+        """Return the current charge (the memory counted for the cgroup), in bytes."""
         text = _read(self.usage_path)
         return int(text) if text else None
 
     def read_in_use(self) -> int:
-        """Return the current charge in bytes, without inactive file pages, which are reclaimed
-        first.
-        """
+        """Return the charge in bytes without inactive file pages, which are reclaimed first."""
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
@@ -267,8 +267,7 @@ class MemoryCgroup:
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the OOM kills in the cgroup and all cgroups that were ever below it; None on v1.
-        """
+        """Return the OOM kills in the cgroup and all cgroups that were ever below it; None on v1."""
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
@@ -292,7 +291,7 @@ class MemoryCgroup:
         return parse_pressure(text) if text else (None, None)
 
     def raise_limit(self) -> None:
-        """Remove the limit, so that a killed process that thrashes can exit at once."""
+        """Remove the limit, so that a killed process that thrashes can exit quickly."""
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above the memory+swap limit
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
@@ -317,7 +316,8 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most memory that a group can have under its limit and those around it, in bytes.
+    """Return the most memory, in bytes, that a group can have under its own and its parents'
+    limits.
 
     The anonymous and shared memory of other groups under the same limit reduces the result. Without
     any limit, ``room_in`` returns None.
@@ -333,7 +333,7 @@ def room_in(folder: Path) -> int | None:
 
 
 def _unreclaimable(folder: Path) -> int:
-    """Return the anonymous and shared memory of a group and those below it, in bytes."""
+    """Return the anonymous and shared memory of a group and all groups below it, in bytes."""
     text = _read((group := MemoryCgroup(folder)).stat_path) or ""
     names = ("total_rss", "total_shmem") if group.version == 1 else ("anon", "shmem")
     return sum(parse_field(text, name) or 0 for name in names)
@@ -342,11 +342,10 @@ def _unreclaimable(folder: Path) -> int:
 class PeakMark:
     """The kernel's high-water mark of a cgroup's charge (the memory that the kernel counts for it).
 
-    ``resets`` tells whether the kernel can reset the cgroup's high-water mark of memory. On cgroup
-    v1, a write of 0 resets the high-water mark for all readers. On cgroup v2 since Linux 6.12, a
-    write to an open file resets the mark only for reads from this open file. On other kernels, the
-    high-water mark is the peak since the cgroup's creation. ``highest_bytes`` is the largest result
-    of all calls of ``read``.
+    ``resets`` tells whether the kernel can reset the mark. On cgroup v1, a write of 0 resets the
+    mark for all readers. On cgroup v2 since Linux 6.12, a write to an open file resets the mark
+    only for reads from this open file. On other kernels, the high-water mark is the peak since the
+    cgroup's creation. ``highest_bytes`` is the largest result of all calls of ``read``.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:

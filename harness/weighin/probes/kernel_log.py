@@ -103,7 +103,7 @@ def _number(message: bytes) -> int:
 
 
 def _text(message: bytes) -> str:
-    """Return the first line of a message of the kernel; empty for a program's message."""
+    """Return the first line of a message from the kernel; empty for a message from a program."""
     numbers, _, text = message.decode(errors="replace").partition(";")
     is_of_kernel = int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0
     return text.split("\n", 1)[0] if is_of_kernel else ""
@@ -111,7 +111,7 @@ def _text(message: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """The first line of a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
+    """The first line on a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
 
     pid: int
     group: str

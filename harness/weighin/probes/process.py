@@ -49,18 +49,12 @@ def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
 
 
 def read_private(pid: int) -> int:
-    """Return the private memory of a process, in bytes: the pages that no other process maps.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
+    """Return the private memory of a process, in bytes: the pages that no other process maps."""
     return sum(size for name, size in _read_rollup(pid).items() if name.startswith("Private_"))
 
 
 def read_private_dirty(pid: int | str = "self") -> int:
-    """Return the private memory that a process has written, in bytes.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
+    """Return the private memory that a process has written, in bytes."""
     return _read_rollup(pid)["Private_Dirty"]
 
 

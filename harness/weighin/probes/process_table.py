@@ -71,7 +71,7 @@ class _Seen:
             return
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Add the files that ``look`` finds, and mark all others as closed."""
+        """Add the files that ``look`` finds, and record all other files as closed."""
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             self.files = _with_closed(look(self.pid), self.files, maps=look is open_files)
 
@@ -110,7 +110,7 @@ class ProcessTable:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Replace all shares of the memory by ``shares``, and list the largest processes' files."""
+        """Store each process's share of the memory, and list the largest processes' files."""
         for seen in (*self._ended, *self._running.values()):
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]

@@ -1,8 +1,8 @@
 """Sample a running worker's memory every 5 ms, in a thread of the measuring process.
 
-A report draws the samples as a timeline. Samples miss short spikes, so that peaks come from the
-kernel's high-water marks. The sampling thread keeps the files in /proc open, so that one sample
-takes about 50 us.
+A report shows the samples as a timeline. Peaks come from the kernel's high-water marks instead,
+because samples miss short spikes. The sampling thread keeps the files in /proc open, so that one
+sample takes about 50 us.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return and remove all samples since the last call, the oldest first."""
+        """Return all samples since the last call, the oldest first, and forget them."""
         taken = self.samples[:]
         del self.samples[: len(taken)]  # the thread may have added a sample since the copy
         return taken

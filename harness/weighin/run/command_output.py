@@ -41,9 +41,9 @@ _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
-    A line that matches ``marks`` or ``ready`` becomes a mark with the time of its last character.
-    ``at_ready`` is called in a thread, at the first line or prompt that matches ``ready``. Without
-    any pattern, the command writes to the targets directly.
+    A line that matches ``marks`` or ``ready`` is recorded as a ``Mark``, with the time of its last
+    character. ``at_ready`` is called in a thread, at the first line or prompt that matches
+    ``ready``. Without any pattern, the command writes to the targets directly.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ class Relay:
             thread.start()
 
     def finish(self) -> None:
-        """Pass on the rest of the output; call ``finish`` after all processes of the command ended.
-        """
+        """Pass on the rest of the output; call ``finish`` after all processes of the command ended."""
         self._ends.set()
         for thread in self._threads:
             thread.join()  # waits until the reader of a target has read the rest

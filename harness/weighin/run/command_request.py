@@ -57,7 +57,8 @@ class CommandRequest:
 
 
 def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run of commands, write its plan, and return the run with a note on the isolation.
+    """Plan a new run of commands, write its plan, and return the run and a note on the chosen
+    isolation.
 
     The requests may differ only in ``command``, ``label``, ``environment``, ``how.cold`` and
     ``how.marks``.
@@ -171,7 +172,7 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
 
 
 def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
-    """Return a line for each command of a plan, and for each path that a container mounts."""
+    """Return one line for each command of a plan, and for each path that a container mounts."""
     place = f"{how.folder}, image {how.image}" if how.image else how.folder
     lines = [f"command {join(cell.command)} in {place}" for cell in cells]
     return list(dict.fromkeys([*lines, *(f"mount {path}" for path in how.mounts)]))

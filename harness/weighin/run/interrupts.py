@@ -1,4 +1,4 @@
-"""Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between its steps.
+"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception that is raised only between the steps of a run.
 
 This module keeps global state, because a process has one handler for each signal.
 """
@@ -67,7 +67,7 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Raise a signal's exception at once in the ``with`` block, even inside a ``put_off`` block."""
+    """In the ``with`` block, raise a signal's exception immediately, even inside ``put_off``."""
     before, _state.put_off = _state.put_off, False
     try:
         check()
@@ -82,8 +82,7 @@ def ignore() -> None:
 
 
 def check() -> None:
-    """Raise the exception of a signal that has arrived, even if other code has already caught it.
-    """
+    """Raise the exception of a signal that has arrived, even if other code has already caught it."""
     if _state.wanted:
         _stop()
 

@@ -1,4 +1,4 @@
-"""Combine the event logs and samples of the ranks, the processes that load one model at once. A
+"""Combine the event logs and samples of the ranks: the processes that load one model together. A
 cell without ranks has one event log.
 """
 
@@ -66,7 +66,7 @@ def ranks(logs: Sequence[EventLog], ends: Mapping[int, Exit]) -> tuple[Rank, ...
 
 
 def where(logs: Sequence[EventLog]) -> str:
-    """Return the position of each rank: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
+    """Return each rank's position in words: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
     if len(logs) == 1:
         return logs[0].where()
     return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(logs))
@@ -123,8 +123,8 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
     """Return one sample of all ranks for each sample of the cell's cgroup.
 
     Samples before the first sample of any rank are left out. Anonymous memory is the sum over the
-    ranks. File-backed and shared memory are the cgroup's, which counts each page once; without a
-    cgroup, they are those of the rank with the most.
+    ranks. File-backed and shared memory are those of the cgroup, which counts a shared page only
+    once. Without a cgroup, they are those of the rank with the most memory of this kind.
     """
     merged = []
     places = [0] * len(of_ranks)

@@ -29,7 +29,8 @@ from weighin.uses import TO_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A suite, and the command-line options that are not part of a suite.
+    """A suite (the settings in a YAML file), and the command-line options that are not part of a
+    suite.
 
     Attributes:
         settings: the settings from the options; ``start`` adds those of the suite and the models.
@@ -46,7 +47,8 @@ class Request:
 
 
 def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
+    """Plan a new run, write its plan, and return the run, and notes on the models and the
+    isolation.
 
     ``machines`` is the machine or machines that will measure.
 
@@ -125,7 +127,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
     Raises:
         RecordError: the folder is not a run, or is a search for floors.
-        ConfigError: a strategy of the plan is missing, or the plan names foreign code and
+        ConfigError: a strategy of the plan is missing, or the plan names code from elsewhere and
             ``trusted`` is False.
     """
     run = restore(folder, trusted=trusted)
@@ -185,7 +187,7 @@ def _installed(
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy's --key or --strip-prefix differ from the run's."""
+    """Raise ConfigError if a strategy has another --key or --strip-prefix than the run."""
     for each in planned:
         if each.skip or not each.selection:
             continue

@@ -19,8 +19,8 @@ class RunSettings:
     Attributes:
         seed: the random seed of generated weights.
         checkpoint: the user's checkpoint; None for a generated one.
-        checkpoints: for a suite whose models have checkpoints of users, each model's checkpoint by
-            the model's title.
+        checkpoints: each model's checkpoint by the model's title, for a suite with checkpoints of
+            users.
         selection: the weights to load from the user's checkpoint.
         timeout_s: the time after which a cell is killed, in seconds.
         steady: whether weighin writes to free memory before each load, so that load times vary less.
@@ -97,8 +97,7 @@ class RunSettings:
 
     @property
     def verb(self) -> str:
-        """The command of weighin that makes a run with these settings: "bench", "run" or "floor".
-        """
+        """The command of weighin that makes a run with these settings: "bench", "run" or "floor"."""
         if self.within is not None:
             return "floor"
         return "run" if self.command else "bench"

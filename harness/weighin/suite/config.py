@@ -201,7 +201,9 @@ def _by_name(value: object) -> object:
 
 def _check_model(model: SuiteModel) -> SuiteModel:
     if not (model.name or model.builder or model.folder or model.checkpoint):
-        raise ValueError("a model of the suite has no name", "add builder, folder or checkpoint")
+        raise ValueError(
+            "a model of the suite has no name, builder, folder or checkpoint", "add one of them"
+        )
     if model.builder and ":" not in model.builder:
         raise ValueError(
             f"{model.builder!r} is not a builder",

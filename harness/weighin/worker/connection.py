@@ -11,7 +11,7 @@ _ORPHANED = 125
 
 
 class Lifeline(Parent):
-    """The worker's connection to its parent, which acknowledges events with empty lines."""
+    """The worker's connection to its parent (weighin), which acknowledges events with empty lines."""
 
     def __init__(self) -> None:
         # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
@@ -28,7 +28,7 @@ class Lifeline(Parent):
         return line
 
     def send_and_wait(self, event: str, **fields: Any) -> None:
-        """Send one event and wait until the parent has read and reset the cgroup's high-water mark."""
+        """Send one event and wait until weighin has read and reset the cgroup's high-water mark."""
         self.send(event, **fields)
         self._acknowledged.acquire()
 

@@ -2,7 +2,7 @@
 
 Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
 to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also
-samples the memory in use that the driver reports. Page-locked host memory has another allocator,
+samples the driver's figure of the memory in use. Page-locked host memory has another allocator,
 which keeps its own peak. The worker synchronises the device before each reading, so that memory and
 time include pending copies.
 """
@@ -106,7 +106,7 @@ class CudaMemory:
         return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
 
     def summary(self) -> str:
-        """Return the allocator's own table of its state."""
+        """Return PyTorch's text table of the allocator's state."""
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class CudaMemory:
         ]
 
     def _limit(self, limit_bytes: int) -> None:
-        """Limit the bytes that the allocator may reserve; the limit does not include the CUDA context."""
+        """Limit the bytes that the allocator may reserve, which do not include the CUDA context."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(

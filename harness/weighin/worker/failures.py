@@ -1,4 +1,4 @@
-"""Turn an error into a cell's outcome and message, report it to the parent, and end the worker."""
+"""Turn an error into a cell's outcome and message, report both to weighin, and end the worker."""
 
 import os
 import sys
@@ -19,8 +19,7 @@ class UseFailed(Exception):
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return the outcome and the message for an error while the model is loaded, read or verified.
-    """
+    """Return the outcome and the message for an error while the model is loaded, read or verified."""
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):

@@ -1,9 +1,9 @@
 """Start one process (rank) for each copy of the model to load, and pass messages between the ranks
 and weighin.
 
-The launcher runs inside the cell's isolation, and replaces torchrun for two reasons. torchrun would import
-torch into the cell's cgroup. torchrun also ends all ranks before a parent can see which rank the kernel
-killed. Each rank gets the environment variables that torchrun sets.
+The launcher runs inside the cell's container or cgroup, and replaces torchrun for two reasons.
+torchrun would import torch into the cell's cgroup. torchrun also ends all ranks before weighin can
+see which rank the kernel killed. Each rank gets the environment variables that torchrun sets.
 """
 
 import os
@@ -64,7 +64,7 @@ class _Ranks:
             each.send(encode_job(replace(job, rank=rank)))
 
     def wait_for_failure(self) -> tuple[int, int] | None:
-        """Return (rank, exit status) of the first rank that fails; None if all ranks end well."""
+        """Return (rank, exit status) of the first rank that fails; None if no rank fails."""
         while self._left:
             if failed := self.failed():
                 return failed
@@ -97,8 +97,7 @@ class _Ranks:
             )
 
     def _relay(self, rank: int) -> None:
-        """Pass a rank's events to weighin's own process, and the acknowledgements back to the rank.
-        """
+        """Pass a rank's events to weighin's own process, and the acknowledgements back to the rank."""
         while (line := self._ranks[rank].receive()) is not None:
             if (event := decode_event(line)) is None:
                 continue

@@ -24,8 +24,8 @@ _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the s
 
 
 def named_by_strategy(name: object) -> str:
-    """Return the name of a strategy's phase; raise ValueError for a name that weighin uses itself,
-    or an unsafe name.
+    """Return a strategy's name of a phase; raise ValueError if weighin uses it itself, or it is
+    unsafe.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
         raise ValueError(

@@ -31,7 +31,7 @@ Measuring = Callable[[], AbstractContextManager[None]]
 
 
 def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
-    """Run the body, send its outcome and its phases to the parent, and end this process."""
+    """Run the body, send its outcome and its phases to weighin, and end this process."""
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (torch is part of every body's baseline)
@@ -83,7 +83,7 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
     reports: list[Any] = []
 
     class Plugin:
-        """Measures only the call of the test, and collects reports for the parent's pytest."""
+        """Measures only the test's call, and collects reports for the pytest outside the worker."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
             config.pluginmanager.register(marks, BODY_PLUGIN)

@@ -30,7 +30,7 @@ from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
 @dataclass(frozen=True, slots=True)
 class WorkerSave:
-    """``weighin.strategy.Save`` inside the measured process."""
+    """The implementation of ``weighin.strategy.Save`` in the measured process."""
 
     model: torch.nn.Module
     target: Path
@@ -43,7 +43,7 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Load the model to save, and drop the checkpoint's pages from the page cache."""
+    """Load the model that is to be saved, and drop its checkpoint's pages from the page cache."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model

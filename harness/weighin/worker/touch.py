@@ -23,7 +23,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor, and return the checksums; read tied tensors once.
+    """Read every byte of every tensor, and return the checksums; read tied tensors only once.
 
     Of a sharded tensor, only this process's shard is read.
     """

@@ -21,8 +21,8 @@ def check_structure(
 ) -> None:
     """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    The check of the structure runs before the phase "touch", because the values of a tensor on the
-    meta device cannot be read.
+    The structure is checked before the values are read (phase "touch"), because a tensor on the
+    meta device has no values to read.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -77,7 +77,7 @@ def check_values(
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Run the model once; raise WrongWeights if the model's output has a value that is not finite.
+    """Run one forward pass; raise WrongWeights if the output has a value that is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """

@@ -2,7 +2,7 @@
 only the worker can see.
 
 The functions of this module import torch, and not the module itself, because the import of torch is
-a phase of its own.
+a separate phase.
 """
 
 import os
@@ -23,7 +23,7 @@ _WARM_PIECE_BYTES = 1024**2
 
 
 def settle_math() -> None:
-    """Call MKL's vector functions once on one thread, so that MKL selects its kernels.
+    """Call MKL's vector functions on one thread, so that MKL selects its kernels there.
 
     If two threads make the first calls at the same time, MKL sometimes computes a part of the
     result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines
@@ -36,9 +36,7 @@ def settle_math() -> None:
 
 
 def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that the kernel charges the checkpoint's cached pages
-    to the cell's cgroup.
-    """
+    """Read every file of the checkpoint, so that its cached pages count for the cell's cgroup."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
         from weighin import formats

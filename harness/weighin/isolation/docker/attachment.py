@@ -50,9 +50,7 @@ class Standard:
 
 
 class _Output:
-    """The output of one stream, up to the bytes (mark) that the keeper, the container's first
-    process, writes after it.
-    """
+    """The output of one stream, up to the mark that the container's first process writes."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
@@ -76,7 +74,7 @@ class _Output:
 
 
 def _overlap(data: bytes, mark: bytes) -> int:
-    """Return how many bytes at the end of ``data`` are the beginning of the mark."""
+    """Return how many bytes at the end of ``data`` are also the beginning of ``mark``."""
     longest = min(len(data), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if data.endswith(mark[:n])), 0)
 
@@ -227,9 +225,7 @@ class Attachment:
 
 
 def _copied(standard: int, given: int | None) -> int | None:
-    """Return a copy of ``given``, else of the standard stream; None if that was closed at the
-    start.
-    """
+    """Return a copy of ``given``, else of the standard stream; None if that was always closed."""
     if given is not None:
         return os.dup(given)
     # Another file may have got the number of a closed standard stream by now.
@@ -242,7 +238,7 @@ def _is_terminal(descriptor: int | None) -> bool:
 
 
 def _in_background(descriptor: int) -> bool:
-    """Tell whether a read would stop this process, because another process group has its terminal."""
+    """Tell whether a read would stop this process, because it is in the background of its terminal."""
     try:
         return os.tcgetpgrp(descriptor) != os.getpgrp()
     except OSError:  # no terminal, or not that of this session

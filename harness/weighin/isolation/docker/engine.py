@@ -97,9 +97,7 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine cannot enforce a RAM limit; ``info`` is the output of
-    ``docker info``.
-    """
+    """Raise IsolationUnavailable if an engine cannot limit RAM; ``info`` is from ``docker info``."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers",
@@ -119,7 +117,8 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify a container's owner: this process, its host, and the lock file of runs.
+    """Return labels that identify a container's owner: this process, this host and the lock file of
+    runs.
 
     The path of the lock file is in the host's label only if the user chose another lock file.
     """
@@ -128,7 +127,7 @@ def owner_labels() -> dict[str, str]:
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn an error of the SDK into IsolationUnavailable: "the Docker engine could not {doing}"."""
+    """Turn an SDK error into IsolationUnavailable: "the Docker engine could not {doing}"."""
     try:
         yield
     except ENGINE_ERRORS as error:
@@ -173,8 +172,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether the kernel killed a container at its start, because its RAM limit is too small.
-    """
+    """Tell whether the kernel killed a container at its start, because its RAM limit is too small."""
     text = str(getattr(error, "explanation", None) or error)
     return any(message in text for message in _OOM_AT_BIRTH)
 
@@ -186,9 +184,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error of the Docker SDK and its causes, some of which urllib3 keeps only in
-    ``args``.
-    """
+    """Yield an error of the Docker SDK and its causes, some of which are only in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

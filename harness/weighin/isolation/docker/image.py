@@ -44,8 +44,8 @@ class Recipe:
     """Everything that an image is built from. ``pins`` are requirements such as
     "torch==2.13.0+cpu".
 
-    ``packages`` are the names of pinned packages that a strategy needs, and the worker itself does
-    not.
+    ``packages`` are the names of pinned packages that only a strategy needs, and not the worker
+    itself.
     """
 
     base: str

@@ -101,14 +101,12 @@ class Keeper:
             raise
 
     def binds(self) -> list[Bind]:
-        """Return what a container must mount so that its keeper can run: pipes and the shell's
-        files.
-        """
+        """Return what a container must mount for its keeper: pipes and the shell's files."""
         pipes = Bind(Path(self._folder), _PIPES, writable=True)
         return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _files(SHELL).items())]
 
     def command(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-        """Return the container's command; the keeper sets ``variables`` for ``command`` only."""
+        """Return the container's command; the keeper sets ``variables`` only for ``command``."""
         loader, *others = (f"{_SHELL}/{name}" for name in _files(SHELL))
         start = [loader, "--library-path", _SHELL, others[0]] if others else [loader]
         settings = [f"{name}={value}" for name, value in variables.items()]
@@ -139,8 +137,7 @@ class Keeper:
         os.write(self._hold, b"\n")
 
     def exit(self, timeout_s: float) -> Exit | None:
-        """Return how the command ended; None if the keeper was killed, or did not answer in time.
-        """
+        """Return how the command ended; None if the keeper was killed, or did not answer in time."""
         deadline = monotonic() + timeout_s
         while self._told in self._open and ready([self._told], deadline - monotonic()):
             if not self._read():
@@ -148,8 +145,7 @@ class Keeper:
         return parse(self._said)
 
     def end_output(self, mark: bytes) -> None:
-        """Let the keeper write ``mark`` after all output of the command, which has already ended.
-        """
+        """Let the keeper write ``mark`` after all output of the command, which has already ended."""
         with contextlib.suppress(OSError):  # the keeper was killed
             os.write(self._hold, mark + b"\n")
 
@@ -188,7 +184,8 @@ def parse(said: bytes) -> Exit | None:
 
 @cache
 def _files(shell: Path) -> dict[str, Path]:
-    """Return a shell's loader, the shell itself and its libraries, by file name; a static shell is one file.
+    """Return a shell's dynamic loader, the shell and its libraries, by file name; of a static
+    shell, only itself.
 
     Raises:
         IsolationUnavailable: ``ldd`` is not installed.

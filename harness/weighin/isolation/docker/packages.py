@@ -26,9 +26,10 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The installed packages to mount: their files and folders, and a line for each package.
+    """The installed packages to mount: their files and folders, and a line of text for each
+    package.
 
-    A required package with compiled code is not mounted, but has a line that says so.
+    A required package with compiled code is not mounted; its line says so.
     """
 
     paths: tuple[Path, ...] = ()

@@ -18,18 +18,17 @@ STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN, which the keeper writes after the worker's end; text before CAN in its line is
-invalid.
-"""
+"""ASCII CAN, which the keeper writes after the worker's end; text before it is invalid."""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
     r"""printf '\030%d\n' "$code"; printf '\030' >&2; """
     'while read -r _; do :; done; exit "$code"'
 )
-"""The shell script of the keeper: a container's first process, with the worker as its only child.
+"""The shell script of the keeper: the first process of a container, with the worker as its only
+child.
 
-The keeper keeps the container and its cgroup alive until the parent has read the cgroup's counters.
+The keeper keeps the container and its cgroup alive until weighin has read the cgroup's counters.
 After the worker's end, the keeper writes CAN and the exit code to stdout; CAN invalidates an
 incomplete line of a killed worker. The keeper also writes CAN to stderr, to mark the end of stderr.
 The keeper ends when its stdin closes, at the latest when weighin ends. The shell (dash) needs 0.1

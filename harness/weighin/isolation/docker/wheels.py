@@ -30,7 +30,9 @@ class Target:
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return pip's flags to fetch wheels for this target; ``host`` is this machine, None if not Linux."""
+        """Return pip's flags to fetch wheels for this target; ``host`` is this machine if it has
+        Linux.
+        """
         same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
@@ -138,7 +140,7 @@ def download(
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
     ``packages`` are the packages that strategies need. Every 10 s, ``say`` gets a text with the
-    size of what pip has fetched.
+    size of the fetched files.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -162,8 +164,7 @@ def download(
 
 
 def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip with its own temporary folder; return the exit code and the errors that pip printed.
-    """
+    """Run pip with its own temporary folder; return the exit code and the errors that pip printed."""
     with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
         while True:
             try:
