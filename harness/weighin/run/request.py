@@ -78,7 +78,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
         suite.isolation,
         limited=limited,
         base_image=settings.base_image,
-        packages=_installed([info for info, _ in strategies], models),
+        packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),
     )
     note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
@@ -170,19 +170,24 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     isolation = select.named(
         found.cells[0].isolation,
         settings.base_image,
-        _installed(infos.values(), [each.cell.model for each in cells]),
+        _installed(
+            infos.values(),
+            [each.cell.model for each in cells],
+            {each.cell.format for each in cells},
+        ),
     )
     return Run(folder, cells, isolation, settings)
 
 
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the sorted installed packages that these strategies and models need."""
+    """Return the sorted installed packages that these strategies, models and formats of checkpoints need."""
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
     found = [quantised.of_model(model) for model in models]
     needed += [name for one in found if one for name in one.packages]
+    needed += [name for fmt in checkpoints for name in packages.OF_FORMAT.get(fmt, ())]
     return tuple(sorted(packages.versions(needed)))
 
 

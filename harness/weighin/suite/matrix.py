@@ -65,9 +65,7 @@ class Planned:
         if cell.format == gguf.NAME:
             from weighin.suite import packages  # imports what `weighin list` does not need
 
-            if missing := packages.missing(
-                ("gguf", "accelerate")
-            ):  # transformers imports both for a GGUF file
+            if missing := packages.missing(packages.OF_FORMAT[gguf.NAME]):
                 skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"

@@ -5,13 +5,18 @@ A strategy declares each package by its name on PyPI, if necessary with a minimu
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from shlex import quote
+from typing import Final
 
 from packaging.utils import canonicalize_name
 
 from weighin import install
+from weighin.formats import gguf
+
+OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelerate")}
+"""The packages that transformers imports to load a checkpoint of this format."""
 
 
 def name_of(requirement: str) -> str:
