@@ -139,7 +139,7 @@ def _machine(about: Mapping[str, object]) -> str:
         f"Python {about['python']}",
         f"psutil {version('psutil')}",
         f"weighin {about['weighin']}",
-        captions.when_and_what([(about, datetime.now(UTC).isoformat())]),
+        f"measured {captions.when_and_what([(about, datetime.now(UTC).isoformat())])}",
     ]
     return " · ".join(words)
 

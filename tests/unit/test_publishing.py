@@ -140,8 +140,8 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
-        f"a: commit {head[:10]}, 2025-01-02: measured with the current code",
-        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (load.py changed)",
+        f"a: measured 2025-01-02 with weighin commit {head[:10]}: measured with the current code",
+        f"b: measured 2025-01-02 with weighin commit {head[:10]}: OLDER than the current code: streaming (load.py changed)",
         "c: never measured",
         "2 of 3 are older than the current code or were never measured: b, c",
     ]

@@ -118,7 +118,8 @@ def test_the_sweep_in_a_terminal() -> None:
         "or more, or read at least 10% of the model again and took at least 2x the time without a limit, or",
         "read more than 3x the model again.",
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
-        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin commit unknown",
+        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin",
+        "commit unknown",
     ]
 
 

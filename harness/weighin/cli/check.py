@@ -21,8 +21,8 @@ EXAMPLES = {
     "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.yaml --update",
     "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.yaml",
     "Fail if anonymous memory under streaming exceeds 2 GiB": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-    "Check a budget for each strategy, and expect that the kernel kills the strategy baseline": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
-    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
+    "Check a budget for each strategy, and expect that the strategy baseline ends with a time-out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
+    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
 }
 
 

@@ -9,7 +9,7 @@ from weighin.cli._verb import Verb
 
 EXAMPLES = {
     "Show how the peaks of the runs in this folder changed over time": "weighin history results",
-    "Draw one metric of one strategy": "weighin history results --metric ready_anon --series streaming --out ready.svg",
+    "Draw one metric of one strategy": "weighin history results --metric ready_anon --series streaming --out out.svg",
 }
 
 
