@@ -115,16 +115,16 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             HEADING,
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
-            f" transformers {transformers.__version__}. `--all` draws further types, in the order of --seed {seed}, and shrinks the"
-            " default configuration of each type. weighin saves one class of each type with random weights, once in float32 and once in"
-            " bfloat16, one of the two in shards. `load_pretrained` and `from_pretrained` then load both folders, each in two dtypes. A type is equal"
-            " if names, values bit by bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation"
-            " configuration and gradients are equal. The outputs of a forward pass are compared if simple inputs suffice.",
+            f" transformers {transformers.__version__}. `--all` draws further types in a random order (--seed {seed}), and shrinks"
+            " their default configurations. weighin saves one model class of each type with random weights in two folders, in float32 and in"
+            " bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load each folder in two dtypes. A type is equal"
+            " if both models have the same names, values (bit by bit), dtypes, buffers, tied weights, modules and their attributes,"
+            " training mode, configuration, generation configuration and gradients. The outputs of a forward pass are compared if simple inputs suffice.",
             "",
             f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
             f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
-            f" {len(unequal)} are not. Outputs were compared, and are equal, for {told[True]}."
-            f" {len(tried) - len(compared)} types were not compared, for the reasons below.",
+            f" {len(unequal)} are not. Outputs were compared, and are equal, for {told[True]} types."
+            f" {len(tried) - len(compared)} types were not compared.",
             "",
             *_equal(compared),
             *(

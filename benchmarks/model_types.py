@@ -3,8 +3,8 @@
 Makes a folder per type with ``save_pretrained``: few layers, random weights. Then runs ``weighin bench
 FOLDER --strategies all``, whose loads are verified against ``from_pretrained``, and compares
 ``load_pretrained`` with ``from_pretrained``: parameters, buffers, dtypes, ties, outputs. Folders and runs
-stay in --work, and what is there is not done again. --predict also predicts every load, as ``weighin
-predict --check`` does, and compares the anonymous peaks. Exits with 1 if a load is wrong or fails, or if a
+stay in --work, and are not made again. --predict also predicts every load, as ``weighin predict --check``
+does, and compares the anonymous peaks. Exits with 1 if a load is wrong or fails, or if a RAM limit of the
 predicted floor would have killed a load.
 
 --all compares ``load_pretrained`` with ``from_pretrained`` for all other types of transformers, in the order
@@ -82,7 +82,7 @@ _HALF: Final = ("decoder", "mixture of experts")
 
 _SAYS_PREDICTED: Final = (
     "`weighin predict --check` predicted every load that was ok, except loads by packages that `predict` cannot follow,"
-    " and compared the peaks of anonymous memory. The imports need most of the memory, because the models are small. "
+    " and compared the predicted with the measured peaks of anonymous memory. The imports need most of this memory, because the models are small. "
 )
 HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
 
@@ -201,15 +201,14 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
     lines = [
         "# Model types of transformers",
         "",
-        f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
-        f" {transformers.__version__}. `make model-types` saves a model of each type with a few layers and random"
-        f" weights, and runs `weighin bench FOLDER` with {len(strategies)} strategies. Decoders and mixtures of experts are saved in"
-        " bfloat16, and the other types in float32. Every load is compared with `from_pretrained`. `load_pretrained` is equal"
-        " if its parameters, buffers, dtypes, ties and outputs are those of `from_pretrained`, bit by bit.",
+        f"With torch {torch.__version__} and transformers {transformers.__version__}, `make model-types` saved a small model"
+        f" of each type with random weights, ran `weighin bench FOLDER` with {len(strategies)} strategies, and wrote this page."
+        " Decoders and mixtures of experts are saved in bfloat16, and the other types in float32. weighin compares every loaded model with that of `from_pretrained`."
+        ' `load_pretrained` is "equal" if its parameters, buffers, dtypes, tied weights and outputs are those of `from_pretrained`, bit by bit.',
         "",
         f"{len(tried)} types, {len(cells)} loads: "
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
-        + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)}.",
+        + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)} types.",
         "",
         *table_lines(HEADINGS, rows(one.row() for one in tried), names=2),
         "",

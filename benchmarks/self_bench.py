@@ -5,12 +5,12 @@ Three tables, written to --out:
 - the wall time that weighin adds to a load, and the processor time of its own process, in each isolation;
 - the share of a processor that the samplers take at 1, 5 and 20 ms, and the gaps between their samples,
   on the machine as it is and while every processor computes;
-- the memory of C programs whose need is known (``tests/known_commands.py``), as weighin says it, beside
+- the memory of C programs whose need is known (``tests/known_commands.py``), according to weighin,
   ru_maxrss, psutil at 100 ms, and optimum-benchmark's tracker.
 
-Run nothing else meanwhile. It takes a quarter of an hour. It needs a C compiler; without root and without
-Docker, an isolation is left out, and the page says so. optimum-benchmark, without what it requires, lies
-in a folder of its own::
+Run nothing else during the quarter of an hour that the measurement takes. A C compiler is needed. The page
+lists each isolation that could not be measured, such as cgroup without root. Install optimum-benchmark
+without its dependencies into a folder of its own::
 
     .venv/bin/pip install --no-deps --target /tmp/optimum optimum-benchmark
     make self-bench ARGS="--optimum /tmp/optimum"

@@ -18,7 +18,7 @@ from weighin.result import Result
 from weighin.units import MIB
 
 FILE: Final = "predicted.json"
-HEADINGS: Final = ("run", "measured with", "series", "largest difference of anonymous MiB", "strategy",
+HEADINGS: Final = ("run", "code", "series", "largest difference of anonymous MiB", "strategy",
                    "largest difference of floors MiB", "strategy")  # fmt: skip
 _NAMES: Final = 2
 
@@ -35,7 +35,7 @@ def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
         captions.when_and_what([(content["environment"], content["predicted_at"])])
         for content in contents.values()
     ]
-    note = f"Predicted with {'; '.join(dict.fromkeys(codes))}."
+    note = f"Predicted {'; '.join(dict.fromkeys(codes))}."
     return "\n".join([*table_lines(HEADINGS, rows, names=_NAMES), "", note])
 
 

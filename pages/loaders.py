@@ -37,19 +37,19 @@ INTRODUCTION: Final = """\
 # Loaders
 
 `make peers MODEL=gpt2-small` measures all strategies that can load a model, and writes this page from the records. Figures are medians of the
-repeats. Each strategy reads a Hugging Face folder's own format if it can, else the first format that it supports.
+repeats. A strategy that cannot read the format of a Hugging Face folder reads a copy in the first format that it supports.
 
-* **peak RSS**: the kernel's high-water mark of the process, including torch.
-* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": this strategy is not
-  predicted. `weighin floor` measures the floor.
-* **private memory left**: the anonymous memory of the ready model, without that after `import torch`. Without swap, the kernel cannot reclaim
-  private memory. The pages of a mapped file are not private: the kernel can drop and read them again.
-* **ready**: the time until every byte of the model was read once, with a cold and with a warm page cache. A strategy that maps the file
-  returns the model before it reads the weights.
+* **peak RSS**: the highest resident memory of the process, including torch.
+* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": `predict` cannot
+  predict this strategy. `weighin floor` measures the floor.
+* **private memory left**: the anonymous memory when the model is ready, minus that after `import torch`. Without swap, the kernel cannot
+  reclaim private memory. The pages of a mapped file are not private: the kernel can drop and read them again.
+* **ready**: the time until every byte of the model was read. At the start, the page cache holds no page of the checkpoint (cold) or all
+  pages (warm). A strategy that maps the file returns the model before it reads the weights.
 
 How to choose: if the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the
-kernel drops pages of the file, take the strategy that is ready first among those that hold one copy of the weights. A strategy with two copies
-fails where RAM is short. The time of a load also grows with the number of tensors: [Many tensors](many-tensors.md).
+kernel drops pages of the file, take the fastest strategy of those that hold one copy of the weights. The time of a load also
+grows with the number of tensors: [Many tensors](many-tensors.md).
 """
 
 

@@ -88,7 +88,9 @@ def _verb(verb: click.Command, parent: click.Context) -> Iterator[str]:
             if record and "--help" not in param.opts:
                 yield from (".TP", f"\\fB{_text(record[0])}\\fR", _text(record[1]))
         if verb.examples:
-            yield from _literal("Examples:", verb.examples)
+            yield from (".PP", "Examples:")
+            for meaning, command in verb.examples.items():
+                yield from _literal(f"{meaning}:", [command])
 
 
 def _sections() -> Iterator[str]:

@@ -19,53 +19,53 @@ from weighin.units import GIB, MIB, format_bytes
 _PAGE: Final = """\
 # What the instrument costs, and how true its figures are
 
-`make self-bench` measured weighin itself, and wrote this page: the time that weighin adds to a load, the cost of its samplers, and the errors of weighin and of
-other tools for programs whose memory is known.
+`make self-bench` wrote this page about the time that weighin adds to a load, the cost of weighin's samplers, and the errors of weighin and of other tools for programs
+whose memory is known.
 
 {machine}
 
 {how_often}. In the minute before the measurement, the
-machine's load average was {load_average:.2f}; an idle machine has 0.
+machine's load average was {load_average:.2f}.
 
 ## What weighin adds to a load
 
-weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The first load in each isolation, for
-which weighin imports its modules, is not counted.
+weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The first load in each isolation
+is not counted, because weighin then imports its modules.
 
 {cells}
 
-* **before**: from the beginning of the cell until the worker imports torch. The parent evicts the checkpoint from the page cache, and starts the container, the
-  cgroup or the process, with a fresh Python. An empty Python program takes {python} s here.
-* **checks**: the worker reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits at the boundaries of phases. The
-  time of the checks grows with the model's size.
-* **after**: from the end of the worker's last phase until its isolation is removed, and the record and the samples are written.
+* **before**: the time until the measured process imports torch. weighin evicts the checkpoint from the page cache, and starts the process, alone, in a cgroup or in a
+  container. An empty Python program takes {python} s here.
+* **checks**: the time in which the process reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits between phases.
+  This time grows with the model's size.
+* **after**: the time from the end of the last phase until the process, cgroup or container is removed, and the record and the samples are written.
 * **added**: the sum of "before", "checks" and "after".
 * **the load itself**: the import of torch, the load, and the forward pass.
-* **processor**: the processor time of weighin's own process during the cell, with its sampler, without the worker and the Docker engine.
+* **processor**: the processor time of weighin's own process, with its sampler, but without the measured process and the Docker engine.
 
 ## The samplers
 
-Each sampler read the memory of a process that holds {held_mib} MiB and sleeps, for {seconds:g} s at each interval. weighin samples a load every 5 ms and a command
-every 20 ms. The parent samples a container on its own machine as it samples a cgroup.
+A sampler reads the memory of a process at each interval. Here, each sampler read a sleeping process of {held_mib} MiB for {seconds:g} s. By default, weighin samples a
+load every 5 ms and a command every 20 ms. A container on the same machine is sampled like a cgroup.
 
 {samplers}
 
 * **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
   (PSS), for which the kernel walks through all pages of a process.
 * **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
-* Of two figures in a cell of the table, the first was measured on an idle machine, the second beside one busy program for each processor.
+* Of two figures in one field, the first was measured on an idle machine, and the second beside one busy program for each processor.
 
 A peak that is shorter than a gap can fall between two samples. weighin therefore reads peaks from the kernel's high-water marks, which have no gaps.
 
 ## Programs whose memory is known
 
-C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory, which the kernel cannot take back without swap. All figures are MiB.
+C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory, which the kernel cannot take back without swap. All figures are in MiB.
 
 {amounts}
 
-* `spend 256 MS` has 64 MiB from its start to its end, and holds 256 MiB more for MS milliseconds, and for the time in which the kernel clears these pages.
-* `forks 128 3 2000` has 128 MiB, and forks three processes, each of which overwrites half of the memory, for 2 s.
-* `maps FILE` maps a file of 128 MiB twice, reads both maps, and overwrites half of the private one: 64 MiB of its own.
+* `spend 256 MS` has 64 MiB from its start to its end. It holds 256 MiB more for MS milliseconds, and for the time in which the kernel clears these pages.
+* `forks 128 3 2000` has 128 MiB, and forks three processes for 2 s. Each of the three overwrites half of the memory.
+* `maps FILE` maps a file of 128 MiB twice, shared and private, reads both mappings, and overwrites half of the private one: 64 MiB of private copies.
 * `shares 48 2000` are two processes that share 96 MiB, for 2 s.
 * `child 256 2000` has 8 MiB, and starts another program with 256 MiB, for 2 s.
 
@@ -73,7 +73,7 @@ The tools:
 
 {tools}
 
-"errors": the lowest and the highest error of all repeats, as shares of the known amount.
+The row "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
@@ -88,16 +88,16 @@ _SAMPLER_HEADS: Final = (
 )
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
-the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and of the kernel's exact peak of the cgroup minus page cache and the kernel's own memory.""",
+the need according to `weighin run --isolation cgroup`, without page cache and the kernel's own memory. This is the largest sample (every 20 ms), or, if it is higher, the cgroup's exact peak minus the largest page cache and kernel memory.""",
     amounts.WEIGHIN["process"]: """\
 the need according to `weighin run --isolation process`: the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
     amounts.MAX_RSS: """\
-the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact mark of the largest single process.
+the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact peak of the largest single process.
   `ru_maxrss` counts mapped page cache, and does not add up processes.""",
     amounts.NOTEBOOK: """\
 the largest RSS of the command's first process, read with psutil every 100 ms, as in
   [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. The notebook's thread waits for the GIL of the measured process. Here, the thread
-  runs in another process, which reduces its gaps. Each program starts at a random moment between two readings.""",
+  runs in another process, so its gaps are shorter.""",
     amounts.OPTIMUM: """\
 the `MemoryTracker` of {optimum}, unchanged, in a process of its own. The tracker follows only the command's first process.""",
 }
@@ -112,7 +112,7 @@ def text(
         machine=_machine(costs.environment),
         how_often="Each load and each program ran once"
         if repeats == 1
-        else f"Medians of {repeats} interleaved repeats, with the whole range in parentheses where it differs",
+        else f"Figures are medians of {repeats} interleaved repeats; if the repeats differ, their range follows in parentheses",
         load_average=load_average,
         model=cells.MODEL,
         model_gib=costs.model_bytes / GIB,
@@ -139,7 +139,7 @@ def _machine(about: Mapping[str, object]) -> str:
         f"Python {about['python']}",
         f"psutil {version('psutil')}",
         f"weighin {about['weighin']}",
-        captions.when_and_what([(about, datetime.now(UTC).isoformat())]),
+        f"measured {captions.when_and_what([(about, datetime.now(UTC).isoformat())])}",
     ]
     return " · ".join(words)
 

@@ -4,11 +4,12 @@
 
     from weighin import Load, Save, load_pretrained, load_streaming, phase
 
-``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming``
-loads a checkpoint into a model, and needs little more memory than the model. ``load_pretrained``
-loads and returns the model of a Hugging Face folder, and needs as little memory as
-``load_streaming``. ``phase`` names a part of a program, so that ``weighin run`` measures the part's
-peak memory. ``weighin.strategy`` has further functions for strategies.
+A strategy is one way to load or save a model, written as a Python function. The function's argument
+has the type ``Load`` or ``Save``. ``load_streaming`` loads a checkpoint into a model, and needs
+little more memory than that model. ``load_pretrained`` loads and returns the model of a Hugging
+Face folder, and needs as little memory as ``load_streaming``. ``phase`` names a part of a program,
+so that ``weighin run`` measures the part's peak memory. ``weighin.strategy`` has further functions
+for strategies.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -23,7 +23,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder, and sync the new parent folder; the content must be synced already."""
+    """Rename a file or folder, whose content is already synced, and sync the new parent folder."""
     if source.is_dir():
         sync_folder(source)
     source.rename(target)
@@ -31,7 +31,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries; ``fsync`` of a new file does not sync the file's entry."""
+    """Sync a folder's directory entries, because ``fsync`` of a new file does not sync its entry."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

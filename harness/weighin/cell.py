@@ -36,7 +36,7 @@ class ModelSpec:
     def title(self) -> str:
         """The model's name in tables and files: "gpt2-xl", "mynets:build(width=64)".
 
-        The title of a model without a name has the builder and the arguments, without spaces. Long
+        If the model has no name, the title is the builder with its arguments, without spaces. Long
         arguments are cut, and a hash of all arguments follows.
         """
         if self.name != self.builder.rpartition(":")[2]:
@@ -50,17 +50,19 @@ class Cell:
 
     Attributes:
         ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
-        use: the use of the loaded model: a name in ``weighin.uses``, or that of a user's own use. If
-            empty, the use is ``passes`` forward passes.
-        ranks: the number of processes that load the model at once, all under the same limits.
+        use: what to do with the loaded model: the name of a use in ``weighin.uses``, or of the
+            user's own use. If empty, the model runs ``passes`` forward passes.
+        ranks: the number of processes that load the model at the same time, all under the same
+            limits.
         format: the format of the checkpoint; for a save, the format to write.
         device: the device of the loaded model; for a save, the device that holds the model.
-        environment: the variables to add to the parent's environment for the worker.
+        environment: the environment variables to add for the measured process.
         disk_bytes_per_s: the rate to which the checkpoint's disk is slowed down; None leaves the disk
             as fast as it is.
         disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
-        command: the arguments of a command. The cell of a command has the operation "command" and no
-            model, dtype or format, and ``strategy`` is the command's label (``of_command``).
+        command: the program and its arguments, for a cell that measures a command and not a load.
+            Such a cell has the operation "command" and no model, dtype or format; ``strategy`` is
+            the command's label (``of_command``).
     """
 
     model: ModelSpec
@@ -104,10 +106,11 @@ class Cell:
 
     @cached_property
     def series(self) -> str:
-        """The name of the cell's series, which all its repeats share; it ends with a hash of every
-        field except ``repeat``.
+        """The name that all repeats of this cell share; the name ends with a hash of every field
+        except ``repeat``.
 
-        The hash leaves out a field with its default value, so that a new field changes no name.
+        A field with its default value is not hashed. Names therefore stay the same when a later
+        weighin adds a field.
         """
         usual = Cell(ModelSpec("", ""), "", "")
         fields = {
@@ -122,7 +125,7 @@ class Cell:
 
     @property
     def after_load(self) -> str:
-        """The name of the use that follows the load; "none" for a cell that ends with the load."""
+        """The name of the use after the load, such as "sgd"; "none" if the cell ends with the load."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property
@@ -152,11 +155,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A test or a function that a worker runs in place of a load.
+    """A test or a function that a worker (measured process) runs in place of a load.
 
     ``pytest_arguments`` select one test; the worker then writes the test's reports to ``path`` as
-    JSON. Without ``pytest_arguments``, ``path`` is a pickle of a function, its arguments and its
-    keyword arguments.
+    JSON. Without ``pytest_arguments``, the file ``path`` has a pickled function, and the arguments
+    to call it with.
     """
 
     path: str
@@ -165,21 +168,22 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, with the files that the cell's worker reads. In a container, the paths of a job are
-    the paths inside the container.
+    """A cell, with the files that the cell's measured process (worker) reads. In a container, the
+    paths of a job are the paths inside the container.
 
     Attributes:
         manifest: a file with the names and checksums of the expected tensors.
         python_path: the folders from which to import the builder of a user's model.
         target: the empty folder into which a save, or the use "save", writes.
-        trace: whether the CUDA allocator records its events.
+        trace: whether PyTorch's CUDA allocator records every allocation and release.
         mounts: further paths of this machine that a container must see.
         body: a test or function to run in place of a load. The worker then loads no model, and reads
             only ``cell``, ``timeout_s`` and ``python_path``.
-        rank: the number of a process in a cell of several ranks, counted from 0; None for the worker
-            that starts the ranks, and for the worker of any other cell.
-        throttled_device: the name below /dev of the disk whose reads the kernel limits to the cell's
-            rate; empty if the kernel limits no disk.
+        rank: the number of this process, from 0, if several processes (ranks) load the model
+            together; None for the worker that starts these processes, and for the worker of any
+            other cell.
+        throttled_device: the disk (its name below /dev) from which the kernel lets the cell read
+            only at the cell's rate; empty if the kernel limits no disk.
         use_path: the file of a user's own use.
     """
 

@@ -1,7 +1,7 @@
 """Start child processes, and exchange lines with them; children use ``weighin.parent_process``.
 
-Ray pickles the class ``Child`` by value and sends it to its nodes, so that ``Child`` uses nothing but
-the standard library and ``weighin.pipes``.
+``Child`` uses nothing but the standard library and ``weighin.pipes``, because Ray pickles the class
+``Child`` by value and sends it to other machines.
 """
 
 import contextlib
@@ -29,8 +29,7 @@ _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker
 _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
-"""The folders from which a child imports weighin, and weighin's strategies: a user's strategy may
-import them."""
+"""The folders from which a child imports weighin and weighin's own strategies."""
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -53,8 +52,9 @@ class PipeChannel:
     """The parent's ends of the pipes to a child's standard streams; ``close`` closes them.
 
     ``process`` is a descriptor that becomes readable when the child ends. Without ``process``, the
-    channel ends when the pipe closes, and a process that the child forked may keep the pipe open.
-    ``copy`` is a descriptor to which the channel also writes the child's standard error.
+    channel ends when the pipe closes. That may be after the child's end, because a process that the
+    child forked keeps the pipe open. ``copy`` is a descriptor to which the channel also writes the
+    child's standard error.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
@@ -93,7 +93,7 @@ class PipeChannel:
         return line
 
     def read(self) -> bool:
-        """Read all bytes that have arrived; return whether ``receive`` would now return at once."""
+        """Read all bytes that have arrived; return whether ``receive`` would then not wait."""
         self._read_ready(self._open, 0)
         return bool(self._lines) or self._stdout not in self._open
 
@@ -120,7 +120,7 @@ class PipeChannel:
             os.close(descriptor)
 
     def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait until a descriptor is readable or the child ends, and read; return False if neither."""
+        """Wait until data arrives or the child ends, and read; return False after the time-out."""
         ended = [] if self._process is None else [self._process]
         found = ready([*awaited, *ended], timeout_s)
         if self._process in found:  # all that the child wrote is now in the pipes
@@ -143,9 +143,7 @@ class PipeChannel:
                 write(self._copy, data)
 
     def _drain(self, descriptor: int) -> None:
-        """Read a pipe until the pipe is empty, but at most 2 MiB, because a process may write
-        without end.
-        """
+        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not ready([descriptor], 0):
                 return
@@ -278,7 +276,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def open_process(pid: int) -> int | None:
-    """Return a pidfd, which becomes readable when the process ends; None before Linux 5.3."""
+    """Return a pidfd, a descriptor that is readable when the process ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):  # AttributeError: not Linux

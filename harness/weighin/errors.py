@@ -1,5 +1,5 @@
-"""Define the exceptions that stop weighin. A cell that fails raises no error of this module, but
-has an ``Outcome``.
+"""Define the exceptions that stop weighin. A measurement (cell) that fails raises no error of this
+module: its record gets an ``Outcome``.
 
 ::
 
@@ -41,7 +41,7 @@ _REPAIRS = {
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: ``message`` is the cause, and ``repair`` is the remedy."""
+    """Base of all errors that a user sees: ``message`` says the cause, and ``repair`` what to do."""
 
     exit_code = 2
 
@@ -83,22 +83,20 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """This machine cannot run cells in an isolation; ``repair`` is a command after which the
-    isolation works.
-    """
+    """An isolation (such as Docker) does not work on this machine; ``repair`` makes it work."""
 
     exit_code = 3
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint is damaged or unsupported; the message names the file and the place in the file."""
+    """A checkpoint is damaged or unsupported; the message names the file and where the fault is."""
 
 
 class WholePipeline(CheckpointError):
     """A pipeline of several models was given in place of one model.
 
-    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. As a
-    repair, the command line shows the typed command with ``largest`` in place of ``folder``.
+    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. The
+    error then suggests the typed command with ``largest`` in place of ``folder``.
     """
 
     def __init__(
@@ -109,7 +107,9 @@ class WholePipeline(CheckpointError):
 
 
 class NoBaseline(HarnessError):
-    """A run's results must not become a baseline file, or only after the user's confirmation."""
+    """A run's results must not become a baseline file (the accepted figures of ``weighin check``),
+    or only after the user's confirmation.
+    """
 
     exit_code = 1
 
@@ -140,13 +140,13 @@ class StillRunning(HarnessError):
 
 
 class MachineBusy(HarnessError):
-    """Another run is measuring on this machine, and two runs at once would distort both results."""
+    """Another run is measuring on this machine; two runs together would distort both results."""
 
     exit_code = 4
 
 
 class NoNodeLeft(HarnessError):
-    """No node of a fleet can run the cells that have no record yet."""
+    """No machine of a cluster can run the cells (measurements) that have no record yet."""
 
     exit_code = 4
 
@@ -161,7 +161,8 @@ class Interrupted(HarnessError):
 def extra(name: str, purpose: str) -> Iterator[None]:
     """Turn a failed import in the ``with`` block into a ConfigError with the install command.
 
-    ``purpose`` is the feature that needs the package, and ``name`` is weighin's extra with the package.
+    ``purpose`` is the feature that needs the package, and ``name`` is the extra of weighin that
+    installs the package.
     """
     try:
         yield

@@ -19,7 +19,7 @@ BROKEN: Final = (
     Outcome.COMMAND_FAILED,
     Outcome.USE_FAILED,
 )
-"""Outcomes that show a fault of the strategy, the command or the use, and not too small a limit."""
+"""Outcomes that show a fault of the strategy, the command or the use, not a limit too small."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -37,9 +37,10 @@ EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEA
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return the exit code of a run: 5 for a failed strategy, else 4 for an unmeasured cell, else 0.
+    """Return a run's exit code: 5 if a strategy failed, else 4 if a cell was not measured, else 0.
 
-    ``weighin run`` with one cell does not use this code, but exits with the command's own code.
+    If ``weighin run`` measures a command only one time, it exits with the command's own code
+    instead.
     """
     outcomes = {result.outcome for result in results}
     if outcomes & {*BROKEN}:
@@ -48,7 +49,9 @@ def of_results(results: Iterable[Result]) -> int:
 
 
 def broken(results: Iterable[Result]) -> list[str]:
-    """Return one line for each failed series: its strategy, RAM limit, outcome and message."""
+    """Return one line for each series (all repeats of one measurement) that failed: its strategy,
+    RAM limit, outcome and message.
+    """
     lines = []
     for result in results:
         if result.outcome in BROKEN:

@@ -1,6 +1,7 @@
 """Read files and JSON from other programs and users, in bounded time and memory.
 
-Too large a file raises ``OSError``, and too large a value raises ``ValueError``, as damaged ones do.
+A file that is too large raises ``OSError``, like an unreadable file. A value that is too large
+raises ``ValueError``, like invalid JSON.
 """
 
 import errno

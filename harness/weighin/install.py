@@ -37,7 +37,7 @@ def upgrade() -> str:
 
 
 def _repository() -> str:
-    """Return pip's address of the repository that weighin came from, or of the metadata's Source URL."""
+    """Return pip's address of the repository that weighin was installed or published from."""
     record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"
@@ -50,7 +50,7 @@ def _repository() -> str:
 
 
 def _direct_url() -> dict[str, Any]:
-    """Return pip's record of the address that weighin was installed from; empty without a record."""
+    """Return ``direct_url.json``, pip's record of weighin's origin; empty if there is none."""
     try:
         text = metadata.distribution("weighin").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -60,7 +60,8 @@ def _direct_url() -> dict[str, Any]:
 
 
 def _origin() -> tuple[str, bool]:
-    """Return the clone or wheel that weighin was installed from, and whether that was editable.
+    """Return the clone or wheel that weighin was installed from, and whether it was installed with
+    ``--editable``.
 
     The path of the clone or wheel is empty if weighin was installed from elsewhere, or if the clone
     or wheel is gone.

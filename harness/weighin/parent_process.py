@@ -1,6 +1,4 @@
-"""Exchange lines of JSON with the process that started this process through
-``weighin.child_process``.
-"""
+"""Exchange lines of JSON with the process that started this one (``weighin.child_process``)."""
 
 import ctypes
 import os
@@ -37,7 +35,7 @@ class Parent(LineReader):
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
+    """Ask the kernel to kill this process when the thread that started this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -45,7 +43,8 @@ def end_with_parent() -> None:
 def adopt_orphans(*, adopt: bool = True) -> bool:
     """Make this process a child subreaper: the parent of descendants whose own parent ends.
 
-    Without ``adopt``, stop being one. Return whether this process was a subreaper before the call.
+    With ``adopt=False``, stop being a subreaper. Return whether this process was a subreaper before
+    the call.
     """
     if sys.platform != "linux":
         return False

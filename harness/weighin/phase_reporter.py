@@ -1,4 +1,5 @@
-"""Report the phases of this process to ``weighin run``, which reads the peaks at their boundaries.
+"""Report the phases of this process to ``weighin run``, which reads the peaks when a phase begins
+or ends.
 
 Each message of the measured process to ``weighin run`` is one packet with one line of JSON:
 ``{"event": "begin", "id": 1, "name": "read"}`` or ``{"event": "end", "id": 1, "t_ns": ...}``. After
@@ -52,7 +53,7 @@ class Reporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """Report that a phase begins, and return the argument for ``end``."""
+        """Report that a phase begins, and return what to pass to ``end``."""
         number = next(self._ids)
         self._tell(event="begin", id=number, name=name)
         return os.getpid(), number
@@ -123,7 +124,7 @@ class Reporter:
         self._descriptor = -1
 
     def _after_fork(self) -> None:
-        """Drop the parent's connection, and the lock, which another thread of the parent may hold."""
+        """Drop the parent's connection and lock, which another thread of the parent may hold."""
         self._lock = RLock()
         self._drop()
 

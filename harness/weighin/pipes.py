@@ -1,7 +1,7 @@
 """Read lines from pipes, and write whole lines to pipes; parent and child processes use this module.
 
-weighin.pipes imports little, because a worker imports it before torch, and because Ray copies its
-functions to nodes.
+This module imports little, because a measured process imports it before torch, and because Ray
+copies its functions to other machines.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ def ready(descriptors: list[int], timeout_s: float) -> list[int]:
     """Wait at most ``timeout_s`` until a descriptor can be read, and return the descriptors that
     can be read.
 
-    poll, because select cannot wait for descriptors above 1023, which many open files lead to.
+    ``ready`` uses poll, because select cannot wait for descriptors above 1023, which a process with
+    many open files has.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -74,9 +75,7 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor, which may be non-blocking; return False if the other end is
-    closed.
-    """
+    """Write all bytes to a descriptor, even a non-blocking one; return False if nobody reads it."""
     left = memoryview(data)
     while left:
         try:

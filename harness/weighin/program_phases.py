@@ -1,7 +1,6 @@
 """Name a part of a program with ``weighin.phase``, so that ``weighin run`` measures the part's peaks.
 
-Any program may import weighin.program_phases; outside of ``weighin run``, the module therefore
-imports almost nothing.
+Any program may import this module; outside of ``weighin run``, it therefore imports almost nothing.
 """
 
 import os
@@ -41,11 +40,11 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
     reports no further phases.
 
     Phases may be nested, and phases of several threads may overlap: the peak of a phase includes
-    all memory of the process during the phase. The phases of the first process that begins one also
-    have the peaks of the whole command. A phase of any other process has only the peaks of that
-    process. If a process forks in a phase, the phase ends only in the process that began the phase.
-    weighin measures decorated functions and coroutine functions, but no decorated generator
-    functions.
+    all memory of the process during the phase. The phases of the main process, which is the first
+    process to begin a phase, also have the peaks of the whole command. A phase of any other process
+    has only the peaks of that process. If a process forks in a phase, the phase ends only in the
+    process that began the phase. weighin measures decorated functions and coroutine functions, but
+    no decorated generator functions.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,8 +1,9 @@
 """Encode and decode the messages between parent and worker: one JSON object per line.
 
-weighin first sends the job to the worker. After an event that needs acknowledgement, the worker
-waits until the parent has read the cgroup's counters and has sent an empty line. The worker sends
-each event in one ``write()``, so that a kill loses at most one event.
+The parent is weighin's own process, and the worker is the measured process. The parent first sends
+the job, which says what to measure. After an event that needs acknowledgement, the worker waits
+until the parent has read the cgroup's counters and has sent an empty line. The worker sends each
+event in one ``write()``, so that a kill loses at most one event.
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -21,9 +22,9 @@ used           gradients, children_private_bytes: fields of ``Use``            n
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 
-In a cell of several ranks, the worker starts a process for each rank, and passes the messages on. Each
-event of a rank also has the field ``rank``. All ranks wait for each other at the events in ``MET``. Two
-more events exist:
+If several processes (ranks) are to load the model together, the worker starts them and passes the
+messages on. Each event of a rank also has the field ``rank``. All ranks wait for each other at the
+events in ``MET``. Two more events exist:
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -46,8 +47,9 @@ MET = ("baseline", "ready", "shared", "done")
 """The events at which the ranks of a cell wait until all ranks have sent this event."""
 
 ACKNOWLEDGED = (*MET, "phase")
-"""The events after which a rank waits for the parent. A worker without ranks waits after ``baseline``
-and ``phase`` only."""
+"""The events after which a rank waits for the parent. Without ranks, a worker waits only after
+``baseline`` and ``phase``.
+"""
 
 BODY_PLUGIN = "weighin-body"
 """The name of the pytest plugin that records phases in a worker that runs a test."""

@@ -20,7 +20,7 @@ IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import 
 """The phases in which a worker imports the class of a model; each library has its own phase."""
 
 UNNAMED: Final = "other"
-"""The name of the time between two phases, and of a load whose strategy names no phase."""
+"""The name of a time outside every phase, and of a load whose strategy names no phase."""
 
 OURS: Final = (
     "import",
@@ -41,8 +41,9 @@ USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 
 WINDOWS_IN_FLIGHT: Final = 4
-"""The number of read-ahead windows of a mapped file that the disk reads at once. The kernel cannot
-reclaim their pages. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads."""
+"""The number of read-ahead windows of a mapped file that the kernel reads at once. Pages of these
+windows cannot be reclaimed. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads.
+"""
 
 
 class Outcome(StrEnum):
@@ -64,7 +65,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading of a worker's memory, taken from outside the worker at the time ``t_ns``."""
+    """A reading of the measured process's memory (worker), from outside, at the time ``t_ns``."""
 
     t_ns: int
     rss_bytes: int
@@ -83,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The worker's memory at one instant, as the kernel and the allocator count it."""
+    """The memory of the measured process (worker) at one instant, by the kernel and the allocator."""
 
     rss_bytes: int
     anon_bytes: int
@@ -122,9 +123,10 @@ class Peaks:
     """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
 
     ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
-    every other process figure is the worker's alone. In a cell of several ranks, ``rss_bytes`` is the
-    highest peak of a rank. The sampled maxima are then sums over all ranks, with shared pages counted
-    once. ``pss_bytes`` is the sum of all ranks' proportional set sizes when all ranks were ready.
+    the other figures of a process are of the worker alone. In a cell of several ranks,
+    ``rss_bytes`` is the highest peak of a rank. The sampled maxima are then sums over all ranks,
+    with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional set sizes
+    when all ranks were ready.
     """
 
     rss_bytes: int | None = None
@@ -144,7 +146,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Page faults and refaults from the start of the load until ``ready``."""
+    """Page faults and refaults from the start of the load until every byte was read (``ready``)."""
 
     minor: int
     major: int
@@ -153,7 +155,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times (PSI) of the cell's cgroup from the start of the load until ``ready``."""
+    """Stall times (PSI) of the cell's cgroup, from the start of the load until every byte was read."""
 
     some_ns: int | None = None
     full_ns: int | None = None
@@ -161,7 +163,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A cell's wall time ``wall_ns`` and the parts of it; weighin itself took the remainder."""
+    """A cell's wall time ``wall_ns`` and its parts; the rest is time that weighin itself took."""
 
     wall_ns: int
     import_ns: int | None = None
@@ -182,7 +184,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a loaded model, in addition to the phase of the use.
+    """Facts about the use of a loaded model (such as a training step), in addition to its phase.
 
     Attributes:
         anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
@@ -199,7 +201,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process (rank) of a cell that several processes load together; its index in
+    """One of several processes (ranks) of a cell that load the model together; its index in
     ``Result.ranks`` is the rank's number.
 
     ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
@@ -300,9 +302,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases that a further process of a command began, with peaks that cover only this process.
+    """The phases of a process of a command, other than the main process; the peaks are of this
+    process alone.
 
-    The process that began the first phase has no track: its phases are ``Result.phases``.
+    The main process, which began the first phase, has no track: its phases are ``Result.phases``.
     """
 
     pid: int
@@ -314,12 +317,14 @@ class Ran:
     """Facts about a command that the record of a load does not have.
 
     Attributes:
-        pid: the pid of the command's first process, in the parent's pid namespace.
+        pid: the pid of the command's first process, as weighin's process sees it.
         peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the largest sum of anonymous and shared memory, without page cache. With
-            ``needed_is_sampled``, the need may be larger: a short peak falls between two samples.
+        needed_bytes: the largest sum of anonymous and shared memory, without page cache. If
+            ``needed_is_sampled``, the need may be larger, because a short peak can fall between two
+            samples.
         signal: the signal that ended the first process; None if the process exited.
-        survived: whether the first process ended by itself, although another process was killed.
+        survived: whether the first process ended by itself, although the kernel killed another
+            process.
         ended: command lines of the processes that weighin stopped, because they still ran at the end.
         cold: the paths whose page cache was dropped before the start.
         frozen_ns: the time for which the command was stopped while weighin read its stacks.
@@ -405,7 +410,7 @@ class Result:
     def above_import_bytes(self) -> int | None:
         """The peak RSS minus the RSS after ``import torch``; None if one of the two is unknown.
 
-        The peak RSS depends on the size of torch's libraries, but this difference does not.
+        Unlike the peak RSS, this difference does not depend on the size of torch's libraries.
         """
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
@@ -413,12 +418,12 @@ class Result:
 
     @property
     def use_phases(self) -> tuple[Phase, ...]:
-        """The phases of the use after the load, one for each forward pass."""
+        """The phases of the model's use after the load; each forward pass is one phase."""
         return tuple(phase for phase in self.phases if is_of_use(phase.name))
 
     @property
     def cache(self) -> str:
-        """The cell's page-cache state, or ``NOT_DROPPED`` if pages stayed cached before a cold cell."""
+        """The page cache before the load; ``NOT_DROPPED`` if pages of a cold cell stayed cached."""
         is_warm = self.cell.cache == "cold" and self.cached_bytes_at_start
         return NOT_DROPPED if is_warm else self.cell.cache
 
@@ -429,5 +434,5 @@ class Result:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes of a mapped file that the disk reads at once; 0 if the read-ahead is unknown."""
+        """How many bytes of a mapped file the kernel reads ahead; 0 if the read-ahead is unknown."""
         return WINDOWS_IN_FLIGHT * int(self.environment.get("read_ahead_bytes", 0))

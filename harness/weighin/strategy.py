@@ -1,9 +1,9 @@
 """Define the interface of a strategy, and offer functions that strategies need.
 
 A strategy is one file with a function ``load(job: Load) -> Module`` or, to save, ``save(job: Save)
--> None``. A strategy imports weighin's functions from ``weighin.strategy``, which imports the code of a
-function only at the function's first use: memory for a strategy's imports counts as the strategy's
-own::
+-> None``. A strategy imports weighin's functions from ``weighin.strategy``. The code of a function
+is imported only at the function's first use, because the memory of a strategy's imports counts as
+the strategy's::
 
     from weighin.strategy import Load, retie, tied_names
 """
@@ -68,7 +68,7 @@ HELPERS = {
 class _Measured(Protocol):
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options that a suite's YAML sets for this strategy."""
+        """The options that a suite (a YAML file) sets for this strategy."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
@@ -84,7 +84,7 @@ class Load(_Measured, Protocol):
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint's file; for a format of several files, the checkpoint's folder."""
+        """The path of the checkpoint's file, or of its folder if the format has several files."""
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Final
 
 FORWARD: Final = "forward"
 NONE: Final = "none"
-"""Stands in place of a use for a cell that ends when the model is loaded."""
+"""Stands in place of a use if the measurement ends when the model is loaded."""
 
 TO_DEVICE: Final = "to-device"
 SAVE: Final = "save"

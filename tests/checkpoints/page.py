@@ -23,12 +23,13 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
         "# What weighin reads",
         "",
         f"`make checkpoints` made a small checkpoint of each layout on {datetime.date.today()}, with torch {torch.__version__} and"
-        f" transformers {transformers.__version__}, and gave it to eight readers: {', '.join(VERBS)}. `load` is"
-        " `load_pretrained` for the folder of a model, and `load_streaming` for other checkpoints; `streaming`, `transformers`"
-        " and `baseline` are strategies.",
+        f" transformers {transformers.__version__}, and gave each checkpoint to eight readers: {', '.join(VERBS)}. `streaming`,"
+        " `transformers` and `baseline` are strategies of `weighin bench`; `load` is one of weighin's two Python functions:"
+        " `load_pretrained` for the folder of a model, `load_streaming` for any other checkpoint.",
         "",
         "* **right**: the tensors equal those of `torch.load` or `from_pretrained`, bit by bit.",
         "* **refused**: an error says what the file is, and what to do instead.",
+        "* **right**, but refused by X: X refuses these layouts, and all other readers are right.",
         "",
         f"{len(tried)} layouts, {len(states)} answers: {states.count('right')} right,"
         f" {states.count('refused')} refused, {states.count('WRONG')} wrong.",

@@ -22,6 +22,10 @@ from weighin import install, load_pretrained
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import gguf as layout
+from weighin.isolation import select
+from weighin.run.machines import Machines
+from weighin.run.request import Request, resume, start
+from weighin.suite.config import check_suite
 from weighin.units import MIB
 
 gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
@@ -61,6 +65,27 @@ def reference(folder: Path, **options: Any) -> Any:
     kind = transformers().AutoModelForCausalLM
     with np.errstate(all="ignore"):
         return kind.from_pretrained(folder, gguf_file="model.gguf", **options)
+
+
+def test_a_container_gets_the_packages_that_a_gguf_file_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MAKERS["tied"](tmp_path)
+    suite = {"models": str(tmp_path), "strategies": "streaming", "isolation": "process"}
+    chosen: list[tuple[str, ...]] = []
+
+    class Recording(Machines):
+        def choose(self, *words: str, packages: tuple[str, ...] = (), **options: Any) -> Any:
+            chosen.append(packages)
+            return super().choose(*words, packages=packages, **options)
+
+    start(Request(check_suite(suite), folder=tmp_path / "run"), Recording())
+    named = select.named
+    monkeypatch.setattr(
+        select, "named", lambda *words: (chosen.append(words[2]), named(*words))[1]
+    )
+    resume(tmp_path / "run", trusted=True)
+    assert [{"gguf", "accelerate", "transformers"} - {*one} for one in chosen] == [set(), set()]
 
 
 @pytest.mark.parametrize("kind", DECODED)

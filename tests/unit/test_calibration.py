@@ -40,7 +40,7 @@ def small(monkeypatch: MonkeyPatch) -> None:
 def test_the_best_of_the_rounds_is_kept(folder: Path) -> None:
     said: list[str] = []
     found = calibrate(said.append)
-    assert said == [f"calibrating this machine once: reading and writing 512 MiB in {folder}"]
+    assert said == [f"measuring the speed of this machine: reading and writing 512 MiB in {folder}"]
     assert (found.archive_s, found.module_s, found.init_bytes_per_s) == (0.001, 0.002, GIB)
     rounds = json.loads((folder / FILE).read_text())["rounds"]
     assert {len(values) for values in rounds.values()} == {3}

@@ -31,26 +31,26 @@ def of_commit(result: Result, commit: str | None, day: str, **environment: objec
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        ([of_commit(make_result(), FIRST, "2026-11-23")], "commit d71778a29d, 2026-11-23"),
+        ([of_commit(make_result(), FIRST, "2026-11-23")], "measured 2026-11-23 with weighin commit d71778a29d"),
         (
             [of_commit(make_result(), FIRST, day) for day in ("2026-11-23", "2026-11-21")],
-            "commit d71778a29d, 2026-11-21 to 2026-11-23",
+            "measured 2026-11-21 to 2026-11-23 with weighin commit d71778a29d",
         ),
         (
             [of_commit(make_result(), commit, "2026-11-23") for commit in (FIRST, SECOND)],
-            "commits d71778a29d, f3e40feab4, 2026-11-23",
+            "measured 2026-11-23 with weighin commits d71778a29d, f3e40feab4",
         ),
         (
             [of_commit(make_result(), FIRST, "2026-11-23", git_dirty=True)],
-            "commit d71778a29d with changes, 2026-11-23",
+            "measured 2026-11-23 with weighin commit d71778a29d with changes",
         ),
-        ([make_result()], "commit unknown, 2025-01-02"),
-        ([of_commit(make_result(), FIRST, "")], "commit d71778a29d, date unknown"),
+        ([make_result()], "measured 2025-01-02 with weighin commit unknown"),
+        ([of_commit(make_result(), FIRST, "")], "measured on an unknown day with weighin commit d71778a29d"),
         (
             [of_commit(make_result(), FIRST, "2026-11-23"), make_skipped()],
-            "commit d71778a29d, 2026-11-23",
+            "measured 2026-11-23 with weighin commit d71778a29d",
         ),
-        ([make_skipped()], "commit unknown, date unknown"),
+        ([make_skipped()], "measured on an unknown day with weighin commit unknown"),
     ],
 )
 def test_what_was_measured_is_said_by_commit_and_days(results: list[Result], said: str) -> None:
@@ -73,17 +73,17 @@ def test_every_table_says_commit_and_day(
     tell: Callable[[list[Result]], str], make: Callable[[], list[Result]]
 ) -> None:
     results = [of_commit(one, FIRST, "2026-11-23") for one in make()]
-    assert " · commit d71778a29d, 2026-11-23" in tell(results)
+    assert " · measured 2026-11-23 with weighin commit d71778a29d" in tell(results)
 
 
 def test_the_table_of_passes_says_them() -> None:
     results = [of_commit(swept("mmap_assign", None, (9, 0), passes=2), FIRST, "2026-11-23")]
-    assert markdown(passes.found(results)).endswith(" · commit d71778a29d, 2026-11-23")
+    assert markdown(passes.found(results)).endswith(" · measured 2026-11-23 with weighin commit d71778a29d")
 
 
 def test_the_notebooks_table_says_them_too() -> None:
     results = [of_commit(gpu_cell("baseline", 12.832), FIRST, "2026-11-23")]
-    assert markdown_notebook(results).endswith(" · commit d71778a29d, 2026-11-23")
+    assert markdown_notebook(results).endswith(" · measured 2026-11-23 with weighin commit d71778a29d")
 
 
 @pytest.mark.parametrize("records", PUBLISHED, ids=lambda path: path.parent.name)

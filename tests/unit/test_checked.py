@@ -43,12 +43,12 @@ def test_a_block_says_how_far_predictions_and_measurements_are_apart(tmp_path: P
     }
     (run / "predicted.json").write_text(json.dumps(told))
     assert fill(BLOCK, tmp_path).splitlines()[1:6] == [
-        "| run | measured with | series | largest difference of anonymous MiB | strategy"
+        "| run | code | series | largest difference of anonymous MiB | strategy"
         " | largest difference of floors MiB | strategy |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        "| x | commit unknown, date unknown | 2 | 7 | mmap_assign | 26 | mmap_assign |",
+        "| x | measured on an unknown day with weighin commit unknown | 2 | 7 | mmap_assign | 26 | mmap_assign |",
         "",
-        "Predicted with commit ababababab, 2026-11-24.",
+        "Predicted 2026-11-24 with weighin commit ababababab.",
     ]
 
 

@@ -96,7 +96,7 @@ def test_options_that_cannot_be_used(
         ),
         (
             ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
-            "a resumed run keeps its plan: --repeats, --suite would be ignored\n"
+            "a resumed run keeps its settings: --repeats, --suite would be ignored\n"
             "leave these options out, or start a new run without --resume",
         ),
     ],
@@ -114,7 +114,7 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--resume", "gone"), "gone contains no plan.json, so that it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
-        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
+        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its settings: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
     ],
 )  # fmt: skip
 def test_options_of_a_floor_that_cannot_be_used(

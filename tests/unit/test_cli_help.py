@@ -37,19 +37,19 @@ VERBS = {
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
             "weighin bench gpt2-large --operation save --ram 8g",
-            "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
+            "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
             "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
             "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
-            "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
+            "weighin bench --model my.nets:build --kwargs '{\"n\": 64}' --checkpoint w.pt",
             "weighin bench --suite ci --out results/ci",
-            "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
+            "weighin bench --suite ci --engine ray --address head:6379 --out results/ray",
             "weighin bench --suite ci --shard 2/8 --out results/shard-2",
             "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
     ("run",): (
-        "Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.",
+        "Run a command under limits; show its peak memory, the peak's cause, and why it was killed.",
         [
             "weighin run -- python train.py --epochs 1",
             "weighin run --ram 4g -- python train.py",
@@ -96,12 +96,12 @@ VERBS = {
             "weighin check results/RUN --baseline baseline.yaml --update",
             "weighin check results/RUN --baseline baseline.yaml",
             'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-            'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
-            "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
+            'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
+            "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
         ],
     ),
     ("merge",): (
-        "Join the records of several runs of one plan, such as its shards, into a new run.",
+        "Join the records of several runs of one plan, such as the runs of --shard, into a new run.",
         [
             "weighin merge results/shard-1 results/shard-2 --out results/whole",
             "weighin merge results/shard-* --out results/whole --json -",
@@ -111,7 +111,7 @@ VERBS = {
         "Show a metric over all runs in a folder, and list the runs where the metric changed level.",
         [
             "weighin history results",
-            "weighin history results --metric ready_anon --series streaming --out ready.svg",
+            "weighin history results --metric ready_anon --series streaming --out out.svg",
         ],
     ),
     ("recommend",): (
@@ -162,7 +162,7 @@ VERBS = {
         ["weighin cache list", "weighin cache list --json -"],
     ),
     ("cache", "clear"): (
-        "Delete generated checkpoints after confirmation; never delete checkpoints of your own.",
+        "Delete generated checkpoints after a question. Your own checkpoints are never deleted.",
         ["weighin cache clear gpt2-xl", "weighin cache clear --yes"],
     ),
 }
@@ -190,15 +190,15 @@ def test_the_help_of_each_verb_says_what_it_does(verb: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
     _, text = shown(*verb, "--help")
-    found = [line.strip() for line in text.splitlines() if line.startswith("  weighin ")]
+    found = [line.strip() for line in text.splitlines() if line.startswith("    weighin ")]
     assert found == VERBS[verb][1]
 
 
 def test_an_example_that_is_too_long_for_a_line_can_still_be_pasted() -> None:
     _, text = shown("bench", "--help", columns=60)
     assert (
-        "  weighin bench --model my.nets:build --kwargs \\\n"
-        "      '{\"width\": 64}' --checkpoint w.pt\n"
+        "    weighin bench --model my.nets:build --kwargs \\\n"
+        "        '{\"n\": 64}' --checkpoint w.pt\n"
     ) in text
 
 

@@ -115,7 +115,7 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "13 cells in all.",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
         "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
-        "2.13.0 · commit unknown, date unknown",
+        "2.13.0 · measured on an unknown day with weighin commit unknown",
     ]
 
 
@@ -140,7 +140,7 @@ def test_the_floors_as_markdown() -> None:
         "| mmap_assign | 0.250 (ends) | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s 9.0x thrashes | 3.00 s 1.5x survives | 2.00 s |",
         "| broken | - | - | - | - | - | - | - |",
         "",
-        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin commit unknown",
     ]
 
 
@@ -157,7 +157,7 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         "",
         "One step below its floor, a load was killed for lack of memory, unless the table names another outcome.",
         "",
-        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin commit unknown",
     ]
 
 

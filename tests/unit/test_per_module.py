@@ -97,8 +97,8 @@ def broken(**changes: object) -> dict[str, object]:
         (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),
         (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
         (broken(files={"emb.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
-        (broken(order=["emb.weight"]), "'order' does not list each key of 'files' once"),
-        (broken(order=["emb.weight"] * 2), "'order' does not list each key of 'files' once"),
+        (broken(order=["emb.weight"]), "'order' must name each tensor of 'files' exactly once, and no other"),
+        (broken(order=["emb.weight"] * 2), "'order' must name each tensor of 'files' exactly once, and no other"),
         (
             broken(shared={"head.weight": "x"}),
             "'head.weight' is tied to 'x' but is in another file",

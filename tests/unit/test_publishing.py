@@ -140,8 +140,8 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
-        f"a: commit {head[:10]}, 2025-01-02: measured with the current code",
-        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (load.py changed)",
+        f"a: measured 2025-01-02 with weighin commit {head[:10]}: measured with the current code",
+        f"b: measured 2025-01-02 with weighin commit {head[:10]}: OLDER than the current code: streaming (load.py changed)",
         "c: never measured",
         "2 of 3 are older than the current code or were never measured: b, c",
     ]
@@ -156,7 +156,7 @@ def test_every_published_run_has_its_command_and_its_commit() -> None:
     folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
     assert folders <= runs.keys()
     for name in folders:
-        assert captions.code(runs[name].results).startswith("commit ")
+        assert captions.code(runs[name].results).startswith("measured 20")
 
 
 def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
     assert len(publish.status([run], copy)) == 2
     told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
     (folder / "predicted.json").write_text(json.dumps(told))
-    said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
+    said = f"  its predictions: 2026-11-24 with weighin commit {head[:10]}: "
     assert publish.status([run], copy)[1:] == [
         said + "made with the current code",
         "all 1 were measured with the current code",

@@ -177,7 +177,7 @@ def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
     monkeypatch.chdir(tmp_path)
     run = planned(folder, tmp_path / "run")
     text = said(monkeypatch, capsys, "bench", "--resume", str(run), "--trust-remote-code")
-    assert "a resumed run keeps its plan: --trust-remote-code would be ignored" in text
+    assert "a resumed run keeps its settings: --trust-remote-code would be ignored" in text
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
     text = said(monkeypatch, capsys, "predict", str(folder))
     assert (

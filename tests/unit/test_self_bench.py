@@ -97,4 +97,4 @@ def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missin
     assert "| errors |  | +0.0% to +3.1% | -80.0% to +0.0% |" in lines
     assert "The table lacks optimum-benchmark: it is not installed." in lines
     assert "Example CPU" in text
-    assert f"commit {ABOUT['git_commit'][:10]}, " in text
+    assert f" with weighin commit {ABOUT['git_commit'][:10]}" in text

@@ -142,7 +142,7 @@ def test_a_selection_that_a_suite_cannot_make(
             "{builder: nets}",
             "'nets' is not a builder\nwrite package.module:function or file.py:function",
         ),
-        ("{kwargs: {a: 1}}", "a model of the suite has no name\nadd builder, folder or checkpoint"),
+        ("{kwargs: {a: 1}}", "a model of the suite has no name, builder, folder or checkpoint\nadd one of them"),
         (
             "{name: n, build: 'n:b'}",
             "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, key,"

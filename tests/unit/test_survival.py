@@ -118,7 +118,8 @@ def test_the_sweep_in_a_terminal() -> None:
         "or more, or read at least 10% of the model again and took at least 2x the time without a limit, or",
         "read more than 3x the model again.",
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
-        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin",
+        "commit unknown",
     ]
 
 
@@ -133,7 +134,7 @@ def test_the_sweep_as_markdown() -> None:
         "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for lack of memory."
         " thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time or more, or read at least 10% of the model again and took at least 2x the time without a limit, or read more than 3x the model again.",
         "",
-        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin commit unknown",
     ]
 
 
@@ -149,7 +150,7 @@ def test_the_passes_of_each_series_as_markdown() -> None:
         "",
         passes.NOTE,
         "",
-        "gpt2-xl (6.290 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
+        "gpt2-xl (6.290 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured on an unknown day with weighin commit unknown",
     ]
 
 

@@ -57,7 +57,7 @@ def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
         "# Loading gpt2-xl",
         "",
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation "
-        "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured 2025-01-02 with weighin commit unknown",
         "",
         "## All results",
         "",

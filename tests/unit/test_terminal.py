@@ -62,7 +62,8 @@ def test_the_terminal_table_of_a_run() -> None:
         " streaming    ok                     1.60  6.60   7.30  6.750     1.03      6.550   6.750",
         "",
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
-        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · measured 2025-01-02 with weighin",
+        "commit unknown",
         "Not ok",
         "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
         "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
@@ -94,7 +95,7 @@ def test_a_table_of_saves_in_80_columns_keeps_names_whole_and_leaves_columns_out
         "--json.",
         "saving · gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold",
         "page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup",
-        "v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "v2 · torch 2.13.0 · measured 2025-01-02 with weighin commit unknown",
         "How to read the figures",
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page",
         "cache).",
@@ -204,7 +205,7 @@ def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
         if "cgroup v2" in line
     ]
     assert captions[0].endswith(
-        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02"
+        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0 · measured 2025-01-02 with weighin"
     )
 
 

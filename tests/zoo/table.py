@@ -40,8 +40,8 @@ def page(tried: Sequence[Tried], versions: str) -> str:
     parts = [
         "# The zoo: models of torch's tests and of torchvision\n",
         f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and a test\n"
-        "compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy also loads the checkpoint. The checks of a\n"
-        "worker must accept each right result, and must detect each planted fault: a wrong byte, a lost buffer, a broken tie.\n",
+        "compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy also loads the checkpoint.\n"
+        "weighin's verification must accept each right result, and must detect each fault that the test plants: a wrong byte, a lost buffer, a broken tie.\n",
         "## The loader\n", _loader_counts(tried),
         "## The strategies and their verification\n", _strategy_counts(tried),
         "## Loads by the loader that are not equal\n", _rows(tried, "loads"),

@@ -1,7 +1,8 @@
-"""Provide checkpoints to load. weighin generates or converts a checkpoint once, and then keeps it in a cache.
+"""Provide checkpoints to load. weighin keeps each checkpoint that it generated or converted in a
+cache.
 
-``weighin.checkpoint.cache`` runs in the parent process, which does not import torch; a subprocess
-writes the checkpoints. The module ``weighin.checkpoint.entries`` describes the folder of the cache.
+This module runs in weighin's own process, which does not import torch; a subprocess writes the
+checkpoints. ``weighin.checkpoint.entries`` describes the folder of the cache.
 """
 
 import os
@@ -59,8 +60,7 @@ class Prepared:
 class _Task:
     """The arguments of one call of ``ensure``, and the folder ``entry`` of the checkpoint in the cache.
 
-    With ``in_place``, cells load the user's own file, and the cache has only the manifest of that
-    file.
+    With ``in_place``, measurements load the user's own file, and the cache has only its manifest.
     """
 
     model: ModelSpec
@@ -86,11 +86,11 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model once, and
-    again when the file's size or modification time changes. weighin converts the model's state dict into
-    the cache if the file has another format than ``fmt`` or holds more than tensors, or if ``selection``
-    leaves out or renames tensors. ``python_path`` lists the folders from which a user's builder is
-    imported.
+    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model at the
+    first use, and again only when the file's size or modification time changes. weighin converts
+    the model's state dict into the cache if the file has another format than ``fmt`` or holds more
+    than tensors, or if ``selection`` leaves out or renames tensors. ``python_path`` lists the
+    folders from which a user's builder is imported.
 
     Raises:
         UnknownName: no format has this name.
@@ -157,7 +157,7 @@ def _ensure_locked(task: _Task) -> Prepared:
 
 
 def _make(task: _Task) -> None:
-    """Let the subprocess write into a temporary folder of the entry, then rename its files into place."""
+    """Let the subprocess write into a temporary folder, then move the files into the cache."""
     verb = "reading" if task.in_place else "converting" if task.checkpoint else "making"
     text = f"{verb} the checkpoint of {task.model.name}"
     task.report(text, None)
@@ -187,7 +187,7 @@ def _request(task: _Task, out: Path) -> dict[str, Any]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Move the new files into place; at any time, each format with a marker is complete."""
+    """Move the new files into the cache, so that a format with a marker is complete at any time."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:

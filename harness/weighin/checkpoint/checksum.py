@@ -1,11 +1,11 @@
 """Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-weighin measures the time until every byte of a loaded model was read once, and computing the
-checksums reads every byte. A CRC reads only 2 GB/s and would take longer than many loads; a plain
-sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm adds 8-byte
-words in 65,521 lanes, multiplies each lane by an odd constant, and chains the chunks. The number of
-lanes is a prime, so that a shifted row falls into other lanes. Any single changed word changes the
-result.
+weighin measures the time until every byte of a loaded model was read; the computation of the
+checksums reads every byte. A CRC reads only 2 GB/s, and would take longer than many loads. A plain
+sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm adds up
+8-byte words in 65,521 lanes, multiplies each lane's sum by an odd constant, and chains the chunks.
+The number of lanes is a prime, so that the words of a shifted row are in other lanes. Any single
+changed word changes the result.
 """
 
 import threading
@@ -86,7 +86,7 @@ def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _chunk_value(words: torch.Tensor) -> int:
-    """Return the weighted sum of a chunk's lanes, modulo 2**64 (int64 arithmetic wraps)."""
+    """Return the weighted sum of a chunk's lanes, modulo 2**64, to which int64 arithmetic wraps."""
     weights = _lane_weights(words.device)
     rows = words.numel() // _LANES
     whole, rest = words[: rows * _LANES], words[rows * _LANES :]

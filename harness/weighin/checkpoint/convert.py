@@ -1,8 +1,8 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-A conversion reads and writes tensors in pieces of 16 MiB. A conversion writes the new files to a
-hidden folder next to the target, and renames the complete files. If the process is killed, the
-source is unchanged and no target exists; the next conversion removes the hidden folder.
+A conversion reads and writes tensors in pieces of 16 MiB. It writes the new files to a hidden
+folder next to the target, and renames the complete files. If the process is killed, the source is
+unchanged and no target exists; the next conversion removes the hidden folder.
 
 If the source has checksums, the conversion compares the values with them, and writes checksums of the
 target. Each conversion therefore detects bytes that changed since the previous conversion.
@@ -49,7 +49,8 @@ class Conversion:
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
         selection: the tensors to write, and their new names.
         model_keys: whether to write the tensors under the keys of the folder's model (``model_keys``).
-        choice: the class of this model, the adapter to merge, and whether the folder's code may run.
+        choice: the class of the folder's model, the adapter to merge, and whether the folder's code
+            may run.
     """
 
     fmt: str
@@ -72,9 +73,9 @@ def convert(
 ) -> dict[str, float]:
     """Write the checkpoint ``source`` to ``target``, which must not exist.
 
-    ``convert`` returns a dict from the name of each stage to the seconds that the stage took. The
-    target gets checksums if the source has checksums or ``order`` demands a verification.
-    ``convert`` calls ``permit`` with the number of bytes to write, before it writes the first byte.
+    ``convert`` returns the seconds that each stage took, by the stage's name. The target gets
+    checksums if the source has checksums or ``order`` demands a verification. ``convert`` calls
+    ``permit`` with the number of bytes to write, before it writes the first byte.
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.

@@ -96,7 +96,8 @@ def convert(
 ) -> FinishedConversion:
     """Convert the checkpoint in a subprocess, and show the progress on ``console``.
 
-    ``convert`` calls ``complete`` when the target is complete. A Ctrl-C between the two is ignored.
+    ``convert`` calls ``complete`` when the target is complete, and ignores a Ctrl-C between the
+    two.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.
@@ -156,7 +157,7 @@ def format_for(target: Path, fmt: str) -> str:
 
     Raises:
         UnknownName: no format has the name ``fmt``.
-        ConfigError: ``fmt`` is another format than programs expect under this name.
+        ConfigError: programs expect another format than ``fmt`` in a file with the target's suffix.
     """
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, ())
@@ -197,7 +198,7 @@ def _request(wish: Wish, checksums: Path | None) -> dict[str, Any]:
 def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress line: the share done, the speed, and the time left; yield a function to update it.
 
-    ``_shown`` takes the bytes done and the total.
+    The yielded function takes the number of bytes done and the total.
     """
     started = monotonic()
     with Progress(

@@ -24,9 +24,11 @@ from weighin.formats.pretrained_folder import own_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model without weights: parameters are on the meta device; some buffers have values.
+    """A tensor of a model without weights: parameters are on the meta device, and some buffers have
+    values.
 
-    ``is_kept`` tells whether the tensor keeps its own floating-point dtype in a model of any dtype.
+    ``is_kept`` tells whether the tensor keeps its own floating-point dtype, whatever the model's
+    dtype.
     """
 
     name: str
@@ -56,7 +58,7 @@ def describe(
 ) -> list[Described]:
     """Return all tensors of a model that is built in ``dtype``: its state dict, then other buffers.
 
-    Without ``dtype``, the model has the dtype of its published files.
+    Without ``dtype``, the model has the dtype in which its weights were published.
 
     Raises:
         ConfigError: the builder is invalid, or the state dict contains more than parameters and
@@ -123,8 +125,8 @@ def buffer_checksums(spec: ModelSpec) -> dict[str, dict[str, str]]:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
     Only the model's constructor computes the values of these buffers. ``buffer_checksums``
-    therefore constructs the whole model once for each dtype of ``CELL_DTYPES``, and needs the
-    memory of one model.
+    therefore constructs the whole model for each dtype of ``CELL_DTYPES``, and needs the memory of
+    one model.
     """
     build = resolve_builder(spec.builder)
     checksums: dict[str, dict[str, str]] = {}

@@ -1,5 +1,5 @@
-"""Manage the cache's folder. The cache has one entry for each model with the values of one seed or
-one file.
+"""Manage the folder of the cache of checkpoints. An entry of the cache has one model, with the
+values of one seed or one file.
 
 ::
 
@@ -68,7 +68,8 @@ def use(chosen: Path) -> None:
 def entry_name(model: str, *origin: Any) -> str:
     """Return the name of an entry's folder: the model's name and a digest of ``origin``.
 
-    ``origin`` determines the values: the builder and its arguments, and the seed or the user's files.
+    ``origin`` is what determines the values: the builder and its arguments, and the seed or the
+    user's files.
     """
     text = json.dumps(origin, sort_keys=True, default=str)
     safe = _UNSAFE.sub("_", model).lstrip(".") or "model"
@@ -91,8 +92,7 @@ def write_marker(entry: Path, fmt: str) -> None:
 def damage(entry: Path, fmt: str) -> str | None:
     """Return a description of the damage to format ``fmt`` of an entry.
 
-    The result of ``damage`` is None if all files are as recorded, and "" if the entry lacks this
-    format.
+    ``damage`` returns None if all files are as recorded, and "" if the entry lacks this format.
     """
     try:
         files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -120,9 +120,7 @@ def _harm(file: Path, size: int, mtime_ns: int) -> str:
 
 
 def discard(entry: Path, fmt: str) -> None:
-    """Remove the files of format ``fmt`` from an entry of the cache; first remove the marker that
-    calls them complete.
-    """
+    """Remove the marker, and then the files, of format ``fmt`` from an entry of the cache."""
     (entry / f"{fmt}.json").unlink(missing_ok=True)
     shutil.rmtree(entry / fmt, ignore_errors=True)
 
@@ -131,7 +129,7 @@ def discard(entry: Path, fmt: str) -> None:
 def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock one entry within the context; the kernel releases the lock if the process is killed.
 
-    ``locked`` calls ``waiting`` once if another process has the lock.
+    ``locked`` calls ``waiting`` if another process has the lock.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -157,9 +155,7 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_leftovers(entry: Path) -> None:
-    """Remove the folders of killed subprocesses from an entry of the cache; the caller holds the
-    entry's lock.
-    """
+    """Remove the folders of killed subprocesses from an entry, whose lock the caller holds."""
     for leftover in entry.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -1,7 +1,7 @@
-"""Compute the expected memory of each of weighin's strategies, from the sizes of tensors alone.
+"""Compute the expected memory of each of weighin's ways to load (strategies) from the sizes of
+tensors.
 
-Each strategy's docstring states the same expectation. The expected memory does not include the memory of
-``import torch``.
+The expected memory does not include the memory of ``import torch``.
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,15 @@ SHARD_BYTES: Final = 5 * 1024**3  # the default size of a shard of weighin conve
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """The memory of a load on the CPU, in copies of the checkpoint's tensors and storages.
+    """The memory of a load on the CPU, as a number of copies of the checkpoint's tensors and
+    storages.
 
     Attributes:
         tensors: the number of copies of all tensors in anonymous memory; the model is one copy.
         storages: the number of copies of all storages in anonymous memory. A state dict that
             ``torch.load`` returned is one copy.
-        piece: the largest tensor, layer or shard is also in anonymous memory; None for no such piece.
+        piece: which part is in anonymous memory in addition: the largest tensor, layer or shard;
+            None for none.
         mapped: whether the file is also mapped into memory.
     """
 
@@ -93,9 +95,10 @@ def expected(
 ) -> list[Expected]:
     """Return the expected memory of each strategy that loads in one process.
 
-    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in bytes,
-    and has tied tensors once. ``storages`` has the sizes of the storages in the checkpoint's files; None
-    if the strategies load converted files, in which the storages and the tensors have equal sizes.
+    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in
+    bytes, with one name for tied tensors. ``storages`` has the sizes of the storages in the
+    checkpoint's files; None if the strategies load converted files, in which the storages and the
+    tensors have equal sizes.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
-The seed, a tensor's name and an element's position determine the value of the element; the format
-and the order of writing do not. ``weighin.checkpoint.generate`` runs in a subprocess, which needs
-memory for the persistent buffers and for a few pieces of 16 MiB.
+Only the seed, a tensor's name and an element's position determine the value of the element. This
+module runs in a subprocess, which needs memory for the persistent buffers and for a few pieces of
+16 MiB.
 """
 
 import time
@@ -98,12 +98,11 @@ def write(
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
 
-    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The random
-    values of a uint8 parameter are uniformly distributed. A parameter of any other integer dtype is
-    0.
+    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The values
+    of a uint8 parameter are uniformly distributed. Parameters of other integer dtypes are 0.
 
-    Every piece has its own random generator. All pieces share one memory: use each piece before the
-    next piece is generated.
+    Every piece has its own random generator. The next piece overwrites a piece, so use each piece
+    first.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
@@ -129,9 +128,7 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
 def _summed_pieces(
     sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and then put the checksums of these values into
-    ``sums``.
-    """
+    """Yield a tensor's values for the file, and then put their checksums into ``sums``."""
     described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     is_drawn = described.kind == "parameter"

@@ -38,9 +38,9 @@ def index(
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    ``index`` reads tensors piece by piece. ``index`` converts a checkpoint that has another format
-    than ``fmt`` or holds more than tensors, and a checkpoint of which ``selection`` leaves out or
-    renames tensors. ``permit`` is called with the number of bytes to write.
+    ``index`` reads tensors piece by piece. It converts a checkpoint that has another format than
+    ``fmt`` or holds more than tensors, or of which ``selection`` leaves out or renames tensors.
+    ``index`` calls ``permit`` with the number of bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -108,7 +108,7 @@ class _IndexedChecksums:
         return checksummed(read_pieces(place), running, self.by_name, name)
 
     def complete(self, progress: Progress | None) -> None:
-        """Read every tensor that has no checksums yet; tensors at the same place are read once."""
+        """Read every tensor that has no checksums yet; read tied tensors only once."""
         names: dict[object, list[str]] = {}
         for name, where in self._places.items():
             names.setdefault(where.place, []).append(name)

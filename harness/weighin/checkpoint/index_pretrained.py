@@ -42,7 +42,8 @@ def index_pretrained(
     permit: Callable[[int], None],
     progress: Progress | None,
 ) -> Made:
-    """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
+    """Write the manifest into ``folder``; also write the state dict there if ``fmt`` is not the
+    folder's format.
 
     ``index_pretrained`` loads the model with ``from_pretrained``, and so needs as much memory as
     that function.
@@ -107,9 +108,7 @@ def index_pretrained(
 def _values_of_file(
     reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the checksums of those values in the file that ``from_pretrained`` reads and then
-    changes.
-    """
+    """Return checksums of those values in the file that ``from_pretrained`` changes after reading."""
     written = written_after_load(reference)
     wanted = reference.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
@@ -131,9 +130,7 @@ def _values_of_file(
 
 
 def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the model's class keeps in float32, each with only its float32
-    checksum.
-    """
+    """Return the weights that the model's class keeps in float32, with only float32 checksums."""
     kept = set()
     for wanted in CELL_DTYPES:
         for name, checksums in sums.items():

@@ -35,7 +35,7 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    ``index_quantised`` loads the model once in each dtype, and needs memory for the whole model.
+    ``index_quantised`` loads the model in each dtype in turn, and needs memory for the whole model.
     The expected values come from ``from_pretrained``, or from ``load_streaming`` if only weighin
     can dequantise the codes.
 
@@ -76,10 +76,9 @@ def _entries(
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of the model that from_pretrained loads, with their checksums in each dtype.
 
-    ``_entries`` loads the model once in each dtype, because codes that are dequantised to float32
-    and then rounded to bfloat16 may have other values than codes that are dequantised to bfloat16.
-    ``arguments`` make from_pretrained dequantise the codes; without them, some models keep the
-    codes.
+    ``_entries`` loads the model in each dtype, because weights that are dequantised to float32 and
+    then rounded to bfloat16 may differ from weights that are dequantised to bfloat16. ``arguments``
+    make from_pretrained dequantise the codes; without them, some models keep the codes.
     """
     sums: dict[str, dict[str, str]] = {}
     described: list[Described] = []

@@ -37,8 +37,10 @@ class Tensor:
     """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
 
     Attributes:
-        shared_with: the first tensor in the same storage; None if this tensor is the first.
-        tied_to: the first tensor of the same elements; None if this tensor is the first.
+        shared_with: the name of the first tensor in the same storage; None if this tensor is the
+            first.
+        tied_to: the name of the first tensor with the same elements; None if this tensor is the
+            first.
         contiguous: whether the elements are stored in row-major order without gaps.
         encoding: the quantised type of the elements in the file, "Q4_K"; None without quantisation.
         stored_bytes: the size of the elements in the file; equal to ``bytes`` without quantisation.

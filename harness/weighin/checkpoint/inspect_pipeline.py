@@ -53,7 +53,7 @@ class InspectedPart:
 
 @dataclass(frozen=True, slots=True)
 class InspectedPipeline:
-    """A pipeline, and those of its parts that have weights."""
+    """A pipeline, and its parts that have weights."""
 
     pipeline: Pipeline
     parts: tuple[InspectedPart, ...]

@@ -1,7 +1,6 @@
 """Read and write manifests: the name, shape, dtype and checksums of each tensor of a loaded model.
 
-``weighin.checkpoint.manifest`` does not import torch, because the parent process reads manifests
-too.
+The module does not import torch, so that weighin's own process can read manifests, too.
 """
 
 import json
@@ -27,12 +26,13 @@ class TensorEntry:
     Attributes:
         dtype: the dtype in the checkpoint, without "torch.".
         bytes: the size of all elements in that dtype.
-        shared_with: the earlier tensor of the same storage; None if there is none.
+        shared_with: the name of an earlier tensor in the same storage; None if there is none.
         checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
             float32, bfloat16, float16 and its own dtype. A tensor that keeps its dtype in every model,
             and a tensor of any other dtype, has a checksum only in its own dtype.
-        file_checksums: the checksums of the values in the file, for a tensor that ``from_pretrained``
-            changes after reading; else None. A loaded tensor may match these or ``checksums``.
+        file_checksums: the checksums of the values in the file, for a tensor that
+            ``from_pretrained`` changes after reading it; else None. A loaded tensor may match
+            ``file_checksums`` or ``checksums``.
     """
 
     name: str
@@ -50,12 +50,12 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
-        """Whether the tensor is floating-point, so that a load converts it to the cell's dtype."""
+        """Whether the tensor is floating-point. A load converts such tensors to the wanted dtype."""
         return "float" in self.dtype
 
     @property
     def is_kept(self) -> bool:
-        """Whether the tensor keeps its dtype in a model of any dtype."""
+        """Whether the tensor keeps its own dtype, whatever the model's dtype."""
         return self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
 
     def bytes_as(self, dtype: str) -> int:

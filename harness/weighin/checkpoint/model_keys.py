@@ -1,4 +1,4 @@
-"""Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
+"""Give a Hugging Face folder's tensors the loaded model's keys: ``weighin convert --keys model``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,11 +37,11 @@ def read_with_model_keys(
 ) -> Slices:
     """Return the tensors of a folder or a GGUF file, with the names and in the order of the state dict.
 
-    A tensor that the model stacks or joins from several tensors of the files has several blocks. All
-    names of a tied tensor get the tensor that the files have under one of the names. Quantised codes
-    become weights in ``dtype``, or without ``dtype`` in the dtype of the folder's model. ``selection``
-    chooses the weights in the folder's checkpoint. The adapter that ``choice`` names is merged in
-    ``dtype``, or without ``dtype`` in the dtype of each tensor.
+    A tensor that the model stacks or joins from several tensors of the files has several blocks.
+    The files have a tied tensor under only one of its names; all its names get this tensor.
+    Quantised codes become weights in ``dtype``, or else in the dtype of the folder's model.
+    ``selection`` chooses the weights in the folder's checkpoint. The adapter that ``choice`` names
+    is merged in ``dtype``, or else in the dtype of each tensor.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the model
@@ -142,8 +142,8 @@ def _merged(
     """Return the tensors of a model, with an adapter of LoRA merged into some of them.
 
     A tensor that the adapter changes is computed when it is read. ``sources`` maps the names of the
-    model's tensors to their places. The tensors are merged in ``dtype``; if ``dtype`` is None, each
-    tensor keeps its own dtype.
+    model's tensors to their places in the files. The tensors are merged in ``dtype``; if ``dtype``
+    is None, each tensor keeps its own dtype.
 
     Raises:
         CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.

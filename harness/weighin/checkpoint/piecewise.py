@@ -1,4 +1,4 @@
-"""Compute a tensor's checksums from pieces, in every dtype that a cell may load it in."""
+"""Compute a tensor's checksums from pieces, in every dtype in which a load may be measured."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -9,7 +9,7 @@ from weighin.checkpoint.checksum import CHUNK_BYTES, RunningChecksum, checksum
 from weighin.formats.dtypes import dtype_name
 
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
-"""The dtypes in which a cell may load floating-point weights."""
+"""The dtypes in which a measurement may load floating-point weights."""
 
 PIECE_ELEMENTS: Final = CHUNK_BYTES
 """The number of elements in a piece: 16 MiB of float32, and a multiple of a checksum chunk in any
@@ -19,7 +19,8 @@ dtype."""
 class Checksums:
     """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
 
-    With ``is_kept``, the tensor has its own dtype in every model, and only the checksum in this dtype.
+    With ``is_kept``, the tensor keeps its own dtype in every model, and has only the checksum in
+    this dtype.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
@@ -41,8 +42,8 @@ class Checksums:
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
     """Return the checksums of a tensor by dtype.
 
-    ``tensor_checksums`` needs 64 MiB of memory; for a tensor that is not contiguous, it needs a
-    copy.
+    The computation needs 64 MiB of memory; for a tensor that is not contiguous, it needs memory for
+    a copy.
     """
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():
@@ -64,7 +65,7 @@ def checksummed(
 ) -> Iterator[torch.Tensor]:
     """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``.
 
-    Several threads may set one item of ``sums`` each.
+    Several threads may call this function with the same ``sums`` and different names.
     """
     for piece in pieces:
         running.update(piece)

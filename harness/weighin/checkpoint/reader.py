@@ -24,8 +24,8 @@ _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whol
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, as flat tensors of at most ``PIECE_ELEMENTS``.
 
-    All pieces but the last have that length. The pieces share one memory: use each piece before the
-    next piece is read.
+    All pieces but the last have that length. The next piece overwrites a piece, so use each piece
+    first.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -63,9 +63,7 @@ def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
-    """Read a tensor, and return the tensor's checksum; call ``progress`` with the size of each
-    piece in bytes.
-    """
+    """Return a tensor's checksum; call ``progress`` with the size in bytes of each piece read."""
     running = RunningChecksum(where.nbytes)
     for piece in read_pieces(where):
         running.update(piece)
@@ -108,7 +106,7 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in several parts; some rows at a time are copied from mapped files."""
+    """Yield the elements of a tensor that is stored in several blocks; copy some rows at a time."""
     row_elements = prod(where.shape[1:])
     rows = max(1, _ROWS_ELEMENTS // max(1, row_elements))
     for first in range(0, where.shape[0], rows):
@@ -161,8 +159,8 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
     """Return the ``TensorPlan`` of each tensor; tensors of the same elements in the file are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage become separate
-    tensors.
+    ``dtype`` is the new dtype of floating-point tensors. Views of one storage with different
+    elements become separate tensors.
     """
     tied, tensors = ties(slices), []
     for source in slices:

@@ -1,12 +1,12 @@
 """Keep the checksums of a checkpoint's tensors in a small file beside or in the checkpoint.
 
-The checksum file of a one-file checkpoint is next to it (``model.pt.weighin-checksums.json``); the
-checksum file of a folder is in the folder. The file's content::
+For a checkpoint of one file, the checksum file is next to that file
+(``model.pt.weighin-checksums.json``); for a folder, it is in the folder. The file's content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has no checksum file, because its manifest has the checksums.
-``weighin.checkpoint.sidecar`` does not import torch, because the parent process uses it.
+A checkpoint in the cache has no checksum file, because its manifest has the checksums. The module
+does not import torch, so that weighin's own process can use it.
 """
 
 import json
@@ -52,9 +52,7 @@ class KnownChecksums:
             raise self._other("tensors or dtypes", odd)
 
     def check(self, names: Iterable[str], actual: str) -> None:
-        """Raise CheckpointError if the file has another checksum than ``actual`` for a tensor in
-        ``names``.
-        """
+        """Raise CheckpointError if a tensor in ``names`` has another checksum than ``actual``."""
         if wrong := [name for name in names if self._sums[name] != actual]:
             raise self._other("values", wrong)
 

@@ -2,8 +2,8 @@
 
 Each process locks the temporary folder that it made. The kernel releases the lock when the process
 ends, so that a folder without a lock is a leftover. ``growing_beside`` makes a hidden folder next
-to a target, one for each target: a conversion writes the target there, and then renames it.
-``own_folder`` makes a new folder at each call.
+to a target: a conversion writes the target there, and then renames it. ``own_folder`` makes a new
+folder at each call.
 """
 
 import os
@@ -87,7 +87,7 @@ def _held(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path, target: Path) -> int:
-    """Create a folder, or reuse an unlocked one, and lock it; return the folder's open descriptor."""
+    """Create and lock a folder, or lock an unlocked one; return the folder's open descriptor."""
     while True:
         with suppress(FileExistsError):  # in a race, exist_ok=True does not prevent this error
             folder.mkdir(mode=0o700)
@@ -122,9 +122,7 @@ def _remove(folder: Path, descriptor: int) -> None:
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether the open folder is still at its path, because the folder's owner may have
-    removed it.
-    """
+    """Tell whether the open folder is still at its path; the folder's owner may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Run ``python -m weighin.checkpoint`` from the parent, and turn its errors into exceptions."""
+"""Run ``python -m weighin.checkpoint`` as a subprocess, and turn its errors into exceptions."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def run_maker(
     """Run ``python -m weighin.checkpoint`` with a request; return the seconds of each stage.
 
     ``run_maker`` calls ``permit`` with the number of bytes to write, before the subprocess writes
-    the first byte; ``permit`` raises an exception to refuse. ``run_maker`` calls ``report`` with
+    the first byte; to refuse, ``permit`` raises an exception. ``run_maker`` calls ``report`` with
     the bytes done and the total. The subprocess ends before this function returns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Turn the arguments of a verb into suites and requests. An option without an effect is an error."""
+"""Turn the typed arguments into the settings of a run. An option without an effect is an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,7 +67,7 @@ def is_typed(context: click.Context, name: str) -> bool:
 
 def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
     if "resume" in typed:
-        ignored, reason = typed - _BESIDE_RESUME, "a resumed run keeps its plan"
+        ignored, reason = typed - _BESIDE_RESUME, "a resumed run keeps its settings"
         repair = "leave these options out, or start a new run without --resume"
     elif "check" in typed:
         ignored, reason = typed - _BESIDE_ALL - {"check"}, "--check predicts the cells of a run"
@@ -76,7 +76,7 @@ def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
         ignored, reason = typed - (_BESIDE_SUITE - {"trust"}), "a suite sets the whole matrix"
         repair = "write these settings into the suite file, or leave --suite out"
     else:
-        ignored, reason = {"trust"}, "code that you name yourself needs no trust"
+        ignored, reason = {"trust"}, "code that you name yourself runs without --trust"
         repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
     refuse(context, ignored, reason, repair)
 
@@ -84,8 +84,9 @@ def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     """Return empty values for settings of pyproject.toml that the command line contradicts.
 
-    A model on the command line cancels pyproject.toml's model with its arguments and checkpoint. An
-    option such as --ram, which a suite also sets, cancels pyproject.toml's suite.
+    If the command line names a model, the model in pyproject.toml does not count, nor do its
+    arguments and checkpoint. If the command line has an option that a suite sets, such as --ram,
+    the suite in pyproject.toml does not count.
     """
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
@@ -110,9 +111,9 @@ def one_model(typed: dict[str, Any]) -> str:
 
 
 def noted_model(typed: dict[str, Any]) -> str:
-    """Return the model as ``one_model`` does, and print a note if it is the default model.
+    """Return the model as ``one_model`` does, and print a note if this is the default model.
 
-    The answers of some verbs do not name the model.
+    The note is for verbs that print a result without the model's name.
     """
     if not (typed["model"] or typed["model_option"] or typed.get("suite")):
         _console.note(f"no model given: {DEFAULT_MODEL}")
@@ -120,9 +121,9 @@ def noted_model(typed: dict[str, Any]) -> str:
 
 
 def pipeline(typed: dict[str, Any]) -> Path | None:
-    """Return the folder of the diffusers pipeline that was typed as the model.
+    """Return the folder of a diffusers pipeline that the user typed in place of a model.
 
-    The result of ``pipeline`` is None for any other model, and for a pipeline without weights.
+    Return None for any other model, and for a pipeline without weights.
     """
     from weighin.formats import pipeline as pipelines
     from weighin.formats.pretrained_folder import path_of
@@ -140,7 +141,7 @@ def names(texts: Iterable[str]) -> list[str]:
 
 
 def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request":
-    """Return the run that the options describe; ``settings`` are settings that only one verb has."""
+    """Return the run that the options describe; ``settings`` are those that only one verb has."""
     from weighin.run.request import Request
     from weighin.run.settings import RunSettings
 

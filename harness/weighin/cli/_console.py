@@ -1,4 +1,4 @@
-"""Print for the verbs: results on standard output, notes and errors on standard error.
+"""Print results on standard output, and notes and errors on standard error.
 
 Only functions that print a table or a progress bar import rich, so that ``weighin list`` stays fast.
 """
@@ -74,9 +74,9 @@ def colour() -> bool | None:
 
 
 def deliver(json_file: str | None, document: Mapping[str, Any], show: Callable[[], None]) -> None:
-    """Show a result, unless ``--json -`` writes its JSON document to standard output instead.
+    """Show a result; with ``--json -``, write the result as JSON to standard output instead.
 
-    With ``--json FILE``, show the result and write the document to the file.
+    With ``--json FILE``, show the result and write the JSON to the file.
     """
     if json_file != STDOUT:
         show()

@@ -1,6 +1,6 @@
-"""Fit tables into the console without breaking a word; a table that is too wide becomes blocks.
+"""Fit tables into the terminal's width. A row of a table that is too wide is printed as a block.
 
-rich alone would narrow the widest columns until the table fits, and break words for that.
+The library rich alone would narrow the widest columns, and break words in these columns.
 """
 
 import re
@@ -18,7 +18,7 @@ _ANY_WIDTH = 10_000  # columns
 
 
 class FittingConsole(Console):
-    """A console that breaks no word in a table, and prints each row of a too wide table as a block."""
+    """A console that breaks no word in a table; rows of a table that is too wide become blocks."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -63,7 +63,9 @@ def _measure(console: Console, column: Column) -> Measurement:
 
 
 def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
-    """Return a width for each column; the widest columns give up ``missing`` characters together."""
+    """Return the columns' widths, of which the widest are narrowed by ``missing`` characters in
+    sum.
+    """
     widths = [column.maximum for column in columns]
     for _ in range(missing):
         able = [at for at, column in enumerate(columns) if widths[at] > column.minimum]
@@ -105,7 +107,9 @@ def _hanging(console: Console, text: Text, width: int) -> Iterator[Text]:
 
 
 def _heading(console: Console, column: Column) -> str:
-    """Return a heading as one line; a word hyphenated over two lines, "anony-" "mous", is joined."""
+    """Return a heading as one line, and join a word that is hyphenated over two lines
+    ("anony-mous").
+    """
     text = column.header if isinstance(column.header, Text) else _text(console, column.header)
     return " ".join(re.sub(r"-\s*\n", "", text.plain).split())
 

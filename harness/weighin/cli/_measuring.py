@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def enter_scope(isolation: str) -> None:
-    """Start this command line again in a systemd scope, because a user other than root can set
-    limits only there.
+    """Start this command line again in a systemd scope, where a user other than root can set
+    limits.
     """
     from weighin.isolation import delegation, select
 
@@ -60,7 +60,7 @@ def planned(
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:
-    """Print each strategy that failed or loaded wrong weights, and exit with the run's exit code."""
+    """Print the strategies that failed or loaded wrong weights; exit with the run's exit code."""
     from weighin import exit_codes
 
     for text in exit_codes.broken(results):

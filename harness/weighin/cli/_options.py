@@ -41,10 +41,10 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_HELP = (
-    "A model of `weighin list models`, or your own model. Your own model is the path of a Hugging"
-    " Face folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a"
-    " folder), a builder, or from:CHECKPOINT (see --model). weighin always takes ./NAME as a"
-    " path, never as the name of a model. Default: gpt2-small."
+    "A name that `weighin list models` lists, or your own model. Your own model is the path of a"
+    " Hugging Face folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a"
+    " folder), a builder, or from:CHECKPOINT. --model explains the last two. ./NAME is always a"
+    " path, never the name of a model. Default: gpt2-small."
 )
 
 model_option = click.option(
@@ -52,11 +52,12 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="Give the model as an option, in place of the argument MODEL. A builder is a function"
-    " that returns the model, given as package.module:callable or path/nets.py:callable (weighin"
-    " also looks for modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model"
-    " without code: weighin makes it from the names and shapes of the checkpoint's tensors."
-    " weighin takes the path of a checkpoint outside a Hugging Face folder as from:PATH.",
+    help="Give the model as an option, in place of the argument MODEL. A builder is a function that"
+    " returns the model, given as package.module:callable or path/nets.py:callable (weighin also"
+    " looks for modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model"
+    " without code: weighin makes it from the names and shapes of the checkpoint's tensors. A"
+    " checkpoint's path alone means from:PATH, unless the checkpoint lies in a Hugging Face"
+    " folder.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -84,8 +85,8 @@ selection = several(
         "--strip-prefix",
         default="",
         metavar="PREFIX",
-        help="A prefix that the tensor names in the checkpoint have and the model's names lack;"
-        " weighin removes the prefix. DistributedDataParallel adds the prefix `module.` to names,"
+        help="A prefix that weighin removes from the tensor names in the checkpoint, because the"
+        " names in the model lack it. DistributedDataParallel adds the prefix `module.` to names,"
         " and torch.compile adds `_orig_mod.`",
     ),
 )
@@ -122,9 +123,10 @@ isolation = click.option(
     "--isolation",
     default="auto",
     metavar="NAME",
-    help="The isolation of the measured processes: docker, cgroup or process. auto tries docker,"
-    " then cgroup, then process, and takes the first isolation that works on this machine and can"
-    " enforce the limits of the run. Only docker and cgroup can enforce a RAM limit.",
+    help="How to isolate each measured process: docker (a container), cgroup (a memory cgroup) or"
+    " process (a plain process). auto tries docker, then cgroup, then process, and takes the first"
+    " one that works on this machine and can enforce the limits of the run. Only docker and cgroup"
+    " can enforce a RAM limit.",
 )
 device = click.option(
     "--device",
@@ -144,8 +146,8 @@ formats = click.option(
     "--format",
     "fmt",
     metavar="NAMES",
-    help="Formats in which the checkpoint is measured, comma-separated. Without --format, each"
-    " strategy gets the first format in its constant FORMATS.",
+    help="File formats of the checkpoint, comma-separated. Without --format, each strategy gets the"
+    " first format that its file lists in FORMATS.",
 )
 seed = click.option(
     "--seed", default=0, metavar="N", help="Seed of the random weights that weighin generates."
@@ -161,16 +163,16 @@ suite = click.option(
     "--suite",
     metavar="NAME",
     shell_complete=completed("suites"),
-    help="The suite that sets models, strategies and limits in place of the options above: a name in"
-    " `weighin list suites`, or the path of a YAML file.",
+    help="A suite, which is a YAML file that sets models, strategies and limits in place of the"
+    " options above: a name that `weighin list suites` lists, or the path of a file.",
 )
 ranks = click.option(
     "--ranks",
     default="1",
     metavar="NUMBERS",
-    help="How many processes load the model at once under one limit. Several numbers, such as"
-    " 1,4, are measured or predicted one after the other. Each process gets the environment"
-    " variables of torchrun, and all processes form one torch.distributed process group.",
+    help="How many processes load the model at once under one limit. Give several numbers, such as"
+    " 1,4, to get separate results for each number. Each process gets the environment variables of"
+    " torchrun, and all processes form one torch.distributed process group.",
 )
 trust = click.option(
     "--trust",
@@ -185,9 +187,9 @@ folder_choice = several(
         "--variant",
         default="",
         metavar="NAME",
-        help="The variant of a Hugging Face folder's weights to load, which is a part of the"
-        " file's name: --variant fp16 loads model.fp16.safetensors. Without --variant, weighin"
-        " loads the file of weights whose name contains no variant, such as model.safetensors.",
+        help="The variant of the weights in a Hugging Face folder: --variant fp16 loads"
+        " model.fp16.safetensors. Without --variant, weighin loads the weights whose file name"
+        " contains no variant, such as model.safetensors.",
     ),
     click.option(
         "--revision",
@@ -248,15 +250,15 @@ resume = click.option(
     "--resume",
     type=PATH,
     metavar="FOLDER",
-    help="Continue a run that was stopped before its end: weighin measures those cells of the run"
-    " in this folder that have no result yet.",
+    help="Continue the run in this folder, which was stopped before its end: weighin makes the"
+    " measurements that are still missing.",
 )
 shard = click.option(
     "--shard",
     metavar="I/N",
-    help="Measure only every N-th cell of the plan, beginning with the I-th cell: --shard 2/8"
-    " measures cells 2, 10, 18, and so on. When all N shards are measured, `weighin merge` joins"
-    " their runs into one run.",
+    help="Measure only every N-th cell (measurement) of the run, beginning with the I-th cell:"
+    " --shard 2/8 measures cells 2, 10, 18, and so on. When all N shards are measured, `weighin"
+    " merge` joins their runs into one run.",
 )
 markdown = click.option(
     "--markdown",
@@ -285,10 +287,10 @@ image = click.option(
     metavar="IMAGE",
     help="Run the command in a container of this Docker image, as docker run does: the image's"
     " entrypoint gets the command as its arguments, and the container uses the Docker engine's"
-    " network. In the container, the current folder has its path on this machine, and the command"
-    " runs with the id of the user who started weighin. Of the environment variables of the"
-    " shell, the container gets only TERM; --env sets further variables. With --isolation docker"
-    " and without --image, the command runs in weighin's own image, which contains torch.",
+    " network. In the container, the current folder has the same path as on this machine, and the"
+    " command runs with your user id. Of the environment variables of the shell, the container gets"
+    " only TERM; --env sets further variables. With --isolation docker and without --image, the"
+    " command runs in weighin's own image, which contains torch.",
 )
 cold = click.option(
     "--cold",
@@ -329,8 +331,8 @@ server = several(
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="To end a server that is ready, or a process that outlives the command, weighin"
-        " sends SIGTERM, waits this number of seconds, and then sends SIGKILL.",
+        help="How many seconds weighin waits between SIGTERM and SIGKILL when it ends a server that"
+        " is ready, or a process that outlives the command.",
     ),
 )
 
@@ -339,9 +341,9 @@ engine = several(
         "--engine",
         default="local",
         metavar="NAME",
-        help="Where to measure. local: on this machine, one cell after the other. ray: on the"
-        " nodes of a Ray cluster that have the Ray resource weighin_slot, with one cell at a time"
-        " on each node.",
+        help="Where to measure. local: on this machine, one measurement after the other. ray: on"
+        " the nodes of a Ray cluster that have the Ray resource weighin_slot, with one measurement"
+        " at a time on each node.",
     ),
     click.option(
         "--address",
@@ -366,8 +368,8 @@ def out(default: str) -> Callable[[Any], Any]:
         "folder",
         type=PATH,
         metavar="FOLDER",
-        help="The folder to write the run's records and report into, which must not contain a run"
-        f" yet. Default: results/{default}.",
+        help="The folder for the run's records and report. The folder must not contain a run yet."
+        f" Default: results/{default}.",
     )
 
 
@@ -376,9 +378,9 @@ def use(default: str) -> Callable[[Any], Any]:
         "--use",
         default=default,
         metavar="NAMES",
-        help="Uses of the model after the load, comma-separated: names of `weighin list uses`,"
-        " files of your own (./mine.py) with a function use(model), or none. Every strategy gets"
-        " separate results for each use.",
+        help="What to do with the model after the load, comma-separated: names that `weighin list"
+        " uses` lists, files of your own (./mine.py) with a function use(model), or none. Every"
+        " strategy gets separate results for each use.",
     )
 
 
@@ -389,5 +391,5 @@ def timeout(seconds: float) -> Callable[[Any], Any]:
         type=float,
         default=seconds,
         metavar="SECONDS",
-        help="Seconds after which weighin kills a cell that has not ended.",
+        help="Seconds after which weighin kills a measured process that has not ended.",
     )

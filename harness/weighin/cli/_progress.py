@@ -1,4 +1,6 @@
-"""Show the progress of a run: the current cell, the elapsed time and the number of cells left."""
+"""Show a run's progress: the current measurement (cell), the elapsed time, the number of cells
+left.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,8 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
     """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
 
-    ``cells`` is the number of cells in the run; None for a search, which chooses cells as it goes.
+    ``cells`` is the number of cells in the run; None for a search, whose number is not known
+    before.
     """
     with Bar(
         TextColumn("{task.description}"),
@@ -47,7 +50,9 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step beside a spinner; without a terminal, in a line."""
+    """Yield a function that shows the current step beside a spinner, or on a line without a
+    terminal.
+    """
     if not console.is_terminal:
         yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)
         return

@@ -44,7 +44,7 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 
 
 def name_source(context: click.Context, error: ConfigError) -> None:
-    """Add the settings file to the repair of an error, if the file set the option with the error."""
+    """Name the settings file in an error's repair, if the file set the option that is wrong."""
     path = context.find_root().meta.get(TABLE)
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
@@ -54,9 +54,7 @@ def name_source(context: click.Context, error: ConfigError) -> None:
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
-    """Return those options of a verb that pyproject.toml may set, by the options' keys in
-    pyproject.toml.
-    """
+    """Return the options of a verb that pyproject.toml may set, by their keys in pyproject.toml."""
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")
@@ -67,9 +65,9 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
 
 
 def _counts(path: Path) -> bool:
-    """Return whether the owner of a settings file is trusted, because defaults can name code to run.
+    """Return whether a settings file's owner is trusted; defaults in the file can name code to run.
 
-    Any user can write /tmp/pyproject.toml, which a run in a folder below /tmp would find.
+    For example, any user can write /tmp/pyproject.toml, and a run in a folder below /tmp finds it.
     """
     trusted = {0, os.geteuid(), Path().stat().st_uid}
     return path.is_file() and path.stat().st_uid in trusted
@@ -157,7 +155,7 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
 
 
 def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
-    """Return a value from the settings file; if the value is a path, relative to the current folder."""
+    """Return a value of the settings file. A path becomes relative to the current folder."""
     is_path = isinstance(param.type, click.Path)
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))

@@ -1,4 +1,4 @@
-"""Define click's classes for the verbs, which format the help and complete the repairs of errors."""
+"""Define click's classes for the verbs (subcommands), which format the help and extend errors."""
 
 import re
 import shutil
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from os.path import normpath
 from shlex import join
+from types import MappingProxyType
 from typing import Any, cast
 
 import click
@@ -65,14 +66,18 @@ class _Context(click.Context):
 
 
 class Verb(click.Command):
-    """A verb of ``weighin``. ``examples`` are commands for the help; ``codes`` adds the exit codes."""
+    """A verb of ``weighin``.
+
+    The help shows ``examples``, a mapping from what a command does to the command, and the exit
+    codes in ``codes``.
+    """
 
     context_class = _Context
 
     def __init__(
         self,
         *arguments: Any,
-        examples: Sequence[str] = (),
+        examples: Mapping[str, str] = MappingProxyType({}),
         codes: bool = False,
         **attributes: Any,
     ) -> None:
@@ -88,8 +93,10 @@ class Verb(click.Command):
         assert isinstance(formatter, _Formatter)
         if self.examples:
             with formatter.section("Examples"):
-                for example in self.examples:
-                    formatter.write_command(example)
+                for meaning, command in self.examples.items():
+                    formatter.write_text(f"{meaning}:")
+                    with formatter.indentation():
+                        formatter.write_command(command)
         if self.codes:
             _write_codes(formatter)
 
@@ -100,8 +107,8 @@ class Verb(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb, and complete the repair of an error.
 
-        An error in a value from pyproject.toml gets the file's name. An error about a pipeline, given in
-        place of one model, gets the typed command with the pipeline's largest model.
+        An error in a value from pyproject.toml gets the file's name. If the user gave a pipeline in
+        place of a model, the error gets the typed command with the pipeline's largest model.
         """
         try:
             return super().invoke(ctx)
@@ -160,7 +167,7 @@ class _Commands(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """A group of verbs, which the help lists in the order and under the headings of ``panels``.
 
-    ``load`` imports and returns the verb of a name; it is called for the typed verb only.
+    ``load`` imports a verb by name. Only the typed verb is imported, because imports take time.
     """
 
     context_class = _Context

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 _BESIDE_WIDTH = 70
-"""In a narrower terminal, the definition of a long term stands below the term, not beside it."""
+"""In a terminal with fewer columns, the definition of a long term is below the term."""
 _LONGEST_BESIDE = 30
 """The longest term, in columns, that has its definition beside it in a wide terminal."""
 

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from weighin.run.request import Request
     from weighin.run.task import Run
 
-EXAMPLES = (
-    "weighin bench gpt2-xl --ram 8g --repeats 3",
-    "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
-    "weighin bench gpt2-large --operation save --ram 8g",
-    "weighin bench gpt2-medium --use write,adamw -s baseline,mmap_assign,streaming",
-    "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
-    "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
-    "weighin bench gpt2-medium --device cuda --vram 1g --trace",
-    "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
-    "weighin bench --suite ci --out results/ci",
-    "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
-    "weighin bench --suite ci --shard 2/8 --out results/shard-2",
-    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
-)
+EXAMPLES = {
+    "Load gpt2-xl with the six strategies, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
+    "Load it with two strategies under each of two limits": "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
+    "Save the model instead of loading it": "weighin bench gpt2-large --operation save --ram 8g",
+    "Measure the load together with a use of the model, here each of two uses": "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
+    "Read from a disk of each of these rates, whose requests take 5 ms": "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
+    "Load in four processes at once": "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
+    "Load onto a GPU with 1 GiB of its memory, and record each allocation": "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+    "Load your own model and checkpoint": "weighin bench --model my.nets:build --kwargs '{\"n\": 64}' --checkpoint w.pt",
+    "Measure a suite, and write its records to a folder of your choice": "weighin bench --suite ci --out results/ci",
+    "Measure a suite on the machines of a Ray cluster": "weighin bench --suite ci --engine ray --address head:6379 --out results/ray",
+    "Measure the second eighth of a suite's cells, on one of eight machines": "weighin bench --suite ci --shard 2/8 --out results/shard-2",
+    "Go on with a run that was stopped": "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
@@ -39,17 +39,16 @@ EXAMPLES = (
     "--ram",
     default="none",
     metavar="SIZES",
-    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none (no limit). Every strategy gets"
-    " separate results for each limit.",
+    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none (no limit). weighin measures every"
+    " strategy under each limit.",
 )
 @click.option(
     "--ram-high",
     default="none",
     metavar="SIZE",
     help="Soft RAM limit (cgroup v2 only): while the measured process has more memory than this"
-    " size, the kernel slows the process down and takes memory back from it, but does not kill"
-    " it. If the kernel can take no memory back from a process above its soft limit, the process"
-    " runs slowly until --timeout.",
+    " size, the kernel slows the process down and takes memory back from it, but does not kill it."
+    " If the kernel cannot take enough memory back, the process runs slowly until --timeout.",
 )
 @_options.strategies
 @click.option(
@@ -65,8 +64,8 @@ EXAMPLES = (
     "--cache",
     default="cold",
     metavar="STATE",
-    help="Page-cache state of the checkpoint at the start of the load: cold (dropped from the page"
-    " cache) or warm (read into the page cache beforehand, and charged to the measured cgroup).",
+    help="Whether the checkpoint is in the page cache when the load starts: cold (no, dropped) or"
+    " warm (yes, read beforehand and charged to the measured cgroup).",
 )
 @_options.formats
 @_options.use("forward")
@@ -106,8 +105,9 @@ EXAMPLES = (
     "--repeats",
     default=1,
     metavar="N",
-    help="Number of times to measure each cell. weighin measures all cells once, then all cells"
-    " again, so that a disturbance does not hit all repeats of one cell.",
+    help="Number of times to make each measurement. weighin makes every measurement one time before"
+    " it starts the second round, so that a short disturbance of the machine does not affect all"
+    " repeats of one measurement.",
 )
 @_options.ranks
 @_options.environment
@@ -116,8 +116,8 @@ EXAMPLES = (
     "--vram",
     default="none",
     metavar="SIZES",
-    help="Limits on GPU memory, comma-separated: 8g, none (no limit). Every strategy gets"
-    " separate results for each limit.",
+    help="Limits on GPU memory, comma-separated: 8g, none (no limit). weighin measures every"
+    " strategy under each limit.",
 )
 @click.option(
     "--trace",
@@ -127,9 +127,9 @@ EXAMPLES = (
 @click.option(
     "--steady",
     is_flag=True,
-    help="Before each load, write to free memory of the machine, and then free that memory again."
-    " Load times then vary less in virtual machines, where the first access to a page takes"
-    " longer if the page has been free for some seconds.",
+    help="Before each load, write to free memory of the machine, and then release it. Load times"
+    " then vary less in virtual machines, where the first access to a page takes longer if the page"
+    " has been free for some seconds.",
 )
 @_options.seed
 @_options.suite
@@ -138,9 +138,9 @@ EXAMPLES = (
     "--jobs",
     default=1,
     metavar="N",
-    help="Measure up to N cells at once on this machine, if only memory matters. The RAM limits of"
-    " the N cells must fit into the free RAM together. Times of cells that ran at once cannot be"
-    " compared with other times.",
+    help="Make up to N measurements at once on this machine. Use this option if only memory"
+    " matters, because times of measurements that ran at once cannot be compared with other times."
+    " The sum of the N RAM limits must fit into the free RAM.",
 )
 @_options.shard
 @_options.out("DATE-MODEL-RAM")

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 DECLINED_EXIT = 1
 
 
-@click.command("list", cls=Verb, examples=("weighin cache list", "weighin cache list --json -"))
+@click.command(
+    "list",
+    cls=Verb,
+    examples={
+        "List the checkpoints that weighin generated": "weighin cache list",
+        "Print JSON": "weighin cache list --json -",
+    },
+)
 @_options.json
 def cache_list(json_file: str | None) -> None:
     """List the generated checkpoints, with their sizes on the disk."""
@@ -35,7 +42,10 @@ def cache_list(json_file: str | None) -> None:
     "clear",
     cls=Verb,
     codes=True,
-    examples=("weighin cache clear gpt2-xl", "weighin cache clear --yes"),
+    examples={
+        "Delete the generated checkpoints of one model": "weighin cache clear gpt2-xl",
+        "Delete all generated checkpoints without a question": "weighin cache clear --yes",
+    },
 )
 @click.argument(
     "model",
@@ -49,7 +59,7 @@ def cache_list(json_file: str | None) -> None:
 def cache_clear(
     context: click.Context, model: str | None, yes: bool, json_file: str | None
 ) -> None:
-    """Delete generated checkpoints after confirmation; never delete checkpoints of your own."""
+    """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
     from weighin.checkpoint import cache
 
     chosen = _chosen(model)

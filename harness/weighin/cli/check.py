@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from weighin.gate.check import MeasuredRuns
     from weighin.gate.lines import GateResult
 
-EXAMPLES = (
-    "weighin check results/RUN --baseline baseline.yaml --update",
-    "weighin check results/RUN --baseline baseline.yaml",
-    'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-    'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
-    "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
-)
+EXAMPLES = {
+    "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.yaml --update",
+    "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.yaml",
+    "Fail if anonymous memory under streaming exceeds 2 GiB": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+    "Check a budget for each strategy, and expect that the strategy baseline ends with a time-out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
+    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
@@ -32,8 +32,8 @@ EXAMPLES = (
     type=_options.PATH,
     nargs=-1,
     required=True,
-    help="The folder of a run. If you name several folders, weighin treats their runs as one run"
-    " with more repeats.",
+    help="The folder of a run. weighin treats the runs in several folders as one run with more"
+    " repeats.",
 )
 @click.option(
     "--baseline",
@@ -51,22 +51,22 @@ EXAMPLES = (
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='An upper bound that a metric of the run must not exceed, such as "peak_rss <= 1.1 x model + 64MiB above import"'
-    " (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.",
+    help='An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above'
+    ' import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
 )
 @click.option(
     "--expect",
     multiple=True,
     metavar="OUTCOMES",
-    help="Outcomes other than ok with which a strategy is meant to end, comma-separated as"
-    " STRATEGY=OUTCOME: with baseline=oom_killed, the check passes if the kernel kills the"
-    " strategy baseline for lack of memory.",
+    help="Outcomes that you expect in place of ok, comma-separated as STRATEGY=OUTCOME. With"
+    " baseline=oom_killed, the check passes if the kernel kills the strategy baseline for lack of"
+    " memory.",
 )
 @click.option(
     "--expect-failures",
     is_flag=True,
-    help="With --update: if a cell (one measured load) was killed or timed out, write that"
-    " outcome into the baseline file as the expected outcome.",
+    help="With --update: write killed and timed-out loads into the baseline file as expected"
+    " outcomes.",
 )
 @click.option(
     "--metrics",
@@ -78,8 +78,8 @@ EXAMPLES = (
 @click.option(
     "--partial",
     is_flag=True,
-    help="Judge the measured cells of a run that was stopped. Without --partial, the check of a"
-    " run that was stopped before its end fails.",
+    help="Judge only the measured part of a run that was stopped before its end. Without --partial,"
+    " the check of such a run fails.",
 )
 @click.option(
     "--all",
@@ -183,9 +183,9 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 def _repairs(
     result: "GateResult", measured: "MeasuredRuns", baseline: Path | None, *, partial: bool
 ) -> list[str]:
-    """Return notes on how to accept the failed comparisons.
+    """Return notes on how the user can accept the failed comparisons.
 
-    The result of ``_repairs`` is empty for an incomplete run, and has no command for wrong weights.
+    There are no notes for an incomplete run, and no command can accept wrong weights.
     """
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest
@@ -220,7 +220,7 @@ def _ask(lines: Sequence[str]) -> bool:
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:
-    """Print the changes of the baseline file; ``err`` prints them on standard error."""
+    """Print the changes of the baseline file; with ``err``, on standard error."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     for text in lines:
         styled = click.style(text, fg=colours.get(text[0]))

@@ -7,11 +7,11 @@ import click
 from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
-EXAMPLES = (
-    "weighin compare results/torch-2.13 results/torch-2.14",
-    "weighin compare results/main results/branch --metrics above_import,ready",
-    "weighin compare results/fleet --by machine",
-)
+EXAMPLES = {
+    "Compare each measurement of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
+    "Compare two metrics only": "weighin compare results/main results/branch --metrics above_import,ready",
+    "Compare the machines of one run": "weighin compare results/fleet --by machine",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)

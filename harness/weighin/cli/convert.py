@@ -9,14 +9,14 @@ from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 from weighin.run import interrupts
 
-EXAMPLES = (
-    "weighin convert model.pt parts --format per_param",
-    "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
-    "weighin convert training.pt model.pt --key model --strip-prefix module.",
-    "weighin convert ./folder model.safetensors --keys model",
-    "weighin convert ./folder merged.safetensors --adapter ./adapter",
-    "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
-)
+EXAMPLES = {
+    "Write one file for each parameter": "weighin convert model.pt parts --format per_param",
+    "Write the tensors as bfloat16, and read the new file back to verify it": "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+    "Take the entry 'model' of a training checkpoint, without 'module.' in its keys": "weighin convert training.pt model.pt --key model --strip-prefix module.",
+    "Rename the tensors of a Hugging Face folder as from_pretrained does": "weighin convert ./folder model.safetensors --keys model",
+    "Add the weights of a LoRA adapter": "weighin convert ./folder merged.safetensors --adapter ./adapter",
+    "Write files of at most 2 GB": "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -65,9 +65,9 @@ EXAMPLES = (
     "--keys",
     type=click.Choice(["file", "model"]),
     default="file",
-    help="The names that the written tensors get. file: the tensors keep the names in SOURCE."
-    " model: the tensors get the names in the model's state dict, and weighin stacks, joins and"
-    " renames the tensors of a Hugging Face folder as from_pretrained does.",
+    help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
+    " model's state dict; weighin stacks, joins and renames the tensors of a Hugging Face folder as"
+    " from_pretrained does.",
 )
 @_options.folder_choice
 @_options.adapter

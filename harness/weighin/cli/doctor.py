@@ -13,12 +13,12 @@ NO_LIMIT_EXIT = 3
 @click.command(
     cls=Verb,
     codes=True,
-    examples=(
-        "weighin doctor",
-        "weighin doctor --calibrate --json -",
-        "weighin doctor --clean",
-        "weighin doctor --engine ray --address head:6379",
-    ),
+    examples={
+        "Test what this machine can limit and measure": "weighin doctor",
+        "Measure the speed of this machine as well, and print JSON": "weighin doctor --calibrate --json -",
+        "Remove what killed runs left on this machine": "weighin doctor --clean",
+        "Test each machine of a Ray cluster": "weighin doctor --engine ray --address head:6379",
+    },
 )
 @click.option(
     "--calibrate",
@@ -29,9 +29,9 @@ NO_LIMIT_EXIT = 3
 @click.option(
     "--clean",
     is_flag=True,
-    help="Also remove what killed runs left that used another lock file (environment variable"
-    " WEIGHIN_LOCK). Without --clean, weighin leaves the cgroups and containers of runs with"
-    " another lock file alone, because such a run may still be measuring.",
+    help="Also remove the cgroups and containers of runs with another lock file (environment"
+    " variable WEIGHIN_LOCK). Without --clean, weighin leaves them alone, because such a run may"
+    " still be measuring.",
 )
 @_options.engine
 @_options.json
@@ -39,12 +39,12 @@ NO_LIMIT_EXIT = 3
 def doctor(context: click.Context, /, **typed: Any) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
-    In each isolation, a probe process allocates more memory than its limit, to test that the kernel
-    enforces the limit. `weighin doctor` also removes what killed runs of weighin left, such as
-    containers. The exit code is 3 if no isolation enforces a limit.
+    For each isolation (docker, cgroup, process), a test process allocates more memory than its
+    limit, to test that the kernel enforces the limit. `weighin doctor` also removes what killed
+    runs of weighin left, such as containers. The exit code is 3 if no isolation enforces a limit.
 
-    With --engine ray, `weighin doctor` tests each node of the Ray cluster. With --engine ray, the
-    exit code is 3 if a node of the cluster cannot measure.
+    With --engine ray, `weighin doctor` tests each node of the Ray cluster instead. The exit code is
+    then 3 if a node cannot measure.
     """
     from weighin.engines import base
 

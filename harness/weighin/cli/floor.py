@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from weighin.run.floor_search import Search
     from weighin.run.request import Request
 
-EXAMPLES = (
-    "weighin floor gpt2-medium",
-    "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
-    "weighin floor gpt2-small --isolation cgroup --json -",
-    "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
-    "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
-    "weighin floor --cold weights.pt -- python load.py weights.pt",
-    "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
-    "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
-)
+EXAMPLES = {
+    "Find the smallest RAM limit under which each of the six strategies loads the model": "weighin floor gpt2-medium",
+    "Find the limit for two strategies, with a precision of 2 %": "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
+    "Use cgroups instead of containers, and print JSON": "weighin floor gpt2-small --isolation cgroup --json -",
+    "Find the limit for one, two and four processes that load at once": "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+    "Find the limit for the load and a use of the model, for each of two uses": "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
+    "Find the limit for a command, with weights.pt out of the page cache at each start": "weighin floor --cold weights.pt -- python load.py weights.pt",
+    "Find the limit for a server, which is ready when it answers at this address": "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
+    "Go on with a search that was stopped": "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
+}
 _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
     "model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code",
@@ -44,9 +44,9 @@ _OF_MODELS = {
     "--within",
     default="1%",
     metavar="SHARE",
-    help="Precision of the floor: the search ends when the smallest limit that works is at most"
-    " this percentage above the largest limit that fails. The search also ends when the smallest"
-    " working limit and the largest failing limit differ by at most 8 MiB (for a command: 1 MiB).",
+    help="Precision of the result: the search ends when the smallest limit that works is at most"
+    " this percentage above the largest limit that fails, or when the two limits differ by at most"
+    " 8 MiB (for a command: 1 MiB).",
 )
 @click.option(
     "--thrashing",
@@ -79,11 +79,11 @@ _OF_MODELS = {
 def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and measure that load.
 
-    With --use, the smallest limit also suffices for what the program does with the model after the
-    load.
+    With --use, the limit must also suffice for the use of the model after the load.
 
-    The search stops a load that is proven to thrash: for example, the load has read more than 3 times
-    the model's size again, or has taken more than 10 times as long as without a limit.
+    weighin stops a load that thrashes (reads evicted pages again and again): for example, a load
+    that has read more than 3 times the model's size again, or that has lost time for lack of memory
+    and takes more than 10 times as long as without a limit.
 
     With a command after --, find the smallest limit under which the command ends with exit code 0, or
     (--ready) is ready. The command runs about ten times, with an empty standard input; only the run
@@ -122,7 +122,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
 
 def _refuse_mixed(context: click.Context) -> None:
-    """Raise ConfigError for an option of models beside a command, or of commands beside a model."""
+    """Raise ConfigError for a command with an option for models, and vice versa."""
     if context.params["command"] is not None:
         _arguments.refuse(
             context,

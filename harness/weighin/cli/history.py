@@ -7,10 +7,10 @@ import click
 from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
-EXAMPLES = (
-    "weighin history results",
-    "weighin history results --metric ready_anon --series streaming --out ready.svg",
-)
+EXAMPLES = {
+    "Show how the peaks of the runs in this folder changed over time": "weighin history results",
+    "Draw one metric of one strategy": "weighin history results --metric ready_anon --series streaming --out out.svg",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)

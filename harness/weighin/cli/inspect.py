@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from weighin.checkpoint.inspect import Inspected
     from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
-EXAMPLES = (
-    "weighin inspect model.pt",
-    "weighin inspect shards --sort size --all",
-    "weighin inspect training.pt --key model",
-    "weighin inspect model.safetensors --json -",
-    "weighin inspect gpt2-xl",
-)
+EXAMPLES = {
+    "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
+    "Show all tensors of a folder, the largest first": "weighin inspect shards --sort size --all",
+    "Show the entry 'model' of a training checkpoint": "weighin inspect training.pt --key model",
+    "Print JSON": "weighin inspect model.safetensors --json -",
+    "Show the checkpoint that weighin would generate for a built-in model": "weighin inspect gpt2-xl",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -45,9 +45,9 @@ def inspect(context: click.Context, /, **_: Any) -> None:
 
     If MODEL is a path, `weighin inspect` reads no tensor data, executes no code from the
     checkpoint, and does not import torch. For a built-in model or a builder, `weighin inspect`
-    builds the model without memory for its weights, and lists the tensors of the checkpoint that
-    `weighin bench` would generate. For a folder of a diffusers pipeline, `weighin inspect` lists
-    the parts of the pipeline, and the size of each part.
+    lists the tensors of the checkpoint that `weighin bench` would generate. The model is built on
+    the meta device, without memory for weights. For a folder of a diffusers pipeline, `weighin
+    inspect` lists the parts of the pipeline, and the size of each part.
     """
     from rich.markup import escape
 

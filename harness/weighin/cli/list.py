@@ -11,12 +11,12 @@ from weighin.cli._verb import Verb
 from weighin.errors import HarnessError, UnknownName
 from weighin.uses import USES
 
-EXAMPLES = (
-    "weighin list",
-    "weighin list strategies",
-    "weighin list isolations",
-    "weighin list --json -",
-)
+EXAMPLES = {
+    "List everything": "weighin list",
+    "List the strategies": "weighin list strategies",
+    "List the isolations, and whether this machine has them": "weighin list isolations",
+    "Print JSON": "weighin list --json -",
+}
 _WIDEST = 100  # columns: longer lines are hard to read
 
 KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
@@ -31,9 +31,9 @@ _HEADINGS: Final = {
 }
 
 _ISOLATIONS: Final = {
-    "docker": "A Docker container for each cell. Enforces RAM limits.",
-    "cgroup": "A memory cgroup for each cell, without a container. Enforces RAM limits.",
-    "process": "A plain process for each cell. Measures, but enforces no limit.",
+    "docker": "A Docker container for each measurement. Enforces RAM limits.",
+    "cgroup": "A memory cgroup for each measurement, without a container. Enforces RAM limits.",
+    "process": "A plain process for each measurement. Enforces no RAM limit.",
 }
 
 
@@ -73,9 +73,9 @@ def _document(kind: str) -> dict[str, Any]:
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a document; no line breaks a word that fits into ``width`` columns.
+    """Yield the lines of a document of at most ``width`` columns, unless one word is longer.
 
-    An entry is its name with the summary beside the name, and its facts below the summary.
+    Each entry has its name, its summary beside the name, and its facts below the summary.
     """
     for number, (kind, entries) in enumerate(listed.items()):
         if number:

@@ -7,10 +7,10 @@ import click
 from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
-EXAMPLES = (
-    "weighin merge results/shard-1 results/shard-2 --out results/whole",
-    "weighin merge results/shard-* --out results/whole --json -",
-)
+EXAMPLES = {
+    "Join the runs of two machines that measured parts of one suite": "weighin merge results/shard-1 results/shard-2 --out results/whole",
+    "Join all parts, and print JSON": "weighin merge results/shard-* --out results/whole --json -",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -31,12 +31,12 @@ EXAMPLES = (
 )
 @_options.json
 def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
-    """Join the records of several runs of one plan, such as its shards, into a new run.
+    """Join the records of several runs of one plan, such as the runs of --shard, into a new run.
 
-    The new run has the whole plan. `weighin bench --resume` or `weighin run --resume` can therefore
-    measure the cells of the plan for which no joined run has a record. `weighin merge` refuses runs
-    with different plans. `weighin merge` also refuses two runs that measured the same cell, because
-    it cannot tell which of the two records counts.
+    The new run has the whole plan, so that `weighin bench --resume` or `weighin run --resume` can
+    make the measurements that no joined run has made. `weighin merge` refuses runs with different
+    plans. `weighin merge` also refuses two runs with a record of the same measurement, because it
+    cannot tell which of the two counts.
     """
     from weighin.run import merge as merging
 

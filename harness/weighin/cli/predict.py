@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
     """The predictions, the document for --json, and the parts to print."""
 
-EXAMPLES = (
-    "weighin predict gpt2-xl",
-    "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-    "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
-    "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
-    "weighin predict --suite notebook --json -",
-    "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
-)
+EXAMPLES = {
+    "Predict the memory of each of the six strategies": "weighin predict gpt2-xl",
+    "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+    "Predict eight processes that load at once": "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
+    "Predict the load and a use of the model, for each of two uses": "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
+    "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
+    "Compare the predictions with the records of a run": "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
+}
 _PREDICTED = {
     **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
     **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
 }
-"""Predicted cells have these values in place of the suite's limits, disks and repeats."""
+"""Predictions have these values in place of the suite's limits, disks and repeats."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -58,7 +58,7 @@ _PREDICTED = {
     type=_options.PATH,
     metavar="FOLDER",
     multiple=True,
-    help="Predict the cells of the run in this folder, and compare the predictions with the measured"
+    help="Predict the measurements of the run in this folder, and compare predicted and measured"
     " figures. Repeatable.",
 )
 @_options.trust
@@ -72,8 +72,8 @@ _PREDICTED = {
 def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loading a model, without a GPU, without weights and with little memory.
 
-    With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for what
-    the program does with the model after the load.
+    With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for the
+    use of the model after the load.
 
     For a folder of a diffusers pipeline, weighin predicts the memory of each part alone, of all
     parts loaded together, and of all parts loaded one after the other.
@@ -115,8 +115,8 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         raise ConfigError(
             "weighin predict can handle one model that has weights of its own, but the suite has"
             f" {len(chosen.checkpoints)}",
-            "predict each model in a command of its own: weighin predict FOLDER; or measure the"
-            " suite first, and predict its run: weighin predict --check RUN",
+            "predict each model in a separate command: weighin predict FOLDER; or measure the suite"
+            " first, and predict its run: weighin predict --check RUN",
         )
     use_paths = uses.chosen(suite.uses)
     planned = plan(

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from weighin.recommend.answer import Advice, Question
     from weighin.recommend.pipeline import PipelineAdvice
 
-EXAMPLES = (
-    "weighin recommend gpt2-xl --ram 8g",
-    "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
-    "weighin recommend gpt2-large --ram 4g --allow none --json -",
-    "weighin recommend gpt2-xl --ranks 8 --ram 64g",
-    "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
-    "weighin recommend gpt2-xl --ram 32g --use adamw",
-)
+EXAMPLES = {
+    "Recommend a strategy for a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
+    "Recommend a strategy for your own checkpoint and a GPU with 24 GiB": "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+    "Recommend only a strategy that needs no other checkpoint and no package, and print JSON": "weighin recommend gpt2-large --ram 4g --allow none --json -",
+    "Recommend a strategy for eight processes that load at once": "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+    "Recommend a strategy for a slow disk": "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
+    "Recommend a strategy for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
+}
 
 NOTHING_FITS_EXIT = 1
 
@@ -46,8 +46,8 @@ NOTHING_FITS_EXIT = 1
     "--vram",
     default="none",
     metavar="SIZE",
-    help="The GPU memory into which the model must fit, such as 24g, without the memory that the"
-    " CUDA context takes. none: the GPU memory is not limited.",
+    help="The GPU memory into which the model must fit, such as 24g. The memory of the CUDA context"
+    " does not count. none: the GPU memory is not limited.",
 )
 @_options.device
 @_options.dtype
@@ -61,9 +61,8 @@ NOTHING_FITS_EXIT = 1
     "--disk",
     default="none",
     metavar="RATE",
-    help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s; none: the disk"
-    " of this machine. The option changes only what weighin predicts; weighin does not slow a"
-    " disk down.",
+    help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s. none: the disk"
+    " of this machine. --disk changes only predictions, and slows no disk down.",
 )
 @click.option(
     "--disk-latency",
@@ -76,25 +75,25 @@ NOTHING_FITS_EXIT = 1
     "--use",
     default="none",
     metavar="NAME",
-    help="What the program does with the model after the load, for which the memory must suffice,"
-    " too: a name of `weighin list uses`, such as adamw for training; or a file of your own"
-    " (./mine.py) with a function use(model). none: only the load must fit into the memory.",
+    help="The use of the model after the load, whose memory must fit, too: a name that `weighin"
+    " list uses` lists, such as adamw for training, or a file of your own (./mine.py) with a"
+    " function use(model). none: only the load must fit.",
 )
 @click.option(
     "--allow",
     default="resave,packages,weighin",
     metavar="NAMES",
-    help="What the recommended strategy may require, comma-separated: resave (the checkpoint is"
-    " converted to another format first), packages (other Python packages are installed), weighin"
-    " (the package weighin is installed). none: none of the three.",
+    help="What the recommended strategy may require, comma-separated: resave (you convert the"
+    " checkpoint to another format first), packages (you install other Python packages), weighin"
+    " (you install the package weighin). none: none of the three.",
 )
 @click.option(
     "--results",
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="The folder that contains runs of this machine. If a run in this folder has a record of"
-    " the load, `weighin recommend` uses the measured figures, and predicts nothing.",
+    help="The folder with runs that this machine measured. `weighin recommend` predicts only loads"
+    " that no run in this folder has measured.",
 )
 @click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json

@@ -12,12 +12,12 @@ from weighin.cli._verb import Verb
 if TYPE_CHECKING:
     from weighin.records.run_folder import Records
 
-EXAMPLES = (
-    "weighin report results/20261120T093000-gpt2-xl-8GiB",
-    "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
-    "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
-    "weighin report results/RUN --json -",
-)
+EXAMPLES = {
+    "Write the report of a run again": "weighin report results/20261120T093000-gpt2-xl-8GiB",
+    "Write only the HTML page and the pictures": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
+    "Write files for other tools": "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+    "Print the report's figures as JSON": "weighin report results/RUN --json -",
+}
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -49,7 +49,9 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
 def show_run(
     run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
 ) -> None:
-    """Print a run's table, and write the report in ``formats``; if empty, in the default formats."""
+    """Print a run's table, and write the report in ``formats``; without them, in the default
+    formats.
+    """
     with _console.working("computing the table"):
         from weighin.report.run_json import of_run
         from weighin.report.sections import terminal_table

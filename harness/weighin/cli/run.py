@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from weighin.run.machines import Machines
     from weighin.run.task import Run
 
-EXAMPLES = (
-    "weighin run -- python train.py --epochs 1",
-    "weighin run --ram 4g -- python train.py",
-    "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
-    "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
-    "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
-    "weighin run --suite commands --out results/commands",
-    "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
-)
+EXAMPLES = {
+    "Measure a command without a limit": "weighin run -- python train.py --epochs 1",
+    "Measure a command under a RAM limit of 4 GiB": "weighin run --ram 4g -- python train.py",
+    "Measure a command three times under each of two limits, with w.pt out of the page cache": "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
+    "Mark the time of each output line that contains 'epoch'": "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
+    "Run the command in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+    "Measure each command of a suite": "weighin run --suite commands --out results/commands",
+    "Go on with a stopped run; --trust permits its recorded command to start again": "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+}
 
 
 @click.command(
@@ -53,16 +53,16 @@ EXAMPLES = (
     "marks",
     multiple=True,
     metavar="REGEX",
-    help="Mark the time of each line of output that contains this regular expression on the"
-    " report's timeline. Repeatable.",
+    help="On the report's timeline, mark each line of output that contains this regular expression."
+    " Repeatable.",
 )
 @_options.server
 @click.option(
     "--stacks/--no-stacks",
     default=True,
-    help="Read the stacks of Python processes near the memory peak, to name the line of code that took"
-    " the memory. Each reading stops the command for an instant, so times are more exact with"
-    " --no-stacks. With --repeats of 2 or more, weighin reads no stacks.",
+    help="Read the stacks of Python processes near the memory peak, to name the line of code that"
+    " allocated the memory. Each reading stops the command for an instant, so times are more exact"
+    " with --no-stacks. With --repeats of 2 or more, weighin reads no stacks.",
 )
 @_options.environment
 @click.option(
@@ -83,10 +83,10 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def run(context: click.Context, /, **_: Any) -> None:
-    """Run any command under limits, and show its peak memory, the causes of the peak, and why it was killed.
+    """Run a command under limits; show its peak memory, the peak's cause, and why it was killed.
 
-    The command keeps its standard streams, terminal, folder and environment. If the command runs
-    once, weighin exits with the command's own exit code.
+    The command keeps its standard streams, terminal, folder and environment. With one
+    limit and no repeats, weighin exits with the command's own exit code.
     """
     from weighin.run.resuming import resumable
     from weighin.run.task import Progress
@@ -167,7 +167,7 @@ def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
 def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
-    """Show the figures, and exit with the command's exit code; for several cells, with the run's."""
+    """Show the figures; exit with the command's exit code, or with the run's for several cells."""
     from weighin.records import explanation
 
     if len(results) > 1:

@@ -1,1 +1,1 @@
-"""Construct models without writing their weights, and tell how their tensors share memory."""
+"""Construct models without writing their weights, and find out which tensors share memory."""

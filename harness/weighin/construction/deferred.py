@@ -1,7 +1,7 @@
 """Defer a constructor's writes to tensors until their values are read, or skip them.
 
 A constructor initialises weights that a checkpoint then replaces. A ``WriteLog`` records in-place
-writes instead of executing them, if their memory was allocated since the recording began. Memory
+writes to memory that was allocated during the recording, instead of executing the writes. Memory
 that no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log
 first executes the writes on which the values depend. The deferred writes get the order and the
 random numbers that they would get without a log.
@@ -40,7 +40,7 @@ _DRAWS: Final = {
     torch.ops.aten.rand.default: torch.ops.aten.uniform_.default,
 }
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations that are equivalent to an allocation and one write. The log can defer this write."""
+"""Operations that are equivalent to an allocation and one write, which the log can defer."""
 
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
@@ -56,8 +56,8 @@ class _Write:
     Attributes:
         touched: the storages that the write reads or writes.
         held: all tensors among the arguments of the write, ``target`` included.
-        rng_state: the state of torch's random generator before the write; None means the state after
-            the previous random write.
+        rng_state: the state of torch's random generator before the write; None stands for the state
+            after the previous random write.
     """
 
     target: torch.Tensor
@@ -103,7 +103,8 @@ class WriteLog:
         self._append_load(DeferredLoad(alias, alias, source))
 
     def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """Record copies to dense tensors from sources of the same shapes, without a call of ``copy_``.
+        """Record copies to dense tensors from sources of the same shapes, for a caller that makes
+        no ``copy_``.
 
         No recording may be active.
         """
@@ -122,8 +123,9 @@ class WriteLog:
         """Execute the necessary writes, and return the remaining loads.
 
         The caller may execute the loads in any order. A write is unnecessary if loads replace all
-        values that it writes, or if these values are only in ``unwanted`` or freed tensors. An unwanted
-        tensor needs no values unless it shares memory with a ``wanted`` tensor.
+        values that the write produces, or if these values are only in ``unwanted`` or freed
+        tensors. An unwanted tensor needs no values unless it shares memory with a ``wanted``
+        tensor.
         """
         loads, live, touched, random = IndependentLoads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
@@ -153,7 +155,7 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return for each storage the number of its tensors among the arguments of recorded writes."""
+        """Return, for each storage, how many of its tensors are arguments of recorded writes."""
         held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
@@ -181,7 +183,7 @@ class WriteLog:
         return result
 
     def allocate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Call ``torch.empty``, past the log's own slow dispatch mode if no other mode is active."""
+        """Call ``torch.empty``, without the log's slow dispatch mode if no other mode is active."""
         if self._at_once or "out" in kwargs or torch._C._len_torch_dispatch_stack() != 1:
             return torch.empty(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
@@ -290,7 +292,8 @@ class WriteLog:
         random: bool,
         alone: bool,
     ) -> None:
-        """Record a write with aliases of its tensors, because code may later give the originals other memory.
+        """Record a write, with aliases of its tensors, because code may later give the original
+        tensors other memory.
 
         ``alone`` tells whether the target is the only tensor among the arguments.
         """
@@ -341,9 +344,7 @@ class WriteLog:
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the write that has the same effect on newly allocated memory; None if the write
-        cannot be deferred.
-        """
+        """Return the write that has the same effect on new memory; None if it cannot be deferred."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None
@@ -376,7 +377,7 @@ class WriteLog:
 
 
 class _Operations(TorchDispatchMode):
-    """Passes every torch operation to the log, also operations that C++ code calls."""
+    """Passes every torch operation to the log, including operations that C++ code calls."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

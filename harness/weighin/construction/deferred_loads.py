@@ -9,7 +9,8 @@ from weighin.construction.tensor_memory import extent, is_dense, is_whole_storag
 
 
 class DeferredLoad(NamedTuple):
-    """A deferred copy to ``target`` from a promised tensor, which has no values yet.
+    """A deferred copy to ``target`` from a promised tensor: one that will get its values from a
+    source.
 
     Attributes:
         source: a view of the promised tensor; None for the whole tensor.
@@ -49,8 +50,8 @@ class IndependentLoads:
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
     def add(self, key: int, load: DeferredLoad) -> bool:
-        """Add a load that was recorded earlier; return False if it cannot be moved, because it has
-        to be executed before the chosen loads.
+        """Add a load that was recorded before the chosen loads; return False if it must also be
+        executed before them.
 
         ``add`` drops the load if the chosen loads overwrite its whole target.
         """

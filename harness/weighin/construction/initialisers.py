@@ -1,6 +1,6 @@
 """Recognise calls of ``torch.nn.init`` that only write random numbers.
 
-To record one call of an initialiser is faster than to record the ten operations of which the call
+Recording one call of an initialiser is faster than recording the ten operations of which the call
 consists.
 """
 
@@ -19,9 +19,7 @@ _LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
 
 
 def is_plain_call(func: Any, tensor: torch.Tensor, settings: Mapping[str, Any]) -> bool:
-    """Tell whether a call fills a plain tensor with random numbers, and torch accepts the arguments
-    of the call.
-    """
+    """Tell whether a call fills a plain tensor with random numbers and has valid arguments."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _DTYPES

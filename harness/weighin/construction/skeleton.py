@@ -86,8 +86,9 @@ def without_weights(
     """Build a model with uninitialised weights, for callers that load the weights or need only shapes.
 
     Parameters are uninitialised, except those that the constructor reads. Persistent buffers are
-    uninitialised too, unless ``real_buffers="all"``. All other tensors have the values of a normal
-    construction. The construction of GPT-2 XL takes 0.1 s, and no memory for weights.
+    uninitialised too, unless ``real_buffers="all"``. All other tensors have the values that a
+    normal construction gives them. The construction of GPT-2 XL takes 0.1 s, and no memory for
+    weights.
     """
     log = WriteLog()
     with on_cpu(), log.recording():
@@ -103,13 +104,13 @@ def without_weights(
 
 
 def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
-    """Build a model with ``dtype`` as torch's default dtype.
+    """Build a model while ``dtype`` is torch's default dtype.
 
     Tensors that the constructor creates in another floating-point dtype are converted to ``dtype``,
-    unless the model has an attribute ``keeps_dtypes`` that is true. torch lacks some operations of
-    constructors in half precision, such as an orthogonal initialisation. The model is then built in
-    float32 and converted. Each call uses the same random numbers, and the caller's random state does not
-    change.
+    unless the model has an attribute ``keeps_dtypes`` that is true. If torch lacks an operation of
+    the constructor in half precision, such as an orthogonal initialisation, the model is built in
+    float32 and converted. Each call uses the same random numbers, and the caller's random state
+    does not change.
     """
     try:
         with _constructing(dtype):
@@ -130,7 +131,7 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert floating-point tensors to ``dtype``.
 
-    ``Module.to`` would untie buffers and convert complex tensors.
+    ``_convert`` does not call ``Module.to``, which would untie buffers and convert complex tensors.
     """
     converted: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -181,9 +182,9 @@ def map_large_tensors() -> None:
     """Make glibc return the memory of tensors of 1 MiB or more to the kernel when they are freed.
 
     By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller
-    freed tensors. weighin's worker does not call ``map_large_tensors``, because users' programs do
-    not call it, and the figures would differ from those of users' programs. ``map_large_tensors``
-    does nothing without glibc.
+    freed tensors. The measured processes do not call ``map_large_tensors``, because users' programs
+    do not call it, and the figures should be those of users' programs. ``map_large_tensors`` does
+    nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -220,9 +221,9 @@ def reset_buffers(
 ) -> None:
     """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
-    ``construct`` builds the model once more in ``dtype``. Persistent buffers do not change, because the
-    checkpoint has their values. Buffers that share one tensor in the builder's model share one tensor
-    afterwards.
+    ``construct`` builds the model again in ``dtype``. Persistent buffers do not change, because the
+    checkpoint has their values. Buffers that share one tensor in the builder's model share one
+    tensor afterwards.
 
     Raises:
         ConfigError: the builder's model lacks one of these buffers.

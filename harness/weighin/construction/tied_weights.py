@@ -18,7 +18,8 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
     """Make the names of each group share the tensor of the group's first name again.
 
-    ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` silently untie weights.
+    Call ``retie`` after ``to_empty`` from the meta device or ``load_state_dict(assign=True)``,
+    which silently untie weights.
     """
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")

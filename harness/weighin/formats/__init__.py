@@ -1,9 +1,9 @@
 """Read and write checkpoints of every supported format; ``base.Layout`` is their common interface.
 
 An import of weighin.formats imports neither torch nor the code of a format: ``catalog`` is imported
-at the first use of one of its functions. A worker needs one table of this package before the clock
-starts. At that time the worker must not import the formats, because a strategy's load time includes
-the import of the formats that the strategy uses.
+at the first use of one of its functions. A measured process needs one table of this package before
+the measured time begins. It must not import the formats then, because a strategy's load time
+includes the import of the formats that the strategy uses.
 """
 
 from typing import TYPE_CHECKING, Any

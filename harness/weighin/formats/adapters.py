@@ -3,7 +3,7 @@
 If peft is installed, ``from_pretrained`` adds an adapter beside the weights to the model; without
 peft, ``from_pretrained`` ignores the adapter silently. weighin never adds an adapter beside the
 weights. If peft is installed, weighin refuses the folder, because the weights would differ from
-those of ``from_pretrained``; if not, a note names the adapter.
+those of ``from_pretrained``. Without peft, weighin loads the folder, and a note names the adapter.
 """
 
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ def note(folder: Path) -> str:
 
 
 def refuse(folder: Path) -> None:
-    """Raise CheckpointError if from_pretrained adds an adapter to the model in this folder."""
+    """Raise CheckpointError if ``from_pretrained`` adds an adapter to the model in this folder."""
     file = folder / ADAPTER
     if file.is_file() and find_spec("peft"):
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """Choose the class of a Hugging Face folder's model, as the auto classes of transformers choose it.
 
 transformers has a table for each auto class, such as {"bert": "BertForMaskedLM"} for
-``AutoModelForMaskedLM``. ``weighin.formats.auto_classes`` reads the tables from the source code of
-the installed package, because an import of transformers takes seconds.
+``AutoModelForMaskedLM``. This module reads the tables from the source code of the installed
+package, because an import of transformers takes seconds.
 """
 
 import ast
@@ -30,12 +30,12 @@ _NAME_IT: Final = "name the class: --class CLASS (in Python: model_class='CLASS'
 def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tuple[str, bool]:
     """Return the name of the model's class, and whether Python code in the folder defines the class.
 
-    Without ``trust_remote_code``, the folder's code may not run. As in transformers, the class is then
-    one of transformers if it has a class for the model type.
+    Without ``trust_remote_code``, the folder's code may not run. As in transformers, the result is
+    then transformers' own class for the model type, if there is one.
 
     Raises:
-        ConfigError: neither ``config.json`` nor the user names a class, transformers has none for this
-            model type, or the folder's code defines the class and may not run.
+        ConfigError: neither ``config.json`` nor the user names a class, transformers has no class
+            for this model type, or the folder's code defines the class and may not run.
     """
     asked = choice.model_class.removeprefix(_PACKAGE)
     saved = config.get("architectures")
@@ -64,9 +64,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
 
 
 def _in_code(config: Mapping[str, Any], wanted: str) -> str:
-    """Return the class in the folder's code that has a name, or that belongs to an auto class; ""
-    if there is none.
-    """
+    """Return the class in the folder's code named ``wanted``, or of that auto class; else ""."""
     named = config.get(AUTO_MAP)
     for auto, reference in named.items() if isinstance(named, dict) else ():
         if isinstance(reference, str) and auto.startswith(BASE):
@@ -103,9 +101,8 @@ def _no_class(
 def classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
     """Return the classes of transformers for a model type, by the names of the auto classes.
 
-    Of several classes, an auto class takes the class that ``config.json`` names, or else the first.
-    The result of ``classes_of`` is empty for an unknown model type, and if transformers is not
-    installed.
+    If there are several classes, an auto class takes the class that ``config.json`` names, or else
+    the first. The result is empty for an unknown model type, and if transformers is not installed.
     """
     if not isinstance(model_type, str):
         return {}
@@ -148,7 +145,7 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 def _read(
     pairs: ast.List, tables: Mapping[str, dict[str, tuple[str, ...]]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return a table from its source: ("bert", "BertModel"), ("funnel", ("A", "B")), *TABLE.items()."""
+    """Return a table from its code: ("bert", "BertModel"), ("funnel", ("A", "B")), *TABLE.items()."""
     table: dict[str, tuple[str, ...]] = {}
     for pair in pairs.elts:
         if isinstance(pair, ast.Starred):

@@ -1,9 +1,9 @@
 """Define the interface of a checkpoint format, and the types that describe a checkpoint's tensors.
 
 A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
-``write``. ``read`` returns the place of each tensor in the files and reads no tensor data, so that a
-loader can read any format straight into a model. Only ``write`` imports torch: the parent process calls
-the other functions, and must not import torch.
+``write``. ``read`` returns each tensor's file and offset and reads no tensor data, so that a loader
+can read any format straight into a model. Only ``write`` imports torch, because weighin's own
+process calls the other functions and must not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,8 +44,8 @@ Kind = TypeVar("Kind")
 def frozen_in_types(kind: type[Kind]) -> type[Kind]:
     """Make a slotted dataclass whose fields mypy treats as read-only.
 
-    Python does not enforce this at run time: making an instance of a frozen dataclass would take five
-    times as long, and a checkpoint may have 100,000 tensors.
+    The class is not really frozen, because a checkpoint may have 100,000 tensors, and making an
+    instance of a frozen dataclass takes five times as long.
     """
     return dataclass(slots=True, unsafe_hash=True)(kind)
 
@@ -67,10 +67,10 @@ class TensorSlice:
         parts: the blocks of a tensor that is stored in several blocks. The blocks cover the tensor;
             ``file`` and the offsets are those of the first block. The tuple is empty for a tensor
             in one block.
-        fill: a function that computes the tensor's values, for example from quantised codes and scales.
-            The function writes the values into a tensor of this shape and converts them to that
-            tensor's dtype. Threads may call the functions of different tensors at once. None for a
-            tensor whose elements are in the file.
+        fill: a function that computes the tensor's values, for example from quantised codes and
+            scales. The function writes the values into a tensor of this shape and converts them to
+            that tensor's dtype. Several threads may call the functions of different tensors at the
+            same time. None for a tensor whose elements are in the file.
     """
 
     name: str
@@ -100,15 +100,13 @@ class TensorSlice:
 
     @property
     def place(self) -> object:
-        """The place of the tensor's elements in its files; tied tensors have the same place, so
-        that the place identifies them.
-        """
+        """The files and offsets of the tensor's elements, which are equal only for tied tensors."""
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The key to sort tensors by before they are read: the file's path, and the offset in the file."""
+        """The file's path and the offset in the file; loaders read the tensors in this order."""
         return str(self.file), self.offset
 
     @property
@@ -172,8 +170,8 @@ class Slices(list[TensorSlice]):
             their names.
         refused: the first class or function in the file that torch.load(weights_only=True) refuses;
             empty if torch.load refuses none.
-        notes: sentences on contradictions between the checkpoint's files, such as an index that names
-            another shard. The contradictions do not change the result of a load.
+        notes: sentences on contradictions between the checkpoint's files, such as an index that
+            names another shard. These contradictions do not change the result of a load.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
@@ -189,7 +187,7 @@ class Slices(list[TensorSlice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write; ``shared_with`` names the earlier tensor of the same storage, or is None."""
+    """One tensor to write; ``shared_with`` names an earlier tensor in the same storage, or is None."""
 
     name: str
     shape: tuple[int, ...]
@@ -213,13 +211,14 @@ class ReadLayout(Protocol):
     """The suffix of a checkpoint of one file, ".pt"; empty if a checkpoint is a folder."""
 
     def matches(self, path: Path) -> bool:
-        """Tell whether ``path`` has this format, by its name and its first bytes."""
+        """Tell by names and first bytes whether the file or folder at ``path`` has this format."""
 
     def files(self, path: Path) -> list[Path]:
         """Return every file that a load may read, in a stable order; raise as ``read`` does."""
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, each within its file, in the state dict's order.
+        """Return the places (files and offsets) of all tensors, each within its file, in the state
+        dict's order.
 
         ``read`` executes no code in the files, and reads no file outside ``path``.
 
@@ -237,7 +236,7 @@ class Layout(ReadLayout, Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        ``write`` calls ``pieces`` once for each tensor that is not tied to an earlier tensor. A
-        write needs anonymous memory for a few pieces. Afterwards the files are synced, and dropped
-        from the page cache.
+        ``write`` calls ``pieces`` for each tensor that is not tied to an earlier tensor, and needs
+        anonymous memory for a few pieces. Afterwards the files are synced, and dropped from the
+        page cache.
         """

@@ -47,7 +47,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a JSON text; raise ValueError if a key occurs twice."""
+    """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

@@ -21,13 +21,11 @@ weighin reads these formats of training runs and of llama.cpp, but does not writ
 ``sentence_transformers`` the folder of a model whose parts lie in folders of their own
 =======================  ==========================================================
 
-The folder of a whole training run stands for its newest step.
+If a path is the folder of a whole training run, weighin reads the run's newest step.
 
 weighin also writes files in the format of the package ``tensorizer``, for the strategy of that
-name. ``NAMES`` leaves the format tensorizer out, because weighin does not read, convert or inspect
-its files.
-
-An import of weighin.formats.catalog does not import torch.
+name. ``NAMES`` does not list this format, because weighin does not read, convert or inspect its
+files.
 """
 
 from collections.abc import Sequence
@@ -107,19 +105,16 @@ def named(name: str) -> Layout:
 
 
 def known(name: str) -> str:
-    """Return ``name`` if it is the name of a format that weighin reads; raise UnknownName
-    otherwise.
-    """
+    """Return ``name`` if weighin reads a format of this name; raise UnknownName otherwise."""
     return name if name in READ_ONLY else named(name).NAME
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
     """Return the format in which strategies load the user's checkpoint itself.
 
-    The result of ``loaded_as`` is None if there is no such file. The result of ``loaded_as`` is
-    also None if the strategies need a converted file, because ``selection`` chooses a part or the
-    file holds more than tensors, and weighin does not write the checkpoint's format. ``loaded_as``
-    raises CheckpointError as ``read`` does.
+    ``loaded_as`` returns None if there is no such file. It also returns None if the strategies need
+    a converted file, because ``selection`` chooses a part or the file holds more than tensors, and
+    weighin does not write the checkpoint's format. The errors are those of ``read``.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -170,11 +165,11 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 @remembering()
 def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
-    """Return the name of the checkpoint's format, and the places of the selected tensors.
+    """Return the name of the checkpoint's format, and the selected tensors with their places in the
+    files.
 
     Raises:
-        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged; the
-            message names the file and the place.
+        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged.
     """
     layout, path = _located(path)
     key = selection.key
@@ -195,9 +190,7 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
 
 
 def _below(path: Path, slices: Slices, key: str) -> Slices:
-    """Return the tensors whose names begin with ``key`` and a dot; remove ``key`` and the dot from
-    their names.
-    """
+    """Return the tensors whose names begin with ``key`` and a dot, without this beginning."""
     start = f"{key}."
     inside = Slices(one for one in slices if one.name.startswith(start))
     if not inside:
@@ -244,11 +237,7 @@ def _without(prefix: str, slices: Slices) -> Slices:
 
 
 def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
-    """Raise CheckpointError if all tensors of a checkpoint are empty.
-
-    A caller that compares the tensors with a model does not need this check, because empty tensors fit
-    only a model of empty tensors.
-    """
+    """Raise CheckpointError if all tensors of a checkpoint are empty."""
     if _is_empty(slices):
         raise all_empty(path)
 
@@ -261,7 +250,7 @@ def has_only_tensors(path: Path) -> bool:
     """Tell whether any strategy can load the file itself, because the file is a state dict that
     holds only tensors.
 
-    ``loaded_as`` raises CheckpointError as ``read`` does.
+    The errors are those of ``read``.
     """
     return read(path)[1].only_tensors
 

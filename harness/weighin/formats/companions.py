@@ -1,9 +1,9 @@
 """Find quantised weights by the names of tensors: codes, and the scales that belong to the codes.
 
 A library that quantises a model writes the codes of a weight under one name, and the scales under a
-name with another suffix. The table of this module has the pairs of suffixes, and computes the
-number of weights in a tensor of codes. The names of the tensors are enough to recognise codes, so
-that a single file without a configuration is recognised, too.
+name with another suffix. This module has a table of the pairs of suffixes, and computes the number
+of weights in a tensor of codes. The names alone show that tensors are codes, so that weighin also
+recognises quantised weights in a single file without a configuration.
 """
 
 import re
@@ -21,7 +21,7 @@ _BYTES: Final = frozenset({"int8", "uint8"})
 _WORDS: Final = frozenset({"int32", "uint32", "int64"})
 
 Find = Callable[[str], TensorSlice | None]
-"""A function from a suffix to the tensor that has the name of the codes with this suffix."""
+"""A function from a suffix to the tensor that has the codes' name with this suffix."""
 
 Bits = int | None
 """The bits of one weight in the configuration; None if the configuration has no such number."""
@@ -67,14 +67,14 @@ def _of_bits(codes: TensorSlice, _: Find, bits: Bits) -> int | None:
 
 
 def _each_or_packed(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Codes of 4 or fewer bits are packed into uint8; codes of 8 bits have a dtype of their own."""
+    """Return the number of weights. Only uint8 may hold several codes of 4 or fewer bits."""
     if codes.dtype_name == "uint8":
         return _of_bits(codes, find, bits if bits and bits < 8 else 4)
     return _each(codes, find, bits)
 
 
 def _of_rows(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """GPTQ packs the inputs of a matrix (the first dimension in the table), AWQ packs the outputs."""
+    """Return the number of weights: GPTQ packs a matrix along the first dimension, AWQ the last."""
     scales, places = find(".scales"), find(".g_idx")
     if scales is None or not scales.shape or len(codes.shape) != 2:
         return None
@@ -115,7 +115,7 @@ _PAIRS: Final = (
     _Pair("fp8 in blocks", "", "_scale_inv", _FLOAT8 | _BYTES, _each_or_packed),
     _Pair("codes of 8 or fewer bits", "", "_scale", _FLOAT8 | _BYTES, _each_or_packed),
 )  # fmt: skip
-"""The first pair that fits a tensor decides. Several libraries write the last pair."""
+"""The first pair whose suffixes and dtype fit decides. Several libraries write the last pair."""
 
 _COMPANION: Final = re.compile(
     r"(\w*_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"
@@ -130,7 +130,8 @@ _SCALES: Final = tuple(pair.scales for pair in _PAIRS)
 def find_codes(slices: Sequence[TensorSlice], bits: Bits = None) -> tuple[Codes, ...]:
     """Return the tensors of codes, in the order of ``slices``.
 
-    A pair of suffixes fits only a tensor of a dtype in which the pair's library stores codes.
+    A tensor counts as codes only if its dtype is one in which the library of the suffixes stores
+    codes.
     """
     by_name = {one.name: one for one in slices}
     return tuple(_codes(by_name, bits))
@@ -157,7 +158,7 @@ def _codes(by_name: Mapping[str, TensorSlice], bits: Bits) -> Iterator[Codes]:
 
 
 def companions(slices: Sequence[TensorSlice], codes: Sequence[Codes]) -> set[str]:
-    """Return the names of all tensors that belong to codes: scales, zero points, shapes, orders."""
+    """Return the names of all tensors that belong to codes, such as scales and zero points."""
     coded = {one.where.name for one in codes}
     owned = coded | {name.removesuffix("._data") for name in coded}
     modules = {name.rpartition(".")[0] for name in owned}

@@ -1,8 +1,8 @@
 """Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
 Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``. The metadata contain the
-archive's offset. Tied keys refer to the same archive. torch's own writer needs whole tensors in memory;
-this module writes the same files piece by piece.
+offset of each archive. Tied keys refer to the same archive. torch's own writer needs whole tensors
+in memory; this module writes the same files piece by piece.
 """
 
 import io
@@ -44,7 +44,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> Slices:
-    """Return the places of all tensors, or only of tensors under ``key``.
+    """Return the places (files and offsets) of all tensors, or only of those under ``key``.
 
     torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
     tensor is under ``key`` if its name begins with ``key`` and a dot.
@@ -114,7 +114,7 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
 
 
 class _FileView(io.RawIOBase):
-    """The ``length`` bytes from ``base`` on of an open file, as a file of its own.
+    """A part of an open file as a file of its own: ``length`` bytes from ``base`` on.
 
     Reads do not move the position of the open file.
     """

@@ -1,8 +1,7 @@
 """Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``.
 
-The file is a pickle, which this module interprets without executing any code. If the pickle has the
-name of a class or function that ``.metadata`` never contains, reading fails with an error.
-torch.distributed is not imported.
+The file is a pickle, which this module interprets without executing any code. If the pickle names a
+class or function that ``.metadata`` never contains, reading fails with an error.
 """
 
 from dataclasses import dataclass
@@ -110,8 +109,8 @@ def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
 def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
     """Return the size in bytes of each state dict in a checkpoint of nested dicts, by its key.
 
-    ``paths`` maps each tensor's name to its path in the dicts. A path of one part belongs to no nested
-    dict. State dicts of optimizers are left out.
+    ``paths`` maps each tensor's name to its path in the dicts. A path of one part means that the
+    tensor is in no nested dict. State dicts of optimizers are left out.
     """
     sizes: dict[str, int] = {}
     for one in tensors:
@@ -183,7 +182,7 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
 
 
 def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpBlock]) -> None:
-    """Raise CheckpointError unless the blocks cover each element of the tensor exactly once."""
+    """Raise CheckpointError unless exactly one of the blocks covers each element of the tensor."""
     for block in blocks:
         ends = [at + size for at, size in zip(block.start, block.shape, strict=False)]
         inside = len(block.start) == len(block.shape) == len(shape) and all(map(le, ends, shape))

@@ -11,11 +11,11 @@
         zero_pp_rank_0_mp_rank_00_optim_states.pt
         ...
 
-Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2, the
-flat tensors of all ranks, put one after the other, are the parameters of the group, one after the other.
-Under ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
-reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers and
-frozen weights in the stored dtype. weighin does not read the moments of the optimizer.
+Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2,
+the flat tensors of all ranks, concatenated, are the concatenated parameters of the group. Under
+ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
+reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers
+and frozen weights in the stored dtype. weighin does not read the moments of the optimizer.
 """
 
 import re
@@ -60,11 +60,12 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors: trained weights in float32, others as stored.
+    """Return the model's tensors with their files and offsets: trained weights in float32, others
+    as stored.
 
     Raises:
         CheckpointError: a rank's file is missing, a file is damaged or has too few elements, or the
-            training divided the tensors in other ways than ZeRO does.
+            training divided the tensors in another way than ZeRO.
     """
     _check_parallelism(path)
     by_rank = _by_rank(path, _MODEL)
@@ -186,7 +187,7 @@ def _partitions(path: Path) -> list[_Partition]:
 
 
 def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the file of each rank; raise CheckpointError if a rank has two."""
+    """Return the file of each rank; raise CheckpointError if a rank has two files."""
     by_rank: dict[int, Path] = {}
     for name, match in _matching(path, pattern):
         if other := by_rank.get(_rank(match)):

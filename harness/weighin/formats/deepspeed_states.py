@@ -1,4 +1,5 @@
-"""Read the ``*_model_states.pt`` of DeepSpeed: the names of a model's tensors, and some of the values.
+"""Read DeepSpeed's ``*_model_states.pt``: the names of a model's tensors, and the values of some
+tensors.
 
 A file of model states has the names and shapes of all tensors, and the values of buffers and frozen
 parameters. Other files have the values of the trained weights, in float32.
@@ -59,7 +60,7 @@ class ModelStates:
         """Return all tensors of the model in the order of its state dict.
 
         ``stored`` has the tensors of other files. The file of model states has the values of all
-        other tensors; with ``fallback`` False, only the values of buffers.
+        other tensors; with ``fallback=False``, only those of buffers.
 
         Raises:
             CheckpointError: no file has the values of a parameter.
@@ -126,7 +127,7 @@ def read(file: Path) -> ModelStates:
 
 
 def frozen(states: ModelStates) -> dict[str, TensorSlice]:
-    """Return the frozen parameters. Under ZeRO-3, the file of each rank has a share of each parameter.
+    """Return the frozen parameters, of which under ZeRO-3 the file of each rank has a share.
 
     Raises:
         CheckpointError: the file of a rank is missing, or lacks a share.

@@ -1,4 +1,4 @@
-"""List the dtypes that a checkpoint can contain, and the largest sizes."""
+"""List the dtypes that a checkpoint can contain, and the largest size that torch can represent."""
 
 import re
 from typing import TYPE_CHECKING, Final
@@ -22,7 +22,7 @@ LARGEST: Final = 2**63 - 1
 MOST_DIMENSIONS: Final = 64
 
 NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
-"""Dtypes whose tensors torch stores, but neither copies nor converts."""
+"""Dtypes whose tensors torch can store, but cannot copy or convert."""
 
 QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 """The size of one stored element in bytes, for torch's quantised dtypes; weighin does not read them."""

@@ -1,8 +1,8 @@
 """Read the first bytes of a file, by which each format recognises its files.
 
-A file's first bytes are read once, and every format looks at them. Storage behind a network answers
-each open and each read only after some milliseconds, so that ``remembering`` keeps the bytes that
-were read.
+Every format looks at a file's first bytes. ``remembering`` keeps these bytes, so that they are read
+only a single time: storage behind a network answers each open and each read only after some
+milliseconds.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Describe a tensor whose elements lie, in row-major order, in several flat tensors of other files.
 
-An optimizer of DeepSpeed that divides a model among ranks stores the share of each rank as one flat
-tensor. The share of a rank may begin and end within a row of a weight, so that the share is not one
-block of the weight. ``boxes`` divides the share into few blocks.
+An optimizer of DeepSpeed that divides a model among processes (ranks) stores the share of each rank
+as one flat tensor. A share may begin and end within a row of a weight, and is then not one
+rectangular block. ``boxes`` divides such a share into a few blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,8 @@ class Flat:
         self.numel = sum(one.shape[0] for one in tensors)
 
     def ranges(self, first: int, count: int) -> list[TensorSlice]:
-        """Return the places of ``count`` elements, the first of which has the index ``first``.
+        """Return where ``count`` elements are in the files; the first of them has the index
+        ``first``.
 
         Raises:
             CheckpointError: the flat tensors have fewer elements.
@@ -66,9 +67,7 @@ def incomplete(path: Path, what: str) -> CheckpointError:
 
 
 def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlice:
-    """Return the tensor of the given shape whose elements are the elements of ``ranges``, one after
-    the other.
-    """
+    """Return the tensor of the given shape that has the elements of all ``ranges``."""
     parts: list[Part] = []
     at = 0
     for where in ranges:

@@ -49,7 +49,7 @@ def says(folder: Path, layout: str) -> bool:
 
 
 def write(folder: Path, layout: str, fields: Mapping[str, Any]) -> None:
-    """Write the index. Call this function last, because a folder with an index is complete."""
+    """Write the index. Call ``write`` last: readers take a folder with an index as complete."""
     index = {"format": layout, "version": VERSION, **fields}
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
@@ -77,7 +77,7 @@ def read(folder: Path, layout: str, fields: Mapping[str, type]) -> dict[str, Any
 
 
 def check_name(folder: Path, layout: str, name: object, owner: str) -> None:
-    """Raise CheckpointError if a file name from an index leads out of the folder, or has no file."""
+    """Raise CheckpointError if a file in an index is missing, or lies outside the folder."""
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
     if not is_file(folder / name):

@@ -1,4 +1,5 @@
-"""Read the tables of a GGUF file, the format of llama.cpp: its metadata and its tensors' places.
+"""Read the tables of a GGUF file, the format of llama.cpp: the metadata, and each tensor's type and
+offset.
 
 ::
 
@@ -10,9 +11,9 @@
     tensors   each: name, number of dimensions, dimensions (the fastest first), type, offset
     data      aligned to general.alignment, 32 by default
 
-A quantised tensor is a row of blocks; each block has scales, and codes for 32 to 256 elements.
-``gguf_values`` computes the elements. A large model may be split into parts, NAME-00001-of-00003.gguf
-and so on; weighin reads all parts as one checkpoint.
+A quantised tensor is a sequence of blocks; each block has scales, and codes for 32 to 256 elements.
+``gguf_values`` computes the elements. A large model may be split into parts such as
+NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
 """
 
 import os
@@ -74,7 +75,7 @@ Metadata = Mapping[str, int | float | str]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tables of one file. ``metadata`` has the file's numbers and short texts, but no arrays."""
+    """The tables of one file. ``metadata`` has only numbers and short texts, no arrays."""
 
     metadata: Metadata
     tensors: tuple[TensorSlice, ...]
@@ -298,7 +299,7 @@ class _Tables:
 
 
 def check_decoded(places: Iterable[TensorSlice]) -> None:
-    """Raise CheckpointError if the package gguf cannot dequantise the type of a tensor."""
+    """Raise CheckpointError if the package gguf cannot dequantise one of the tensors."""
     for where in places:
         if where.encoding in UNDECODED:
             raise CheckpointError(

@@ -18,7 +18,7 @@ _FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor in order as float32, of some 32,768 elements at a time.
+    """Yield the rows of a tensor in order, as float32 tensors of about 32,768 elements.
 
     Raises:
         CheckpointError, ConfigError: as for ``decoded``.

@@ -45,7 +45,7 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
 
 
 def snapshot_of(entry: Path, revision: str = "") -> Path:
-    """Return the folder of one revision; ``entry`` is a model's folder, "models--owner--name".
+    """Return the folder of one revision; ``entry`` is the folder of a model, "models--owner--name".
 
     Raises:
         CheckpointError: the cache does not have this revision.
@@ -88,7 +88,7 @@ def path_of(path: Path, revision: str = "") -> Path:
 
     Raises:
         CheckpointError: ``path`` is a model's folder in the cache, and lacks the revision.
-        ConfigError: a revision is given for a path outside the cache.
+        ConfigError: ``revision`` is given for a path outside the cache.
     """
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():

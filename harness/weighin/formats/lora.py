@@ -1,7 +1,7 @@
 """Read an adapter of LoRA that peft saved: the matrices and the factor for each changed module.
 
-A plain adapter adds a scaled product of two matrices to some weights. weighin.formats.lora refuses
-an adapter other than plain LoRA, because peft merges other adapters by other formulas.
+A plain adapter adds a scaled product of two matrices to some weights. This module refuses any other
+adapter, because peft merges other adapters by other formulas.
 """
 
 import re
@@ -37,8 +37,8 @@ _KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 class Addition:
     """The change of one module's weight by an adapter: add the product of b and a, times ``scaling``.
 
-    ``base`` is the weight before the change if the adapter's file has it, as peft saves changed
-    embeddings; else None.
+    ``base`` is the weight before the change, if the adapter's file has this weight; else None. For
+    example, peft saves changed embeddings.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Addition:
 
 
 def read(adapter: Path) -> dict[str, Addition]:
-    """Return the additions of the adapter in a folder, by the names of the modules.
+    """Return what the adapter in a folder adds to weights, by the names of the modules.
 
     Raises:
         CheckpointError: the folder is damaged, or has no adapter of plain LoRA.
@@ -154,7 +154,7 @@ def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def missing(file: Path, modules: Sequence[str], model: str) -> CheckpointError:
-    """Return the error for an adapter of modules that a model lacks, or has with other sizes."""
+    """Return the error for an adapter whose modules a model lacks, or has with other sizes."""
     return CheckpointError(
         f"{file}: adds to {first_names(modules)}, but this {model} has no linear layer or embedding of"
         " this name and these sizes",

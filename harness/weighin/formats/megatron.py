@@ -5,8 +5,8 @@
     iter_0000010/
         mp_rank_00/model_optim_rng.pt     the model of one rank is in the key "model"
 
-The file of one rank of several has a part of the tensors or of the layers. weighin refuses the
-folder of a model that was divided among ranks, because the files do not say along which dimension a
+If several processes (ranks) trained the model, the file of each has only a part of the tensors or
+of the layers. weighin refuses such a folder, because the files do not say along which dimension a
 tensor is divided.
 """
 
@@ -47,7 +47,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors.
+    """Return the places (files and offsets) of the model's tensors.
 
     Raises:
         CheckpointError: the model is divided among several ranks, or the file is damaged.
@@ -83,7 +83,7 @@ def read(path: Path) -> Slices:
 
 
 def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts under dotted names; older releases wrote nested dicts."""
+    """Yield the values of nested dicts, as older releases wrote them, under dotted names."""
     for name, value in model.items():
         if isinstance(value, dict) and depth:
             yield from _flat(value, f"{prefix}{name}.", depth - 1)
@@ -92,9 +92,7 @@ def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str,
 
 
 def _argument(arguments: Any, name: str) -> int:
-    """Return a number from the pickled ``argparse.Namespace`` of the training; 1 if the namespace
-    lacks the number.
-    """
+    """Return a number from the training's pickled ``argparse.Namespace``; 1 if it is missing."""
     for state in arguments.contents if isinstance(arguments, Opaque) else ():
         if isinstance(state, dict) and type(state.get(name)) is int:
             return int(state[name])

@@ -1,4 +1,4 @@
-"""Compose the error for a checkpoint that does not fit a model, and lists of names in messages."""
+"""Compose the error for a checkpoint that does not fit a model, with short lists of names."""
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
@@ -32,8 +32,8 @@ def misfit(
     """Return the exception for a checkpoint that does not fit a model.
 
     ``problems`` maps each fault, such as "missing", to the keys with this fault, shortened by
-    ``plain``. ``reason`` replaces the list of keys if no key has a fault. An empty ``repair`` stands for
-    the advice to choose another model.
+    ``plain``. ``reason`` replaces the list of keys if no key has a fault. If ``repair`` is empty,
+    the error advises to choose another model.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
@@ -45,9 +45,10 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    """Return the advice to select the model's tensors with options; empty if no options do so.
+    """Return the advice to select the model's tensors with options; empty if no options select
+    them.
 
-    ``stored`` maps the names in the checkpoint to shapes, and ``wanted`` the names in the model.
+    ``stored`` maps the checkpoint's names to shapes, and ``wanted`` the model's names.
     """
     first = next(iter(wanted), "")
     for name in stored:
@@ -93,9 +94,7 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a tensor's name as it appears in a list: without quotes, and cut if the name is very
-    long.
-    """
+    """Return a tensor's name for a list in a message: without quotes, and cut if it is very long."""
     if len(name) <= _MOST_LETTERS:
         return name
     return f"{name[:_MOST_LETTERS]}... ({len(name):,} characters)"

@@ -1,8 +1,8 @@
-"""Read a checkpoint's many headers at once from a disk that answers each read late.
+"""Read a checkpoint's many headers at the same time from a disk that answers each read late.
 
 Storage behind a network answers each read after some milliseconds. On a slow disk, hundreds of
 headers that are read one after the other take seconds. The kernel's read-ahead helps little,
-because FUSE sends at most 12 read-ahead requests at once.
+because FUSE sends at most 12 read-ahead requests at a time.
 """
 
 import mmap
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 LATE_S: Final = 0.002
-"""The disk is late if reading and interpreting a part of a file takes this many seconds or more."""
+"""A disk is late if reading and interpreting a part of a file takes this time in seconds."""
 
 _THREADS: Final = 128
 _BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
@@ -25,15 +25,15 @@ Value = TypeVar("Value")
 
 
 def is_late(start_s: float) -> bool:
-    """Tell whether a read that began at ``start_s`` (``time.monotonic``) took ``LATE_S`` or more."""
+    """Tell whether ``LATE_S`` have passed since a read began at ``start_s`` (``time.monotonic``)."""
     return time.monotonic() - start_s >= LATE_S
 
 
 def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
     """Yield the function's value for each item; ``function`` reads one file for each item.
 
-    If the disk answers the first read late, threads read the other files at once. The iteration
-    over the files ends at the first error, in the order of the items.
+    If the disk answers the first read late, threads read the other files at the same time. The
+    iteration ends at the first error, in the order of the items.
     """
     if not items:
         return

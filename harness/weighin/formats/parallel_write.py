@@ -31,7 +31,7 @@ def write_raw(
     The written file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor have another total size than its plan.
+        ValueError: the pieces of a tensor together have another size than the tensor.
     """
     with path.open("xb") as file:
         ends = [at + plan.nbytes for plan, at in places]

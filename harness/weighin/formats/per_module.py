@@ -7,9 +7,9 @@
      "shared": {"head.weight": "tok_emb.weight"},
      "order": ["tok_emb.weight", "trf_blocks.0.norm1.scale", ...]}
 
-A key belongs to the module that the key names up to its first number, such as ``trf_blocks.3``. The
-module of a key without a number is the key's first part, such as ``tok_emb``. Each file is a flat state
-dict. ``shared`` maps a tied key to the first key of the same tensor; both are in one file and share a
+The module of a key is the key up to its first number, such as ``trf_blocks.3``. The module of a key
+without a number is the key's first part, such as ``tok_emb``. Each file is a flat state dict.
+``shared`` maps a tied key to the first key of the same tensor; both are in one file and share a
 storage. ``order`` lists the keys of the whole state dict.
 """
 
@@ -40,7 +40,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the place of each tensor, in the state dict's order.
+    """Return the file and offset of each tensor, in the state dict's order.
 
     Raises:
         CheckpointError: the index is damaged, a file is missing or damaged, or a file has other keys
@@ -85,10 +85,7 @@ def write_index(
     shared: Mapping[str, str],
     order: Sequence[str],
 ) -> None:
-    """Write the index: each module's keys, the tied keys, and the order of all keys.
-
-    ``shared`` maps a tied key to the first key of the same tensor.
-    """
+    """Write ``index.json``, whose fields the module's docstring describes."""
     files = {file_name(module): list(keys) for module, keys in modules.items()}
     fields = {"files": files, "shared": dict(shared), "order": list(order)}
     folder_index.write(folder, NAME, fields)
@@ -118,7 +115,7 @@ def read_index(folder: Path) -> dict[str, Any]:
                 raise _damaged(folder, f"{shown(key)} occurs twice")
     order = index["order"]
     if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
-        raise _damaged(folder, "'order' does not list each key of 'files' once")
+        raise _damaged(folder, "'order' must name each tensor of 'files' exactly once, and no other")
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
             raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")

@@ -6,8 +6,8 @@
      "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
      "shared": {"head.weight": "tok_emb.weight"}}
 
-``tensors`` maps every key to its file. ``shared`` maps a tied key to the first key of the same tensor;
-both keys have one file.
+``tensors`` maps every key to its file. ``shared`` maps a tied key to the first key of the same
+tensor; both keys have the same file.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the place of each tensor; tied tensors are in the same file.
+    """Return the file and offset of each tensor; tied tensors are in the same file.
 
     Raises:
         CheckpointError: the index is damaged, or a file is missing or does not contain one tensor.
@@ -63,7 +63,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
 
 
 def write_index(folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
-    """Write the index; ``shared`` maps a tied key to the first key of the same tensor."""
+    """Write ``index.json``, whose fields the module's docstring describes."""
     tensors = {key: file_name(shared.get(key, key)) for key in keys}
     folder_index.write(folder, NAME, {"tensors": tensors, "shared": dict(shared)})
 

@@ -109,7 +109,7 @@ class Machine:
         raise TooLarge(f"more than {_MOST_PUSHED:,} instructions")
 
     def run_usual(self, left: int) -> int:
-        """Run some of the next instructions; return ``left`` without the number of those that ran."""
+        """Run some of the next instructions; return ``left`` minus the number that ran."""
         return left
 
     def _read(self, size: int) -> bytes:
@@ -123,7 +123,7 @@ class Machine:
         return data
 
     def _read_on(self, end: int) -> None:
-        """Read more of the file: at least up to byte ``end``, or to the file's end."""
+        """Read more of the file: at least up to the byte ``end``, or up to the file's end."""
         if end > MOST_BYTES:
             raise TooLarge(f"longer than {MOST_BYTES:,} bytes")
         have = len(self._text_read)

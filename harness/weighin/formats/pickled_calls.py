@@ -1,8 +1,7 @@
 """Return a record for the result of each call in a pickled checkpoint, without calling anything.
 
-``weighin.formats.pickled_calls`` compares the names of functions and classes in a pickle with the
-names that ``torch.save`` writes for tensors. No function or class of the pickle is imported or
-called.
+This module compares the names of functions and classes in a pickle with the names that
+``torch.save`` writes for tensors.
 """
 
 from collections.abc import Mapping
@@ -87,7 +86,7 @@ _MOST_USUAL: Final = 2**40  # elements; their bytes fit into 64 bits in every dt
 
 class _Other(Exception):
     """The pickle makes a tensor of a kind that weighin does not read; the arguments are the kind's
-    title and the repair.
+    name for messages, and the repair.
     """
 
 
@@ -95,7 +94,7 @@ def persistent(identity: Any) -> StorageRef | Named:
     """Return the record for a persistent id of torch: a storage, or the class of a pickled module.
 
     Raises:
-        Malformed, NotTensors: the id describes neither.
+        Malformed, NotTensors: the id is invalid, or describes anything else.
     """
     if isinstance(identity, tuple) and len(identity) > 1 and identity[0] == "module":
         if isinstance(identity[1], Named):
@@ -182,18 +181,14 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def create(kind: Any, arguments: Any) -> Opaque:
-    """Return the record for an instance of the class ``kind``; raise Malformed if ``kind`` is not a
-    class.
-    """
+    """Return the record for an instance of ``kind``; raise Malformed if ``kind`` is not a class."""
     if not isinstance(kind, Named | Opaque):
         raise Malformed("an object is created from something that is not a class")
     return Opaque(kind.name if isinstance(kind, Named) else kind.kind, [arguments])
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return an OrderedDict from the arguments in the pickle; Python 2 pickled an OrderedDict with
-    a list of pairs.
-    """
+    """Return an OrderedDict from pickled arguments, which are a list of pairs in Python 2."""
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)
@@ -242,7 +237,7 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _subclass(name: str) -> tuple[str, str]:
-    """Return the title and the repair for a tensor of the subclass with the full name ``name``."""
+    """Return, for messages, a title and advice for a tensor of the subclass ``name``."""
     if name.startswith("torch.") and (leaf := name.rpartition(".")[2]) in _OF_RANKS:
         return f"{leaf}, {_RANKS_PART}", _WHOLE_TENSORS
     return (
@@ -301,10 +296,9 @@ def usual_tensor(
 
 @lru_cache
 def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from a tensor's first to its last, gaps included.
+    """Return the number of elements from a tensor's first to its last element, gaps included.
 
-    The result of ``_elements_spanned`` is 0 for an empty, very large or invalid tensor, which needs
-    all checks of ``_tensor``.
+    The result is 0 for an empty, very large or invalid tensor, which ``_tensor`` must check.
     """
     if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
         return 0

@@ -27,7 +27,8 @@ class Part:
     """One part of a pipeline, such as "unet".
 
     Attributes:
-        library, class_name: the names in ``model_index.json``; empty for a part that it does not name.
+        library, class_name: the names in ``model_index.json``; empty for a part that is not in this
+            file.
         path: the part's folder, which may be missing.
         file_bytes: the size of the part's weights, or of the larger set if the folder has the weights in
             two formats, such as .bin and .safetensors; None for a part without weights.

@@ -1,4 +1,4 @@
-"""Define the choices of a user in a Hugging Face folder, such as the variant of the weights."""
+"""Define what a user chooses to load from a Hugging Face folder, such as a variant of the weights."""
 
 from dataclasses import dataclass
 from typing import Final

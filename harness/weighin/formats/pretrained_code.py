@@ -1,8 +1,8 @@
 """Find the Python code in a Hugging Face folder that defines the folder's model, without running it.
 
-``config.json`` names this code in ``auto_map``: {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}.
-A ``ModelSpec`` has the folder's path and a digest of its Python files. A worker compares the digest, and
-so refuses code that changed after the run was planned.
+``config.json`` names this code in ``auto_map``: {"AutoModelForCausalLM":
+"modeling_x.XForCausalLM"}. A ``ModelSpec`` has the folder's path and a digest of its Python files.
+A measured process compares the digest, and refuses code that changed after the run was planned.
 """
 
 import re
@@ -29,9 +29,7 @@ _OTHER_REPOSITORY: Final = "--"  # "owner/name--modeling_x.XForCausalLM"
 
 
 def describe_code(folder: Path) -> dict[str, str]:
-    """Return the path of the folder and a digest of the folder's Python files, as arguments of a
-    ``ModelSpec``.
-    """
+    """Return a folder's path and a digest of its Python files, as arguments of a ``ModelSpec``."""
     folder = folder.absolute()
     return {"folder": str(folder), "sha256": digest(folder)}
 
@@ -66,7 +64,7 @@ def check_unchanged(code: Mapping[str, str]) -> Path:
 
 
 def auto_class(config: Mapping[str, Any], architecture: str) -> str:
-    """Return the auto class of transformers that loads the model: "AutoModelForCausalLM".
+    """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM".
 
     Raises:
         ConfigError: ``auto_map`` names no code for the class ``architecture``.
@@ -87,7 +85,8 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
 
 
 def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
-    """Return the entry of ``auto_map`` for the auto class ``auto``: "modeling_x.XForCausalLM".
+    """Return the entry of ``auto_map`` for the auto class ``auto``, such as
+    "modeling_x.XForCausalLM".
 
     Raises:
         ConfigError: the folder lacks the class's file, which may be in another repository.

@@ -82,7 +82,8 @@ class PretrainedFolder:
 
     @property
     def code(self) -> dict[str, str] | None:
-        """The builder's argument ``code``; None if the model needs no code of the folder.
+        """The argument ``code`` of the model's builder; None if the model needs no code of the
+        folder.
 
         Raises:
             ConfigError: the code may not run, or does not define the model's class.
@@ -98,8 +99,9 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the content of a ``config.json`` names; None if ``config.json`` names
     no dtype.
 
-    The dtype may be a dict with a dtype for each part of the model. transformers then takes the dtype
-    under the key "", else float32. Dtypes in the configurations of parts have no effect.
+    ``config.json`` may have a dict with a dtype for each part of the model. transformers then takes
+    the dtype under the key "", else float32. Dtypes in the configurations of the parts have no
+    effect.
 
     Raises:
         ConfigError: a model cannot have this dtype.
@@ -112,9 +114,7 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 
 
 def checked_dtype(name: object, file: Path) -> str:
-    """Return ``name`` if torch can build a model in the dtype ``name``; raise ConfigError for any
-    other dtype.
-    """
+    """Return ``name`` if torch can build a model in this dtype; raise ConfigError for any other."""
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
@@ -131,8 +131,8 @@ def is_folder(model: ModelSpec) -> bool:
 def folder_library(model: ModelSpec) -> str:
     """Return the library of the folder from which a model was read; "" for a model without a folder.
 
-    A folder's configuration always has the key of the model's class, with null for no class. The
-    configuration of a built-in model of transformers lacks this key.
+    The configuration of a folder always has the key with the model's class, which is null for no
+    class. The configuration of a model of transformers that is built into weighin lacks this key.
     """
     library = library_of(model.builder)
     return library.name if library and library.class_key in model.kwargs["config"] else ""
@@ -141,8 +141,9 @@ def folder_library(model: ModelSpec) -> str:
 def own_dtype(model: ModelSpec) -> str:
     """Return the dtype of a model's published files; float32 for a model without such files.
 
-    The configuration of a model of transformers names this dtype, and so do the arguments of another
-    built-in model. A model of diffusers or timm has float32, whatever the dtype of its files.
+    The configuration of a model of transformers names this dtype. For another model that is built
+    into weighin, the arguments name it. A model of diffusers or timm has float32, whatever the
+    dtype of its files.
     """
     if library := library_of(model.builder):
         if library.fixed_dtype:
@@ -163,7 +164,7 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 def refuse_part(checkpoint: Path, selection: Selection) -> None:
     """Raise CheckpointError if ``selection`` chooses a part of a Hugging Face folder's weights.
 
-    A load is compared with ``from_pretrained``, which always reads all weights of a folder.
+    weighin compares a load with ``from_pretrained``, which always reads all weights of a folder.
     """
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
@@ -177,7 +178,7 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
 def folder_of(checkpoint: Path) -> Path:
     """Return the Hugging Face folder of a checkpoint: the path itself, or the folder of a file.
 
-    The result of ``folder_of`` is a folder further up if its ``config.json`` names the weights in
+    ``folder_of`` returns a folder further up if that folder's ``config.json`` names the weights in
     ``transformers_weights``.
     """
     if checkpoint.is_dir():
@@ -226,7 +227,7 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the checkpoint in a Hugging Face folder, as ``find_weights``.
+    """Return the checkpoint in a Hugging Face folder, as ``find_weights`` does.
 
     Raises:
         CheckpointError: the folder has no weights of this variant.
@@ -249,8 +250,8 @@ def index_in(path: Path) -> Path:
 def find_weights(path: Path, variant: str = "") -> Path | None:
     """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
 
-    The result of ``find_weights`` is the file of weights, the folder itself for shards with the
-    usual index, or another index. If ``config.json`` has the key ``transformers_weights``, the
+    ``find_weights`` returns the file of weights, the folder itself for shards with the usual index,
+    or an index with another name. If ``config.json`` has the key ``transformers_weights``, the
     weights are the file that this key names.
 
     Raises:
@@ -265,7 +266,7 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
     """Yield the folder's files of weights and indexes in a variant.
 
-    The first candidates are the file names that belong to the library that ``config.json`` names.
+    The names that the library in ``config.json`` uses come first.
     """
     libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
@@ -324,8 +325,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return the path of a checkpoint or a folder for a typed path or a model's id on the Hub.
 
-    The result of ``path_of`` is the snapshot for an id, the folder for the usual index of its
-    shards, and any other path unchanged. ``path_of`` raises the errors of ``hub_cache.path_of``.
+    ``path_of`` returns the snapshot for an id, the folder for the usual index of the folder's
+    shards, and any other path unchanged. The errors are those of ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

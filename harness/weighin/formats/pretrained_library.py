@@ -1,7 +1,7 @@
 """List the libraries whose folders weighin reads: transformers, diffusers and timm.
 
-A row of ``LIBRARIES`` has everything that differs between the folders of the libraries. The code that
-differs is in the modules ``weighin.models.pretrained*``, one for each library.
+``LIBRARIES`` has everything in which the folders of the libraries differ, with a row for each
+library. Code that differs is in the modules ``weighin.models.pretrained*``, one for each library.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class Library:
         class_key: the key of ``config.json`` that names the model's class.
         weights: the names of files with weights and of indexes of shards, in the order in which the
             library looks for them.
-        fixed_dtype: the dtype of each model that the library builds by default; None if the dtype is
-            that of the folder.
+        fixed_dtype: the dtype of each model that the library builds by default; None if the folder
+            determines the dtype.
     """
 
     name: str
@@ -83,7 +83,7 @@ TIMM: Final = Library(
     "float32",
 )
 LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
-"""The first library whose class a ``config.json`` names is the library of the folder."""
+"""A folder belongs to the first of these libraries of which ``config.json`` names a class."""
 
 
 def library_in(config: Mapping[str, Any]) -> Library:

@@ -26,11 +26,11 @@ _TIES: Final = "tie_word_embeddings"
 def spec_of(
     folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
 ) -> ModelSpec:
-    """Return the ``ModelSpec`` of a folder's model; the builder's arguments are the class and the
-    configuration.
+    """Return the ``ModelSpec`` of a folder's model, which has the class and the configuration as
+    arguments.
 
-    ``selection`` chooses the weights in the folder's checkpoint. If the caller merges an adapter itself
-    (``merges``), the folder may have an adapter, too.
+    ``selection`` chooses the weights in the folder's checkpoint. With ``merges``, the caller merges
+    an adapter itself, and the folder may have an adapter, too.
 
     Raises:
         CheckpointError: the weights cannot be read, or from_pretrained adds the folder's adapter to the
@@ -77,9 +77,9 @@ def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tupl
     """Return the sorted names of tensors that the model's class may tie, but that differ in the file.
 
     ``from_pretrained`` does not tie an output head to the embedding if the file has different
-    values of both. ``kept_apart`` compares the tensors of equal shape with a row for each token of
-    the vocabulary, up to their first difference. The result of ``kept_apart`` is empty if
-    ``config.json`` ties no tensors.
+    values for the two. ``kept_apart`` compares the tensors of equal shape that have a row for each
+    token of the vocabulary, up to their first difference. The result is empty if ``config.json``
+    ties no tensors.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -104,9 +104,9 @@ def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tupl
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype of the model that ``from_pretrained(dtype="auto")`` builds.
 
-    The dtype that ``auto`` means, which is the first one that exists: the library's fixed dtype;
-    the dtype in ``config.json``; the dtype in the index of shards; the first floating-point dtype
-    in the first file of weights. The tensors of a safetensors file are then sorted by name.
+    ``auto`` means the first of these dtypes that exists: the library's fixed dtype; the dtype in
+    ``config.json``; the dtype in the index of shards; the first floating-point dtype in the first
+    file of weights. For this last one, the tensors of a safetensors file are sorted by name.
 
     Raises:
         CheckpointError: the weights cannot be read.

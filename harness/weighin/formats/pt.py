@@ -35,7 +35,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> Slices:
-    """Return the place of each tensor of a flat state dict, in 0.03 s for GPT-2 XL.
+    """Return the offset of each tensor of a flat state dict; for GPT-2 XL, this takes 0.03 s.
 
     ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
 
@@ -51,8 +51,8 @@ def read(path: Path, key: str = "") -> Slices:
 def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> TensorSlice:
     """Return the place of a file's only tensor, and give the tensor the name ``name``.
 
-    ``archive`` is a zip archive inside that file, if the file is no zip archive itself. The offsets
-    then count from the archive's start.
+    If the file is no zip archive itself, ``archive`` is a zip archive inside the file. Offsets then
+    count from the archive's start.
 
     Raises:
         CheckpointError: for the same reasons as ``read``, or the file does not contain one tensor.
@@ -69,10 +69,11 @@ def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> Tens
 
 
 def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
-    """Return a file's pickled value as records of ``tensor_refs``, and a function that places a tensor.
+    """Return a file's pickled value as records of ``tensor_refs``, and a function that locates a
+    tensor.
 
-    ``read_value`` takes the name to give to a tensor and the tensor's record, and returns the
-    tensor's place in the file.
+    The returned function takes a name for a tensor and the tensor's record, and returns its place
+    in the file.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote, or is damaged.

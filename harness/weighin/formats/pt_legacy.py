@@ -9,9 +9,8 @@
     pickle   [key, ...], the order of the storages
     then for each storage: 8 bytes with its number of elements, and its bytes
 
-torch cannot memory-map a file of torch before 1.6; torch.load reads the whole file.
-``torch.save(..., _use_new_zipfile_serialization=False)`` still writes the format of torch before
-1.6.
+torch cannot memory-map such a file; torch.load reads the whole file. ``torch.save(...,
+_use_new_zipfile_serialization=False)`` still writes this format.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Read the quantisation that the configuration of a Hugging Face folder names.
+"""Read which quantisation the configuration of a Hugging Face folder names.
 
 ``quantization_config`` in ``config.json`` describes the quantisation. Some quantising libraries
 write the description under another key or into another file, where transformers does not look.
@@ -90,12 +90,12 @@ class NamedMethod:
         name: the method's name and variant, for texts; empty if the configuration names no method.
         is_read: whether from_pretrained reads the configuration and knows the method.
         bits: the bits of one weight; None if the weights have different numbers of bits.
-        packages: the packages that from_pretrained needs beside transformers.
+        packages: the packages that from_pretrained needs in addition to transformers.
         obstacle: the reason why from_pretrained does not dequantise the codes; empty if it does.
-        repair: the step that removes the obstacle.
+        repair: what the user can do about the obstacle.
         dequantised: whether ``load_streaming`` dequantises the codes.
-        own: the method, if ``load_streaming`` dequantises the codes with weighin's own code, without the
-            packages and the quantiser of transformers; else empty.
+        own: the name of the method, if ``load_streaming`` dequantises the codes with weighin's own
+            code, which needs neither ``packages`` nor transformers' quantiser; else empty.
     """
 
     name: str
@@ -109,9 +109,7 @@ class NamedMethod:
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
-    """Return the quantisation of a folder; ``config`` is the content of the folder's
-    ``config.json``, or empty.
-    """
+    """Return the quantisation of a folder; ``config`` is the content of its ``config.json``."""
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
@@ -175,9 +173,7 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
 
 def _method(named: Mapping[str, Any]) -> str | None:
-    """Return the method of quantisation by the name that transformers uses; None if the description
-    names no method.
-    """
+    """Return transformers' name of the quantisation method; None if none is named."""
     for bits in ("4bit", "8bit"):
         if named.get(f"load_in_{bits}") is True:
             return f"bitsandbytes_{bits}"

@@ -1,8 +1,9 @@
-"""Tell how a checkpoint is quantised, which packages from_pretrained needs, and the sizes in bytes.
+"""Tell how a checkpoint is quantised, which packages ``from_pretrained`` needs, and the sizes in
+bytes.
 
-The configuration names the quantisation method (``quantisation_config``), and so do the names of the
-tensors (``companions``). A loader that takes the codes of a quantised weight for the weight itself gets
-wrong values without any error.
+The configuration names the quantisation method (``quantisation_config``), and the tensors' names
+reveal it (``companions``). A loader that takes the codes of a quantised weight for the weight
+itself gets wrong values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ class Quantised:
 
     @property
     def needed(self) -> str:
-        """The packages that from_pretrained needs, as a part of a message."""
+        """The packages that ``from_pretrained`` needs, as a part of a message."""
         return ", ".join(["transformers", *self.packages])
 
     @property
@@ -127,8 +128,8 @@ def of_folder(
 ) -> Quantised | None:
     """Return how the weights of a Hugging Face folder are quantised; None if no weight is quantised.
 
-    In a folder without codes, ``config.json`` may still name a method. Only a method of transformers
-    then counts, because from_pretrained ignores any other method.
+    In a folder without codes, ``config.json`` may still name a method. Such a method counts only if
+    transformers has it, because from_pretrained ignores any other method.
     """
     named = named_in(folder, config)
     codes = find_codes(slices, named.bits)
@@ -162,7 +163,7 @@ def in_checkpoint(path: Path, slices: Sequence[TensorSlice]) -> Quantised | None
 
 
 def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]) -> None:
-    """Raise CheckpointError if a model would take codes for weights.
+    """Raise CheckpointError if a model would take quantised codes for weights.
 
     ``names`` are the names of the model's tensors. A model with tensors for the scales, such as
     ``weighin.models.gpt_oss``, takes the codes and the scales as they are.
@@ -178,7 +179,7 @@ def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]
 
 
 def _dtype(config: Mapping[str, Any], slices: Sequence[TensorSlice], without: set[str]) -> str:
-    """Return the dtype of the dequantised model: that in ``config.json``, else of most other weights."""
+    """Return the dtype of the dequantised model: in ``config.json``, else of most other weights."""
     with suppress(ConfigError):
         if (named := dtype_of(config)) in MODEL_DTYPES:
             return named

@@ -1,7 +1,6 @@
 """Recognise the kind of a file that weighin does not read, such as a Keras model or an archive.
 
-Each kind of file has a name and a repair, which is the step from a file of this kind to a
-checkpoint.
+Each kind has a name and a repair: advice how to make a checkpoint from a file of this kind.
 """
 
 import re
@@ -224,11 +223,11 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
 
 
 def resaving(path: Path, *, weights_only: bool = True) -> str:
-    """Return the repair that says to load a file with torch.load, and to save the weights again."""
+    """Return the repair (advice) to load a file with torch.load, and to save the weights again."""
     return f"save it again: {_line(f'torch.load(p, weights_only={weights_only})', path)}"
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:
-    """Return a command that saves the value of an expression beside the file; ``p`` is the file's path."""
+    """Return a command that saves a Python expression's value; in it, ``p`` is the file's path."""
     code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
     return f'python -c "{code}" {quote(str(path))}'

@@ -1,9 +1,10 @@
 """Read and write a safetensors file: a JSON header and the tensors' bytes, with nothing to execute.
 
-The format has no shared tensors. weighin writes a tied tensor once, under the first of its names, and the
-other names into ``__metadata__`` as {name: first name}, like Hugging Face's ``save_model``. weighin reads
-these names too; other programs see only the first names. If tied names are not at the end of the state
-dict, ``weighin.order`` in the metadata keeps the order of all names.
+The format has no shared tensors. weighin writes a tied tensor only under the first of its names.
+The other names are in ``__metadata__`` as {name: first name}, like those of Hugging Face's
+``save_model``. weighin reads these names too; other programs see only the first names. If tied
+names are not at the end of the state dict, the metadata's key ``weighin.order`` has the order of
+all names.
 """
 
 import json
@@ -44,7 +45,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors, in the order of ``weighin.order``, else of the header."""
+    """Return the places of all tensors, in the order of ``weighin.order`` or else of the header."""
     tensors, metadata = read_header(path)
     slices = dict(tensors)
     for name, first in metadata.items():
@@ -101,7 +102,7 @@ def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
 
 
 def _stored_shape(plan: TensorPlan) -> list[int]:
-    """Return a tensor's shape in numbers: one element of torch's float4_e2m1fn_x2 has two."""
+    """Return a tensor's shape, but with two numbers for each element of torch's float4_e2m1fn_x2."""
     numbers = PACKED.get(dtype_name(plan.dtype), 1)
     return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
 

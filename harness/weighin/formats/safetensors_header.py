@@ -6,8 +6,8 @@
     N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest  the tensors' bytes, without gaps; data_offsets count from here
 
-``weighin.formats.safetensors_header`` parses the JSON entry by entry, so that a crafted header
-takes no more memory than a valid header with as many tensors.
+This module parses the JSON entry by entry, so that a crafted header takes no more memory than a
+valid header with as many tensors.
 """
 
 import json
@@ -160,7 +160,7 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
 
 
 def _usual_entry(path: Path, found: re.Match[bytes], data_start: int) -> TensorSlice | None:
-    """Return the tensor of an entry that matches ``_USUAL``; None if ``_entry`` must check the entry."""
+    """Return the tensor of an entry that matches ``_USUAL``; None if ``_entry`` must check it."""
     name, dtype, sizes, first, last, _ = found.groups()
     kind = DTYPES.get(dtype.decode())
     shape = tuple(map(int, sizes.split(b","))) if sizes else ()

@@ -7,9 +7,9 @@
     1_Pooling/         a part without weights
     2_Dense/           config.json and model.safetensors
 
-The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key in the
-transformer's files, and "2.KEY" for a key in the files of another part. If the transformer lies in the
-folder itself, beside ``config.json``, weighin reads the folder as a model of transformers instead.
+The tensors have the names of the state dict of sentence-transformers 6: "0.model.KEY" for a key in
+the transformer's files, and "2.KEY" for a key in the files of another part. If the transformer's
+files lie in the folder itself, weighin reads the folder as a model of transformers instead.
 """
 
 from dataclasses import dataclass, replace
@@ -67,10 +67,10 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the tensors of all parts.
+    """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
-        CheckpointError: a part has its weights in folders of its own, or is damaged.
+        CheckpointError: a part has its weights in further folders, or is damaged.
     """
     whole = Slices()
     values: dict[str, object] = {}

@@ -8,17 +8,18 @@
         {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
 
 All names of a tied tensor are in one shard. In safetensors shards, only the first name is in
-``weight_map``; the other names are in the shard's own metadata. If tied names change the order of the
-state dict, ``weighin.order`` in the index's metadata keeps the order.
+``weight_map``; the other names are in the shard's own metadata. If tied names would change the
+order of the state dict, ``weighin.order`` in the index's metadata keeps the order.
 
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
-file elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create one.
+file elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create a
+link.
 
 The path of a checkpoint of shards is its folder, or its index if the index has another name, such
 as ``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as
 ``from_pretrained`` does, even if the index lists other tensors; a note then names the difference.
-weighin refuses two shards with different values of one tensor, of which ``from_pretrained`` takes
-the later.
+weighin refuses two shards with different values for one tensor; ``from_pretrained`` silently takes
+the value of the later shard.
 """
 
 import json
@@ -68,7 +69,7 @@ class Sharded:
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the order of ``weighin.order``, else of the index."""
+        """Return the places of all tensors, in the order of ``weighin.order`` or else of the index."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}

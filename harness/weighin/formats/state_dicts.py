@@ -1,7 +1,7 @@
 """Find the state dict among the records of a pickled checkpoint, or say why there is none.
 
-A training checkpoint also holds settings, schedulers and random states of any class. The selected
-state dict may have an object other than a tensor only if the object holds no tensors.
+A training checkpoint also has settings, schedulers and random states, as objects of any class. The
+selected state dict may have an object that is no tensor only if this object holds no tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,13 +59,14 @@ def is_extra_state(name: object) -> bool:
 def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
     """Return the state dict at a dotted key in a pickled value; the key "" means the value itself.
 
-    With a key, the state dict may also have values without tensors. Without a key, the only such values
-    may be extra states, because a file of tensors and settings is more likely a training checkpoint.
+    With a key, the state dict may also have values without tensors. Without a key, only extra
+    states may be such values, because a file of tensors and settings is more likely a training
+    checkpoint.
 
     Raises:
-        CheckpointError: there is no state dict. The message names the first object that a state dict
-            cannot have, and its key; the repair names the keys of state dicts in the file, and their
-            sizes.
+        CheckpointError: there is no state dict. The message names the first object that a state
+            dict cannot have, and its key. The repair (advice) lists the keys and sizes of the
+            file's state dicts.
     """
     inside = inner(path, value, key)
     if not isinstance(inside, dict):
@@ -115,7 +116,9 @@ def inner(path: Path, value: Any, key: str) -> Any:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield all values at a dotted key, with the longest first part first, as a part may contain dots."""
+    """Yield all values at a dotted key. A part of the key may itself contain dots; the longest
+    first part is tried first.
+    """
     if not isinstance(value, dict):
         return
     if key in value:
@@ -133,9 +136,7 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the size in bytes of each state dict in nested dicts by its key; the state of
-    optimizers is left out.
-    """
+    """Return the size in bytes of each state dict in nested dicts, by its key, without optimizers."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -176,7 +177,7 @@ def with_key(places: Mapping[str, int]) -> str:
 
 
 def is_beside_weights(path: Path) -> bool:
-    """Tell whether a folder, or the folder of a file, has a file with the weights of a ZeRO-3 run."""
+    """Tell whether a folder, or a file's folder, has a file with weights of DeepSpeed's ZeRO-3."""
     folder = path if path.is_dir() else path.parent
     return next(folder.glob(f"*{_OPTIM_STATES}"), None) is not None
 
@@ -231,8 +232,8 @@ def _no_state_dict(
 ) -> CheckpointError:
     """Return the exception for a dict whose item ``name`` cannot be in a state dict.
 
-    ``values`` are the dict's items other than tensors. The message names the first object that
-    torch.load(weights_only=True) refuses, too, if there is one.
+    ``values`` are the dict's items other than tensors. The message also names the first object that
+    torch.load(weights_only=True) refuses, if there is one.
     """
     item, sizes = values[name], _sizes(value)
     places = largest(sizes)
@@ -307,7 +308,7 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _join(place: str, name: object) -> str:
-    """Return a dotted key; a key of more than 100 characters is not extended."""
+    """Return the dotted key of ``name`` in ``place``; do not extend a key of over 100 characters."""
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))

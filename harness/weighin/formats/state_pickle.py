@@ -2,8 +2,8 @@
 
 torch's weights-only unpickler still calls constructors such as ``bytearray(10**12)``, and Python's
 own unpickler allocates any length that a crafted pickle requests. ``pickle_machine`` calls no
-constructor and allocates no such length. ``weighin.formats.state_pickle`` adds faster code for the
-instructions that make up most of a state dict.
+constructor and allocates no such length. This module adds faster code for the instructions that
+make up most of a state dict.
 """
 
 import re
@@ -115,7 +115,7 @@ class _StateMachine(Machine):
     def run_usual(self, left: int) -> int:  # noqa: PLR0912, PLR0915
         """Run the instructions that make up most of a state dict, up to the next other instruction.
 
-        Return ``left`` without the number of instructions that ran. Each branch repeats a method of
+        Return ``left`` minus the number of instructions that ran. Each branch repeats a method of
         ``Machine``, because calls of the methods would take twice the time.
         """
         data, stack, memo, at = self._text_read, self._stack, self._memo, self.at
@@ -199,11 +199,12 @@ class _StateMachine(Machine):
         return left
 
     def _tensor(self, at: int, left: int) -> tuple[int, int]:
-        """Run the instructions of one tensor at once; return the offset at which the instructions
-        end, and their number.
+        """Run all instructions of one tensor together; return the offset at which they end, and
+        their number.
 
-        ``_tensor`` runs none and returns zeros if the instructions do not match ``_TENSOR``, if
-        they are more than ``left``, or if the tensor needs all checks of ``pickled_calls.call``.
+        ``_tensor`` runs no instruction and returns zeros in three cases: the instructions do not
+        match ``_TENSOR``, they are more than ``left``, or the tensor needs all checks of
+        ``pickled_calls.call``.
         """
         found = _TENSOR.match(self._text_read, at)
         try:
@@ -212,7 +213,7 @@ class _StateMachine(Machine):
             return 0, 0  # the single instructions then return the value, or raise the error
 
     def _usual_tensor(self, found: re.Match[bytes], left: int) -> tuple[int, int]:
-        """Run the instructions of a match of ``_TENSOR``; change nothing before the last check."""
+        """Run the instructions that match ``_TENSOR``; change no state before the last check."""
         (_, storage_at, kind_at, length, key, key_put, location_at, numel, id_put, offset, shape,
          shape_put, stride, stride_put, hooks_at, hooks_put, arguments_put, put) = found.groups()  # fmt: skip
         memo = self._memo

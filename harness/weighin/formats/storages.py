@@ -1,8 +1,8 @@
 """Compare the tensors of a checkpoint, and compute the bytes of tensors and of their storages.
 
-``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than the
-slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the storages into memory; a
-model has memory for the elements.
+``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than
+the slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the whole storages
+into memory; a model has memory only for the elements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,9 @@ class Footprint:
     Attributes:
         tensor_bytes: the elements of all tensors; tied tensors count once.
         storage_bytes: the storages of all tensors.
-        used_bytes: the bytes of the storages that belong to a tensor.
-        repeated: the names of the expanded tensors: their storages have fewer bytes than they.
+        used_bytes: the bytes of the storages that belong to at least one tensor.
+        repeated: the names of the expanded tensors, whose storages have fewer bytes than the
+            tensors.
     """
 
     tensor_bytes: int
@@ -35,7 +36,7 @@ class Footprint:
 
     @property
     def unused_bytes(self) -> int:
-        """The bytes of the storages that belong to no tensor, as of a slice's storage beside the slice."""
+        """The bytes of the storages that belong to no tensor, such as those outside a slice."""
         return self.storage_bytes - self.used_bytes
 
 

@@ -1,7 +1,8 @@
-"""Write the names, shapes and dtypes of a checkpoint's tensors as one short string, and read it.
+"""Write the names, shapes and dtypes of a checkpoint's tensors as one short string, and read the
+string.
 
-A measurement's record contains this string, so that the record alone identifies the model. The string is
-JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
+A record of a measurement contains this string, so that the record alone identifies the model. The
+string is JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
 """
 
 import base64
@@ -22,7 +23,7 @@ _MOST_BYTES: Final = 64 * 1024 * 1024  # of JSON text, because records may be fo
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor. ``tied_to`` names the earlier tensor at the same place in the file, or is None."""
+    """One tensor. ``tied_to`` names an earlier tensor at the same place in the file, or is None."""
 
     name: str
     shape: tuple[int, ...]

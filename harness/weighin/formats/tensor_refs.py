@@ -88,7 +88,7 @@ class OtherTensor(Opaque):
     """A tensor of a kind that weighin does not read, such as a sparse tensor; ``kind`` names the kind.
 
     Attributes:
-        way: the repair: how to save the values as a plain tensor.
+        way: how to save the values as a plain tensor, as advice for the user.
     """
 
     way: str = ""
@@ -162,7 +162,7 @@ def is_safe(name: str) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the Python type of a pickled value, for messages."""
+    """Return the name of a pickled value's Python type, for messages."""
     names = {
         TensorRef: "Tensor", StorageRef: "storage", Named: "class or function",
         StateDict: "OrderedDict", Size: "torch.Size",

@@ -1,8 +1,8 @@
 """Write a file of tensorizer's format with the package tensorizer, for the strategy ``tensorizer``.
 
-``write`` calls the package's ``TensorSerializer``. Only the strategy ``tensorizer`` reads a file of
-tensorizer's format, with the package tensorizer. A tied weight is written once, under the first of
-its names. The worker verifies the loaded model, as with every format.
+``write`` calls the package's ``TensorSerializer``. Only the strategy ``tensorizer`` reads such a
+file, also with the package. A tied weight is written only under the first of its names. weighin
+verifies the loaded model, as with every format.
 
 ::
 

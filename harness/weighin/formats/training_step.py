@@ -1,4 +1,5 @@
-"""Find the newest step in the folder of a training run. A trainer names the newest step in a file:
+"""Find the newest step in the folder of a training run. Trainers write the newest step's name into
+a file:
 
 =====================================  ==========================================
 ``latest``                             DeepSpeed: the name of the step's folder
@@ -29,7 +30,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
 
 
 def newest(path: Path) -> Path:
-    """Return the folder of a run's newest step; ``path`` itself if ``path`` is no folder of a run."""
+    """Return the folder of a training run's newest step; ``path`` itself if it is no run's folder."""
     step = named_step(path)
     return step[1] if step and step[1].is_dir() else path
 

@@ -1,7 +1,6 @@
-"""Say in an error what a path is that is no checkpoint: a missing file, a broken link, a web page.
+"""Say in an error what a path without a checkpoint is: a missing file, a broken link, a web page.
 
-The module ``unknown_folder`` says what a folder is. ``weighin.formats.unknown_file`` also shortens
-names for messages.
+The module ``unknown_folder`` does so for folders. This module also shortens names for messages.
 """
 
 from pathlib import Path
@@ -14,13 +13,13 @@ from weighin.formats.recognise import by_content
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
-"""The repair for a file that ends too early. Only this fault proves that the copy is incomplete."""
+"""The advice for a file that ends too early: only this fault proves an incomplete copy."""
 
 RESAVE: Final = (
     "save it again with the program that wrote it; if that program cannot read it either, the file is"
     " damaged"
 )
-"""The repair for a file that breaks a rule of its format."""
+"""The advice for a file that breaks a rule of its format."""
 
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
 """The repair for a file with more tensors, or a longer directory, than weighin reads."""
@@ -86,7 +85,7 @@ def hub_id(snapshot: Path) -> str:
 
 
 def check_present(path: Path) -> bytes:
-    """Return the first bytes of a file that may be a checkpoint.
+    """Return the first bytes of a file, if it may be a checkpoint.
 
     Raises:
         CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file

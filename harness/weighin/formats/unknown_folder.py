@@ -1,4 +1,4 @@
-"""Say in an error what a folder is that is neither a model nor a checkpoint, by its files' names."""
+"""Say in an error, by the files' names, what a folder is that is neither a model nor a checkpoint."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _OTHER_FRAMEWORKS: Final = (
 def no_model(folder: Path) -> CheckpointError:
     """Return the error for a folder that is neither a model nor a checkpoint.
 
-    The message names the kind of folder, and the repair names the path to give instead.
+    The message names the kind of folder, and the repair (advice) names the path to give instead.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     for name in names:
@@ -47,7 +47,7 @@ def models_below(folder: Path) -> list[str]:
 
 
 def _recognised(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield descriptions of the folder, each with a repair; the first one applies."""
+    """Yield descriptions of the folder, each with a repair (advice); the first description applies."""
     if not names:
         yield "an empty folder", "give a checkpoint file, or the folder of a model"
     if ADAPTER in names:

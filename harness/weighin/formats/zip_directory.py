@@ -1,10 +1,10 @@
 """Find the records of a zip archive that ``torch.save`` wrote, with the standard library alone.
 
-``weighin.formats.zip_directory`` does not use Python's ``zipfile``, because a crafted archive can
-make ``zipfile`` read a directory of any size at once. ``weighin.formats.zip_directory`` does not
-use torch's reader, because the parent process must not import torch. The records of an accepted
-archive are not compressed, lie within the file, do not overlap, and have unique names.
-``recognise`` names the kind of any other archive.
+This module does not use Python's ``zipfile``, because a crafted archive can make ``zipfile`` read a
+directory of any size into memory. The module does not use torch's reader, because weighin's own
+process must not import torch. The records of an accepted archive are not compressed, lie within the
+file, do not overlap, and have unique names. For any other archive, ``recognise`` names the kind of
+archive.
 """
 
 import os
@@ -57,9 +57,7 @@ class _Entry:
 
 
 class Archive:
-    """The checked records of one archive. The caller keeps ``file`` open as long as it reads
-    records.
-    """
+    """The checked records of one archive; keep ``file`` open as long as you read records."""
 
     def __init__(self, path: Path, file: IO[bytes] | RawIOBase) -> None:
         """Read the archive's directory from ``file``; errors name the file ``path``.
@@ -151,9 +149,7 @@ class Archive:
             yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return the values of an entry of the archive's directory; values that need 64 bits are in
-        the entry's extra field.
-        """
+        """Return an entry's ``values``, with those that need 64 bits from the entry's extra field."""
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):
@@ -169,11 +165,10 @@ class Archive:
         return values
 
     def _announce(self, entries: Sequence[_Entry], late: bool) -> dict[int, bytes]:
-        """Ask the kernel to read all local headers of the archive ahead; on a disk that answers
-        late, read the headers at once.
+        """Ask the kernel to read all local headers of the archive ahead; if ``late``, read them
+        here, all at the same time.
 
-        ``_announce`` returns a dict from the offset of each header that was read to the bytes of
-        the header.
+        ``_announce`` returns the bytes of each header that was read, by the header's offset.
         """
         try:
             descriptor = self._file.fileno()

@@ -37,8 +37,8 @@ _holes = False  # whether writers leave out the tensors' values: see leaving_hol
 def leaving_holes() -> Iterator[None]:
     """Make all writes within the context leave holes in place of the tensors' values.
 
-    A file with holes has its whole structure and almost no blocks on the disk. The file's CRC-32s
-    are wrong, so that it serves only callers that read no values.
+    A file with holes has its whole structure, but almost no blocks on the disk. Because the file's
+    CRC-32s are wrong, the file serves only callers that read no values.
     """
     global _holes  # noqa: PLW0603 (else every format would have to pass the flag on)
     _holes = True
@@ -59,7 +59,7 @@ def finish(descriptor: int) -> None:
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor without values; nothing touches its memory, so that no page is resident."""
+    """Return a CPU tensor without values, whose memory is untouched and takes no RAM."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
@@ -84,7 +84,7 @@ def write_pt(
     the first of these names. The written file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor have another total size than its placeholder.
+        ValueError: the pieces of a tensor together have another size than its placeholder.
     """
     with torch.serialization.skip_data():
         torch.save(dict(blanks), path)
@@ -167,7 +167,7 @@ def embed(
 ) -> tuple[WrittenRecord, int]:
     """Write the archive of ``torch.save(tensor, scratch)`` at ``at``, with a hole for the values.
 
-    Return the record to fill, and the archive's length in bytes. ``scratch`` is overwritten.
+    Return the record to fill, and the archive's length in bytes. ``embed`` overwrites ``scratch``.
     """
     with torch.serialization.skip_data():
         torch.save(tensor, scratch)
@@ -190,7 +190,7 @@ def fill(
     """Write the values of ``pieces`` into a record, and the CRC-32 of the values beside it.
 
     Raises:
-        ValueError: the values have another total size than the record.
+        ValueError: all values together have another size than the record.
     """
     if leaves_holes():
         return

@@ -1,4 +1,4 @@
 """Judge a run against a baseline file and against budgets, and compare runs with each other.
 
-The package weighin.gate reads nothing of a run but its records and its plan.
+Of a run's folder, the package weighin.gate reads only the records and the plan.
 """

@@ -1,4 +1,4 @@
-"""Read the baseline file, which has measured figures and the rules to compare a run with them.
+"""Read the baseline file, which has measured figures and the rules by which a run is compared.
 
 The user edits the lines above the line that begins with ``# measured``. ``weighin check --update``
 writes the lines below (``weighin.gate.freeze``). The written figures are sorted, and each has a line
@@ -81,8 +81,8 @@ class Rules:
 class Baseline:
     """The content of a baseline file: its rules, and the figures of each measurement by its name.
 
-    ``accepted`` has those expected outcomes that ``weighin check --update`` wrote.
-    ``rules.expected`` has all expected outcomes: the accepted ones, and those that the user wrote.
+    ``accepted`` has the expected outcomes that ``weighin check --update`` wrote. ``rules.expected``
+    also has those that the user wrote.
     """
 
     rules: Rules
@@ -100,7 +100,7 @@ def read(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ConfigError: the file does not exist or is invalid; the message names the key.
+        ConfigError: the file does not exist, or a key in it is invalid; the message says which key.
         SchemaTooNew: a newer version of weighin wrote the file.
     """
     if not path.exists():
@@ -147,8 +147,7 @@ def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
 
 
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return the tolerance of a metric: the usual tolerance, with the changes that the baseline
-    file makes.
+    """Return a metric's tolerance: the default tolerance, as changed in the baseline file.
 
     If the file has only one of ``relative`` and ``absolute``, the other one is 0.
     """

@@ -1,4 +1,4 @@
-"""Parse and evaluate absolute budgets: ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
+"""Parse and evaluate budgets (upper bounds): ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
 
 ::
 

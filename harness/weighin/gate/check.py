@@ -25,15 +25,15 @@ from weighin.result import Outcome
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """The figures of one or more runs; repeats of a measurement count together, whatever their run.
+    """The figures of one or more runs; repeats of a measurement in different runs count together.
 
     Attributes:
         environment: the machine and software of the runs. If a setting differs between cells, its
             entry has all of the values.
-        series: the figures of each measurement over its repeats, by the name of the measurement.
+        series: the figures of all repeats of a measurement, by the name of the measurement.
         machines: the fingerprints of the kinds of machine on which the runs were measured.
         nodes: the names of the machines, if a fleet measured the runs.
-        incomplete: for each run that lacks records of planned cells, how much was measured.
+        incomplete: for each run without records of some planned cells, how much was measured.
     """
 
     environment: dict[str, Setting]
@@ -55,7 +55,7 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
 
 
 def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
-    """Return the figures of all runs for each kind of machine, by the fingerprint of the machine.
+    """Return the figures of all runs for each kind of machine, by the machine's fingerprint (hash).
 
     Measurements that were skipped count for no machine.
 
@@ -120,7 +120,7 @@ def check(
         metrics: the metrics to compare with the baseline file; an empty sequence means all metrics.
         expected: expected outcomes in addition to those in the baseline file.
         partial: judge only the measured part of an incomplete run. Without ``partial``, a run that
-            was stopped fails the gate.
+            was stopped fails the check.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
@@ -156,7 +156,7 @@ def check(
 def narrowed(
     baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
 ) -> tuple[Baseline | None, Rules]:
-    """Return the baseline and the rules without all that concerns only planned, unmeasured cells."""
+    """Return the baseline and the rules without parts that concern only cells without a record."""
     planned = {
         name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
     }
@@ -183,8 +183,8 @@ def update(
     """Write the measured figures into the baseline file, and return the lines of the diff.
 
     Args:
-        expected: expected outcomes to write in addition to those that the file has.
-        partial: also write the figures of a run of which only a part was measured.
+        expected: expected outcomes to write, beside those in the file.
+        partial: also write the figures of a run that was stopped before its end.
         accept: a function that gets one line for each measurement with an unexpected outcome other
             than ok, and returns whether to write these outcomes as expected.
 
@@ -235,7 +235,9 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the expected outcomes to add to ``known``, or raise NoBaseline if ``accept`` returns False."""
+    """Return the expected outcomes to add to ``known``; raise NoBaseline if ``accept`` returns
+    False.
+    """
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:

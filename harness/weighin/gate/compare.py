@@ -1,7 +1,7 @@
 """Compare the same measurements in several runs, such as those of two commits (``weighin compare``).
 
-The comparison marks a figure that lies outside the range of the first run's repeats by more than the
-tolerance of the metric. A comparison neither passes nor fails.
+A figure is marked if it lies outside the range of the first run's repeats by more than the
+tolerance of the metric. The comparison neither passes nor fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +80,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
 
 
 def compare_machines(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the figures of the first kind of machine in the runs with those of each other kind.
+    """Compare the figures of the first kind of machine in the runs with those of the other kinds.
 
     Raises:
         ConfigError: all records come from one kind of machine, or from more than 26.
@@ -185,7 +185,7 @@ def _compared(line: Line | None) -> dict[str, Any] | None:
 
 
 def write_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown, with changes beyond range and tolerance in bold."""
+    """Return the comparison as Markdown, with changes beyond the tolerance in bold."""
     heads = ["series", "metric", *_letters(comparison)]
     rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
     for row in comparison.rows:
@@ -251,8 +251,8 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the positions of those words of a name that are constant within each run, but differ
-    between the runs.
+    """Return the positions of the words in names that are constant within a run, but differ among
+    runs.
     """
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)

@@ -116,7 +116,7 @@ def judge_figure(
 
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return how much each phase changed, by the figure of a phase that explains the metric."""
+    """Return how much each phase changed, in the phase's figure that belongs to the metric."""
     key = metric.in_phase
     highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
     growth = []
@@ -129,7 +129,7 @@ def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Yield a line for each measurement under a budget; without a measured figure, a line "missing"."""
+    """Yield a line for each measurement that has a budget; a line "missing" without a figure."""
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
@@ -162,7 +162,7 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
 
 
 def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
-    """Return the reason why a budget was compared with no measurement."""
+    """Return the reason why no measurement could be compared with a budget."""
     if not series or any(map(budget.covers, series)):
         return "no measured series has this figure"
     strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
@@ -171,8 +171,8 @@ def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Return a note on measurements that a budget covers, but that lack the budget's figure, if
-    other measurements have this figure.
+    """Return a note on measurements that a budget covers, but that lack its figure, if others have
+    it.
     """
     names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
@@ -186,7 +186,7 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
-    """Return a note for each figure whose repeats in the baseline spread by twice the tolerance or more."""
+    """Return a note for each figure whose range in the baseline is at least twice its tolerance."""
     notes = []
     for name, series in baseline.series.items():
         for metric_name, figure in series.figures.items():

@@ -1,7 +1,7 @@
 """Parse expected outcomes other than ok: ``--expect baseline=oom_killed``, or from a baseline file.
 
-A selector is a pattern with shell wildcards, which matches a measurement if it matches a word of its
-name. Each word of a selector with several words, such as ``baseline ram=8GiB``, must match.
+A selector has one or more words with shell wildcards, such as ``baseline ram=8GiB``. A selector
+matches a measurement if each word matches a word of the measurement's name.
 """
 
 import re
@@ -30,7 +30,7 @@ _REPAIR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An outcome that does not fail a check; ``source`` is the key or option that names the outcome."""
+    """An outcome that passes a check; ``source`` is the key or option that names the outcome."""
 
     selector: str
     outcome: Outcome
@@ -82,9 +82,9 @@ def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> b
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
     """Return the shortest expected outcomes that cover the failed measurements ``names``.
 
-    A selector is the name of the strategy, unless the strategy also has other outcomes. If the
-    strategy has other outcomes, too, the selector also has the memory limit, or is the whole name.
-    A measurement with several outcomes, or with an outcome that cannot be expected, is left out.
+    A selector is the name of the strategy. If the strategy also has other outcomes, the selector
+    also has the memory limit, or is the whole name. A measurement with several outcomes, or with an
+    outcome that cannot be expected, is left out.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:

@@ -48,8 +48,8 @@ def update(
 ) -> list[str]:
     """Write the measured figures into a baseline file, and return the lines of the diff.
 
-    The lines above ``# measured``, which the user edits, stay as they are. The expected outcomes
-    ``expect`` are written below, beside earlier ones that are still needed.
+    The lines above ``# measured``, which the user edits, stay as they are. Below, the function also
+    writes the expected outcomes: ``expect``, and earlier ones that still occur.
 
     Raises:
         ConfigError: the file is invalid or cannot be written.
@@ -72,7 +72,7 @@ def _accepted(
 ) -> dict[str, str]:
     """Return the outcomes to write, by selector: ``wanted``, and earlier ones that still occur.
 
-    Outcomes that the user's lines of the file contain are left out.
+    Outcomes that the user has written into the file are left out.
     """
     failed = [name for name, entry in series.items() if not entry.is_ok]
     before = baseline.accepted if baseline else ()

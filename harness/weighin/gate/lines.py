@@ -1,4 +1,4 @@
-"""Define the result of ``weighin check``: lines with verdicts, and the growth of phases."""
+"""Define the result of ``weighin check``: lines with verdicts, and how much each phase grew."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class LineVerdict(StrEnum):
 
 
 WITHIN_BUDGET: Final = "within budget"
-"""Tables show this instead of the verdict "same" for a budget, which has no earlier figure."""
+"""For a budget, which has no earlier figure, tables show this in place of the verdict "same"."""
 
 FAILING: Final = (
     LineVerdict.NOT_OK,
@@ -37,7 +37,8 @@ FAILING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The change of a figure in one phase; ``was`` is None for a phase that the baseline lacks.
+    """The change of a figure in one phase of a load; ``was`` is None if the baseline lacks the
+    phase.
 
     The ``step`` is the difference to ``was``. For a phase that the baseline lacks, the step is the
     difference to the highest phase of the baseline if the figure is a size, and to 0 if it is a time.
@@ -82,12 +83,12 @@ class Line:
 
     @property
     def is_budget(self) -> bool:
-        """Whether the line is on a budget: ``was`` is then the bound, and not a figure of the baseline."""
+        """Whether the line is on a budget; ``was`` is then the bound, not a baseline's figure."""
         return self.metric is not None and self.what != self.metric.title
 
     @property
     def title(self) -> str:
-        """The verdict as tables show it; JSON and JUnit XML contain ``verdict`` instead."""
+        """The verdict as text for tables; JSON and JUnit XML contain ``verdict`` instead."""
         is_kept = self.is_budget and self.verdict is LineVerdict.SAME
         return WITHIN_BUDGET if is_kept else self.verdict.value
 
@@ -95,8 +96,8 @@ class Line:
     def grown(self) -> Growth | None:
         """The phase that caused the growth of the metric; None without growth.
 
-        Of all phases that grew by 0.5 to 1.5 times the growth of the metric, the first is the cause,
-        because memory that a phase does not free also raises the peaks of all later phases.
+        The cause is the first phase that grew by 0.5 to 1.5 times as much as the metric: memory
+        that a phase does not free also raises the peaks of all later phases.
         """
         if self.was is None or self.now is None or self.now <= self.was or not self.phases:
             return None

@@ -1,7 +1,7 @@
 """Judge outcomes: a measurement with an outcome other than ok fails unless the outcome is expected.
 
-With a baseline file, every measurement is judged. Without one, only measurements under a budget are
-judged. Wrong weights and failed strategies cannot be expected, and always fail.
+Without a baseline file, only measurements with a budget are judged. Wrong weights and failed
+strategies always fail, even if the user expects them.
 """
 
 import math
@@ -17,7 +17,9 @@ from weighin.records.series import Series
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The measurements to judge, and the expected outcomes; ``before`` is None without a baseline file."""
+    """The measurements to judge, and the expected outcomes. ``before`` has the baseline's
+    measurements; None without a baseline file.
+    """
 
     before: Mapping[str, Series] | None
     now: Mapping[str, Series]
@@ -27,8 +29,7 @@ class Outcomes:
     def lines(self) -> Iterator[Line]:
         """Yield a line for the outcome of each measurement.
 
-        Without a baseline file, a measurement that is ok has a line only if another outcome was
-        expected.
+        Without a baseline file, an ok measurement gets a line only if another outcome was expected.
         """
         for name in dict.fromkeys([*(self.before or {}), *self.now]):
             was, now = (self.before or {}).get(name), self.now.get(name)
@@ -42,7 +43,9 @@ class Outcomes:
                 yield from self._not_ok(name, was, now)
 
     def notes(self) -> Iterator[str]:
-        """Yield notes: on expected outcomes that match no measurement, and on failures outside all budgets."""
+        """Yield notes on expected outcomes that match no measurement, and on failures without a
+        budget.
+        """
         for each in self.expected:
             if not any(each.covers(name) for name in self.now):
                 yield f"{each.source} {each} matches no measured series"

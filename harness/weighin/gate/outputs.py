@@ -16,7 +16,7 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 
 
 def describe(line: Line) -> str:
-    """Return a line as one sentence with the item, both figures, and the phase that grew."""
+    """Return a line as one sentence with its name, its two figures, and the phase that grew."""
     metric = line.metric
     if metric is None or line.was is None or line.now is None or line.allowed is None:
         return one_line(line.text)

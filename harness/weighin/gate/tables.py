@@ -16,7 +16,7 @@ from weighin.text import markdown, one_line
 _HEADINGS: Final = ("", "series", "what", "before", "now", "change", "limit", "grew in")
 _NUMBERS: Final = range(3, 7)
 _OF_BUDGETS: Final = {"change": "from limit"}
-"""The headings that differ in a table of budgets alone, where no earlier figure exists."""
+"""Other headings for a table with nothing but budgets, which have no earlier figures."""
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     LineVerdict.CHANGED: "yellow",
     LineVerdict.IMPROVED: "green",
@@ -101,7 +101,7 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def phase_lines(line: Line) -> list[str]:
-    """Return lines with the metric in each phase, and a mark at the phase that grew."""
+    """Return lines with the metric in each phase, and a mark at the phase that caused growth."""
     metric = line.metric
     assert metric is not None
     rows = [("phase", "before", "now", "change")]
@@ -149,7 +149,7 @@ def _only_budgets(lines: Sequence[Line]) -> bool:
 
 
 def _unremarkable(same: Sequence[Line]) -> str:
-    """Return the number of figures that are within their budgets or unchanged, as text."""
+    """Return as text how many figures are within their budgets, and how many are unchanged."""
     kept = sum(line.title == WITHIN_BUDGET for line in same)
     counts = {WITHIN_BUDGET: kept, "unchanged": len(same) - kept}
     words = [f"{count} {title}" for title, count in counts.items() if count]

@@ -1,1 +1,1 @@
-"""Start one worker in a Docker container, in a memory cgroup, or as a plain process."""
+"""Start a measured process (worker) in a Docker container or a memory cgroup, or without a limit."""

@@ -1,8 +1,8 @@
-"""The interface of isolations: Docker containers, memory cgroups and plain processes.
+"""The interface of isolations: the ways to run a worker, which is the measured process.
 
-An isolation starts a worker and returns a ``Running``, through which the parent talks to the
-worker, waits for its exit and removes it. The isolation sets all limits before the worker's first
-instruction.
+The isolations are Docker containers, memory cgroups and plain processes. An isolation starts a
+worker and returns a ``Running``, through which weighin talks to the worker, waits for its exit and
+removes it. The isolation sets all limits before the worker's first instruction.
 """
 
 import signal
@@ -17,7 +17,7 @@ from weighin.probes.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Descriptors of a command's standard streams; None stands for this process's own stream."""
+    """Descriptors for a command's standard streams; None stands for the stream of this process."""
 
     stdin: int | None = None
     stdout: int | None = None
@@ -25,14 +25,14 @@ class Streams:
 
 
 class Channel(Protocol):
-    """The parent's ends of a worker's standard streams."""
+    """weighin's ends of a worker's standard streams."""
 
     @property
     def stderr_tail(self) -> bytes:
         """The last 64 KiB that the worker and its strategy printed."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None at the end; raise TimeoutError if no line arrives in time."""
+        """Return the worker's next line, None after the last; raise TimeoutError if none arrives."""
 
     def send(self, line: bytes) -> None:
         """Write a line to the worker, or do nothing if the worker has ended."""
@@ -72,17 +72,18 @@ class Started(Protocol):
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of the memory cgroup; None without a memory cgroup, or if it is not visible here."""
+        """The folder of the memory cgroup; None without one, or if weighin cannot see the folder."""
 
     @property
     def unseen(self) -> str:
-        """The reason why the pid or the cgroup is not visible, for the record; empty if both are."""
+        """Why weighin cannot see the pid or the cgroup, for the record; empty if it sees both."""
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
 
     def close(self) -> None:
-        """Kill all remaining processes and remove everything; a second call has no effect.
+        """Kill all remaining processes and remove the container or cgroups; a second call has no
+        effect.
 
         Raises:
             StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
@@ -99,19 +100,17 @@ class Running(Started, Protocol):
 
     @property
     def pid(self) -> int | None:
-        """The worker's pid in the parent's pid namespace; None if it is not visible there."""
+        """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
     @property
     def read_only(self) -> bool:
         """Whether the worker sees its checkpoint through read-only mounts."""
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container; return None if the parent can read the worker's /proc."""
+        """Start an observer in the container; return None if weighin sees the worker's /proc."""
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raise TimeoutError if the worker still runs after
-        ``timeout_s``.
-        """
+        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
 
 
 class RunningCommand(Started, Protocol):
@@ -134,9 +133,7 @@ class RunningCommand(Started, Protocol):
         """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command's first process ends within ``timeout_s``; leave the ended
-        process as a zombie.
-        """
+        """Return whether the command's first process ends in time; leave the process as a zombie."""
 
     def reap(self) -> Exit:
         """Wait for the end of the command's first process, and return how the process ended."""
@@ -160,14 +157,14 @@ class Isolation(Protocol):
         """Whether this isolation can enforce a RAM limit."""
 
     def check(self) -> None:
-        """Raise IsolationUnavailable, with a repair, if this isolation does not work on this machine."""
+        """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""
 
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         """Do slow work that all cells share, such as building an image; report each step to ``_progress``."""
         return  # workers on this machine share no such work
 
     def added_code(self, _job: Job, /) -> list[str]:
-        """Return a line for each installed package that the isolation mounts for a worker.
+        """Return one line about each installed package that the isolation mounts for a worker.
 
         Raises:
             ConfigError: the isolation cannot provide the package of the model's module.
@@ -175,7 +172,7 @@ class Isolation(Protocol):
         return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
-        """Start one worker for the given job, under the limits of the job's cell."""
+        """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(
         self,
@@ -192,7 +189,8 @@ class Isolation(Protocol):
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove what dead runs with the same lock file left, and return a line for each removal.
+        """Remove the processes, cgroups or containers that killed runs with the same lock file left
+        behind; return a line for each.
 
         ``any_lock`` includes the runs with other lock files.
         """

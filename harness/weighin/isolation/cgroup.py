@@ -1,8 +1,8 @@
 """Run each worker in its own memory cgroup, with the kernel's limit but without a container.
 
-On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the v2
-tree, because only v2 has PSI. A group's name contains the pid of the weighin that made the group,
-so that a later run can remove the groups of a killed one.
+If the machine has the memory controller on v1 and also a v2 tree (hybrid), the worker also enters a
+group in the v2 tree, because only v2 has PSI. A group's name contains the pid of the weighin
+process that made the group, so that a later run can remove the groups of a killed run.
 """
 
 import contextlib
@@ -56,9 +56,7 @@ class CgroupIsolation(Isolation):
             limit(group, 2**40)
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Report a memory limit of weighin's own cgroup if this limit does not hold for the
-        measured cells.
-        """
+        """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
         if left := delegation.left_limit():
             progress(
                 f"the cells run outside this process's cgroup {left[1]}: its limit of"
@@ -90,7 +88,7 @@ class CgroupIsolation(Isolation):
             )
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the processes in cgroups of dead runs, and remove these cgroups."""
+        """Kill the processes in cgroups of runs that were killed, and remove these cgroups."""
         return [
             f"cgroup {group}"
             for root in _roots(throttled=True)
@@ -155,7 +153,7 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
     """Make the cgroups of a cell and set the cell's limits; remove the cgroups if the ``with``
     block raises an error.
 
-    ``device`` is the disk from which the cell may read at its rate at most; empty for no such
+    ``device`` is the disk from which the cell may read only at the cell's rate; empty for no such
     limit.
     """
     groups = _make_groups(throttled=bool(device))
@@ -177,7 +175,7 @@ def _roots(*, throttled: bool = False) -> list[Path]:
 
     The first of the returned folders is in the hierarchy of the memory controller. On a hybrid
     machine, the second folder is in the v2 tree, which has PSI. With ``throttled``, one of the
-    folders is in the hierarchy that limits reads.
+    folders is in the hierarchy that can limit reads from a disk.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup with a memory limit.
@@ -221,7 +219,8 @@ def temporary_group() -> Iterator[Path]:
     """Create an empty cgroup whose memory can be limited, and remove it at the end of the block.
 
     Raises:
-        IsolationUnavailable: this user may not create a cgroup, or it has no memory controller.
+        IsolationUnavailable: this user may not create a cgroup, or the cgroup has no memory
+            controller.
     """
     groups = _make_groups()
     try:
@@ -287,7 +286,7 @@ def _remove(groups: list[Path]) -> None:
 
 
 def _removal_error(*groups: Path, patience_s: float) -> OSError | None:
-    """Remove cgroups and those below them; return the error for a cgroup that remains, else None."""
+    """Remove cgroups and all cgroups below them; return the error for one that remains, else None."""
     deadline = time.monotonic() + patience_s
     left: OSError | None = None
     for group in groups:

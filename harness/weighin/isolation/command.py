@@ -1,6 +1,4 @@
-"""Start any command in place of a worker, with the streams, terminal and folder that it would have
-without weighin.
-"""
+"""Start a command to measure, with the streams, terminal and folder that it has without weighin."""
 
 import contextlib
 import os
@@ -36,7 +34,9 @@ class LocalCommand:
         groups: Sequence[Path] = (),
         limit: int | None = None,
     ) -> None:
-        """Start the command; ``limit`` marks the command and its descendants (``process_tree``)."""
+        """Start the command; by the resource limit ``limit``, weighin later recognises the command
+        and its descendants (``process_tree``).
+        """
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
@@ -88,7 +88,9 @@ class LocalCommand:
 
 
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
-    """Return a function for the new process: it enters the cgroups, and ends with its parent."""
+    """Return a function for the new process to call: it enters the cgroups, and makes the process
+    end with its parent.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 
     def enter() -> None:

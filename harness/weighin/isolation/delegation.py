@@ -18,8 +18,8 @@ from weighin.probes import environment
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""The leaf cgroup into which this process moves: cgroup v2 refuses processes in a group that
-enables controllers.
+"""The leaf cgroup into which this process moves, because cgroup v2 allows no process in a group
+that enables controllers for its children.
 """
 
 _ENTERED = "WEIGHIN_DELEGATED"
@@ -76,7 +76,7 @@ def left_limit() -> tuple[int, Path] | None:
 
 
 def helps() -> bool:
-    """Tell whether this user could create cgroups inside a scope of the systemd user manager."""
+    """Tell whether this user could create cgroups in a scope of the systemd user manager."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return (
         _ENTERED not in os.environ
@@ -88,7 +88,7 @@ def helps() -> bool:
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Replace this process by ``python -m weighin ARGUMENTS`` inside a delegated scope."""
+    """Replace this process by ``python -m weighin ARGUMENTS`` in a delegated scope of systemd."""
     scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
     command = (*scope, "--", *child_process.module("weighin", *arguments))
     os.environ[_ENTERED] = "1"
@@ -96,7 +96,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _group_of(pid: int) -> Path | None:
-    """Return the memory cgroup of a process; for a process in a ``PARENT_LEAF``, return the group above."""
+    """Return the memory cgroup of a process; if that is a ``PARENT_LEAF``, the group above it."""
     group = memory_cgroup_of(pid)
     return group.parent if group and group.name == PARENT_LEAF else group
 

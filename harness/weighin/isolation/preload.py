@@ -23,7 +23,7 @@ def libraries(environment: Mapping[str, str]) -> list[str]:
 
 
 def check(environments: Iterable[Mapping[str, str]]) -> None:
-    """Raise ConfigError if LD_PRELOAD names a library that is not the absolute path of a file."""
+    """Raise ConfigError if LD_PRELOAD has anything but absolute paths of existing files."""
     for name in chain.from_iterable(map(libraries, environments)):
         if not Path(name).is_absolute():
             raise ConfigError(

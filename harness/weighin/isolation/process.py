@@ -37,9 +37,7 @@ class ProcessIsolation(Isolation):
             )
 
     def start(self, job: Job) -> "LocalRunning":
-        """Start a worker. Callers reject RAM limits, because a plain process has no cgroup to
-        enforce one.
-        """
+        """Start a worker without a RAM limit, which only a cgroup could enforce."""
         command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
         running = LocalRunning(command, environment=job.cell.environment)
         running.channel.send(encode_job(job))
@@ -56,12 +54,14 @@ class ProcessIsolation(Isolation):
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill the processes that workers of dead runs started; the workers ended with their parent."""
+        """Kill processes that workers of killed runs left behind; the workers ended with weighin."""
         return process_tree.end_orphans(any_lock=any_lock)
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; the processes that it starts inherit a limit that marks them."""
+    """A command without a cgroup; weighin finds its processes by a resource limit, which they
+    inherit.
+    """
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()

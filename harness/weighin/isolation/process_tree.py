@@ -1,9 +1,10 @@
-"""Find a worker and all processes that the worker started, by a mark that children inherit.
+"""Find a worker (measured process) and all processes that it started, by a mark that children
+inherit.
 
-A child in its own session is outside the worker's process group, and a child of root may have left
-the worker's cgroup. weighin therefore marks a worker with an environment variable and with a limit
-on its realtime CPU time. A child inherits the variable and the limit, and keeps the limit even if
-it clears its environment.
+A child in its own session is outside the worker's process group, and a child that runs as root may
+leave the worker's cgroup. weighin therefore marks a worker with an environment variable and with a
+limit on its realtime CPU time. A child inherits the variable and the limit, and keeps the limit
+even if it clears its environment.
 """
 
 import contextlib
@@ -45,8 +46,8 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def set_limit(pid: int, mark: str) -> None:
-    """Set the resource limit that marks a process, for a process that starts now; the process's
-    descendants inherit the limit.
+    """Set the resource limit that marks a process that starts now and its descendants, which
+    inherit the limit.
 
     The limit is a realtime CPU time of more than 70,000 years, which no process reaches.
     """
@@ -76,10 +77,12 @@ def end(mark: str) -> None:
 
 
 def end_orphans(*, any_lock: bool = False) -> list[str]:
-    """Kill the processes whose mark names a dead owner; return one line for each process.
+    """Kill the processes whose mark names a weighin process that has ended; return one line for
+    each.
 
     The limit that marks a process does not name the lock file of the run that started the process.
-    A process without the environment variable is therefore killed only with ``any_lock``.
+    Only with ``any_lock`` does ``end_orphans`` therefore kill a process without the environment
+    variable.
     """
     orphans = [
         (pid, mark)
@@ -95,8 +98,8 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose resource limit names a weighin process that has ended;
-    return that process's pid for each.
+    """Kill this user's processes whose resource limit names a weighin process that has ended; for
+    each, return the pid of that weighin process.
     """
     ended: dict[int, str] = {}
     while found := {
@@ -110,12 +113,12 @@ def _end_by_limit() -> dict[int, str]:
 
 
 def _dead_owner(pid: int) -> int | None:
-    """Return the ended weighin process that the limit of a process names, if weighin may kill the
-    process for it.
+    """If weighin may kill a process because its limit names a weighin process that has ended,
+    return that weighin process.
 
     Only a process of this user counts, and only if its owner (the run that started it) is in this
-    pid namespace. A process with the same limit as this process stays, because a killed run may
-    have started the shell in which weighin runs now.
+    pid namespace. A process with the same limit as this process is left alone, because a killed run
+    may have started the shell in which weighin runs now.
     """
     named = owner_by_limit(pid)
     if not named or named == owner_by_limit(os.getpid()):

@@ -1,4 +1,4 @@
-"""Start a worker that sees its checkpoint through read-only bind mounts, where this user may mount."""
+"""Start a worker that sees its checkpoint through read-only bind mounts, if this user may mount."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ _MOUNTING = ("unshare", "--mount", "/bin/sh", "-c", _SCRIPT, "weighin")
 
 @cache
 def is_possible() -> bool:
-    """Tell whether this process may mount: it needs root and, in a container, --privileged."""
+    """Tell whether this process may mount, as root may; in a container, only with --privileged."""
     command = (*_MOUNTING, sys.executable, "--", "true")
     if os.geteuid():
         return False

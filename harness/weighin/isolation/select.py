@@ -94,7 +94,7 @@ def _instead(
     base_image: str | None,
     packages: tuple[str, ...],
 ) -> IsolationUnavailable:
-    """Return the error for the isolation that the user named; the repair names one that works here."""
+    """Return the error for the isolation that the user named; it advises one that works here."""
     error = refused[0] if refused else None
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
@@ -124,7 +124,8 @@ def check_soft_limit(isolation: Isolation) -> None:
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
     """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells.
 
-    The kernel would kill at the limit of the outer cgroup, before the cell reaches its own.
+    The kernel would kill the cell at the limit of the outer cgroup, before the cell reaches its own
+    limit.
     """
     root = delegation.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
@@ -138,7 +139,7 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose`` would try a cgroup: ``name`` is "cgroup", or "auto" without Docker."""
+    """Tell whether ``choose`` would try a cgroup: for "cgroup", or for "auto" without Docker."""
     if name != "auto":
         return name == "cgroup"
     try:

@@ -1,9 +1,10 @@
-"""Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file share one area.
+"""Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file get one area of
+memory.
 
-In a shared area, one large read fills several small tensors, which is faster than a read for each. The
-tensors of an area share huge pages. Each tensor has its own storage, whose memory is freed with the
-tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own allocations, because the memory
-address affects how some operations round.
+In a shared area, one large read fills several small tensors, which is faster than a read for each
+tensor, and tensors can share huge pages. Each tensor has its own storage, whose memory is freed
+with the tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own allocations,
+because the memory address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ _CPU: Final = torch.device("cpu")
 class MemoryNeed(NamedTuple):
     """A tensor of the model that needs new memory, and its source in the checkpoint.
 
-    ``tensor`` already has its final shape and strides, without gaps; ``dtype`` and ``device`` are those
-    of the new memory.
+    ``tensor`` already has its final shape and strides, without gaps. ``dtype`` and ``device`` are
+    the dtype and device of the new memory.
     """
 
     source: TensorSlice
@@ -32,13 +33,13 @@ class MemoryNeed(NamedTuple):
     device: torch.device
 
     def give(self, flat: torch.Tensor) -> Fill:
-        """Make flat memory the tensor's data, and return the ``Fill`` that reads its values."""
+        """Make ``flat`` the tensor's memory, and return the ``Fill`` that reads the values into it."""
         self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
         return Fill(self.source, self.tensor.detach())
 
     @property
     def stays(self) -> bool:
-        """Whether the bytes of the file can be read into the tensor's memory as they are."""
+        """Whether the file's bytes can be read into the tensor's memory without a conversion."""
         source, tensor = self.source, self.tensor
         return (
             self.device == _CPU
@@ -57,9 +58,7 @@ class MemoryNeed(NamedTuple):
         )
 
     def follows(self, before: "MemoryNeed", first: "MemoryNeed") -> bool:
-        """Tell whether a tensor can follow the tensor ``before`` in the area of memory that begins
-        with ``first``.
-        """
+        """Tell whether a tensor can follow ``before`` in the area that begins with ``first``."""
         source = self.source
         return (
             source.file == before.source.file
@@ -69,7 +68,7 @@ class MemoryNeed(NamedTuple):
 
 
 def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fill]:
-    """Allocate memory for all tensors, and yield the parts to fill.
+    """Allocate memory for all tensors, and yield the parts of memory to fill.
 
     Args:
         needs: sorted by file and offset.
@@ -92,7 +91,7 @@ def _own_memory(need: MemoryNeed, offset: int) -> torch.Tensor:
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fill]:
-    """Yield one shared area for adjacent tensors of at least 2 MiB together, else memory for each."""
+    """Yield one area for adjacent tensors of at least 2 MiB in total, else memory for each tensor."""
     if not run:
         return
     start = run[0].source.offset

@@ -1,6 +1,4 @@
-"""Refuse quantised tensors (codes) if the load would leave out the scales that turn the codes into
-weights.
-"""
+"""Refuse quantised tensors (codes) if the load would leave out the scales that belong to them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +22,10 @@ def refuse_left_out_scales(
 ) -> None:
     """Raise CheckpointError if the model has no tensor for the scales of quantised tensors.
 
-    Integers or 8-bit floats in the file are codes if the model has wider floats under their name.
-    The scale of such codes is then a key of the same module in the file, and the model lacks this
-    key. If the model has a quantiser, a tensor that the quantiser does not convert keeps the dtype
-    of the file.
+    Integers or 8-bit floats in the file are codes if the tensor of the same name in the model has
+    wider floats. The scale of such codes is a key of the same module in the file, and the model
+    lacks this key. If the model has a quantiser, tensors that the quantiser does not convert keep
+    the file's dtype.
 
     Args:
         slices: the tensors under their names in the file.
@@ -56,7 +54,7 @@ def refuse_left_out_scales(
 def refuse_codes_left(
     model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice], mapped: "MappedKeys"
 ) -> None:
-    """Raise CheckpointError if the model's quantiser leaves codes unconverted; ``slices`` are the file's."""
+    """Raise CheckpointError if the model's quantiser leaves codes of the file unconverted."""
     if not quantiser_of(model):
         return
     groups = {

@@ -1,7 +1,7 @@
 """Divide the dequantisation of a tensor into steps that each compute some rows of the result.
 
-A quantised matrix consists of codes, scales and zero points. The loader reads the scales and the zero
-points only once for all steps of a matrix, because these tensors are small.
+A quantised matrix consists of codes, scales and zero points. The loader reads the scales and zero
+points, which are small, only once for all steps of a matrix.
 """
 
 import json
@@ -43,7 +43,8 @@ Source = tuple[str, TensorSlice]
 class Step:
     """A part of a conversion: parts of the sources, and the index of the part of the result.
 
-    ``given`` has values that are already in memory, such as scales, by their patterns.
+    ``given`` maps the names (patterns) that transformers' operation expects to values in memory,
+    such as scales.
     """
 
     sources: tuple[Source, ...]
@@ -52,7 +53,7 @@ class Step:
 
 
 Divide = Callable[[dict[str, TensorSlice], torch.Tensor], Iterable[Step] | None]
-"""Takes the sources and the tensor to fill; returns the steps, or None if there can be none."""
+"""Takes the sources and the tensor to fill; returns the steps, or None if there are none."""
 
 
 def of_rows(
@@ -84,7 +85,7 @@ def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
 def of_fp8(
     sources: dict[str, TensorSlice], target: torch.Tensor, sizes: tuple[int, ...] = ()
 ) -> Iterable[Step] | None:
-    """Divide ``Fp8Dequantize``, in which each row of scales is for the same number of rows of codes."""
+    """Divide ``Fp8Dequantize``: a row of scales belongs to a fixed number of rows of codes."""
     codes, scales = sources.get("weight"), sources.get("weight_scale_inv")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
         return None
@@ -106,7 +107,10 @@ def of_fp8(
 
 
 def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
-    """Divide ``CompressedTensorsDequantize``: one scale for a matrix, a row, or a group of a row."""
+    """Divide the conversion ``CompressedTensorsDequantize`` into steps of some rows each.
+
+    The matrix, each row, or each group of columns in a row has one scale; None for other layouts.
+    """
     codes = sources.get("weight_packed") or sources.get("weight")
     scales, zeros = sources.get("weight_scale"), sources.get("weight_zero_point")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
@@ -165,7 +169,7 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
 
 
 def _within(where: TensorSlice, number: int, first: int, last: int) -> TensorSlice:
-    """Return some rows of one matrix of a stack, as a stack of one matrix."""
+    """Return some rows of one matrix in a stack of matrices, as a stack with one matrix."""
     one = rows_of(where, number, number + 1)
     inner = replace(one, shape=one.shape[1:], stride=one.stride[1:])
     rows = rows_of(inner, first, last)

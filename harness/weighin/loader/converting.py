@@ -2,8 +2,8 @@
 
 transformers converts whole tensors: the codes, the values in float32 and the result are in memory
 at the same time. Most dequantisations compute each row, or each expert, independently of the
-others. The loader converts a few rows at a time, with transformers' own operations, and copies each
-result into the model. Every other conversion runs on whole tensors.
+others. The loader therefore converts a few rows at a time, with transformers' own operations, and
+copies each result into the model. Every other conversion runs on whole tensors.
 """
 
 import threading
@@ -115,7 +115,7 @@ def _convert_step(
 
 
 def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise CheckpointError for a shape or dtype that ``copy_`` would silently expand or cast."""
+    """Raise CheckpointError if ``copy_`` would silently expand or cast the codes' ``value``."""
     if (value.shape, value.dtype) != (target.shape, target.dtype) and one.reads_codes:
         kind, wanted = (f"{tuple(each.shape)} of {each.dtype}" for each in (value, target))
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
 
 
 def _oriented(model: Any, one: Conversion, target: torch.Tensor) -> torch.Tensor:
-    """Return the tensor to fill in the orientation of ``nn.Linear``; ``Conv1D`` of GPT-2 transposes it."""
+    """Return the tensor to fill, with the dimensions in the order of ``nn.Linear``."""
     module = model.get_submodule(one.name.rpartition(".")[0])
     of_linear = isinstance(one.converter.operations[0], Operation)
     return target.t() if of_linear and type(module).__name__ == "Conv1D" else target
@@ -170,7 +170,7 @@ def _is_plain(source: TensorSlice) -> bool:
 def _of_experts(
     one: Conversion, kind: str, rest: Sequence[Any], target: torch.Tensor
 ) -> Iterable[Step] | None:
-    """Return a step for each expert if the operations only stack experts and join matrices."""
+    """Return a step for each expert, if the operations only stack experts and join matrices."""
     merge, *joins = rest
     stacks = type(merge).__name__ == "MergeModulelist" and merge.dim == 0
     joined = all(type(each).__name__ == "Concatenate" and each.dim > 0 for each in joins)

@@ -1,10 +1,10 @@
 """Read parts of a file into memory, from the page cache or past it with ``O_DIRECT``.
 
-A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``, for
-two reasons: such a read is faster than a read through the page cache, and it adds no page that the
-kernel charges to the process's cgroup. One read fills targets that are adjacent in the file
-(``vectored``). If the file system refuses ``O_DIRECT``, the file is read through the page cache, and
-each page is dropped from the page cache after its read.
+A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``:
+such a read is faster than one through the page cache, and adds no page that counts as memory of the
+process's cgroup. One read can fill several targets that are adjacent in the file (``vectored``). If
+the file system refuses ``O_DIRECT``, the file is read through the page cache, and each page is
+dropped from the page cache after its read.
 """
 
 import ctypes
@@ -53,11 +53,12 @@ _unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from 
 class PieceReader:
     """Reads pieces of files on one thread, with one open file at a time and one buffer.
 
-    Each read raises a CheckpointError that names the file if the file is too short or its disk fails.
+    If the file is too short or its disk fails, a read raises a CheckpointError that names the file.
 
     Args:
-        buffer: page-aligned memory for reads. By default the reader maps a buffer, of which
-            ``piece_bytes`` and two pages take RAM after the first read that needs it.
+        buffer: page-aligned memory for reads. By default the reader maps a buffer of its own. The
+            buffer takes RAM (``piece_bytes`` and two pages) only after the first read that needs
+            it.
     """
 
     def __init__(self, buffer: memoryview | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -70,7 +71,7 @@ class PieceReader:
         self.read_together(file, [(target, offset)])
 
     def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill targets that are adjacent in the file; ``places`` has each target with its offset."""
+        """Fill targets that are adjacent in the file; ``places`` has each with its file offset."""
         opened = self.opened(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.cached_share(start, at + len(last) - start) >= _NEARLY_CACHED:
@@ -125,9 +126,7 @@ class PieceReader:
         return self._file
 
     def close(self) -> None:
-        """Close the open file. The memory of the reader's buffer is freed when nothing refers to
-        the buffer any more.
-        """
+        """Close the open file. The buffer's memory is freed when nothing refers to the buffer."""
         if self._file:
             self._file.close()
         self._file = None
@@ -180,7 +179,7 @@ def _buffers(places: Sequence[tuple[int, int, int]]) -> "array[int]":
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes with the GIL released, which a slice assignment would hold."""
+    """Copy bytes without the GIL, which a slice assignment would hold."""
     ctypes.memmove(address_of(target), address_of(source), len(source))
 
 
@@ -190,7 +189,7 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
     glibc's memcpy bypasses the caches of an x86 processor. For ``read()``, the kernel copies with
     the instruction ``rep movsb`` if the processor has the flag ``fsrm``. ``rep movsb`` is faster
-    than memcpy on an AMD EPYC, and slower on an Intel Xeon (``benchmarks/copying.py``).
+    than memcpy on an AMD EPYC, and slower on an Intel Xeon (measured by ``benchmarks/copying.py``).
     """
     try:
         with cpuinfo.open() as lines:
@@ -205,8 +204,8 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> None:
-    """Fill targets from the page cache; one system call reads all targets that have no gap between
-    them in the file.
+    """Fill targets from the page cache; one system call reads all targets without gaps between
+    them.
     """
     group: list[memoryview] = []
     start = end = places[0][1]

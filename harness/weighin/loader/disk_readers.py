@@ -2,9 +2,9 @@
 
 A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage
 behind a network answers after some milliseconds. FUSE also divides a large read into requests of
-128 KiB, which it makes one after the other. One thread therefore receives only 128 KiB per latency,
-and up to 64 threads must read at once. The reads from a disk with a high latency are small, because
-the whole load waits for the last read.
+128 KiB, and makes these one after the other. One thread therefore receives only 128 KiB in each
+round trip, so that up to 64 threads must read at the same time. The reads from a disk with a high
+latency are small, because the whole load waits for the last read.
 """
 
 import time
@@ -36,7 +36,8 @@ class Readers:
 
     Attributes:
         piece_bytes: the size of each thread's buffer.
-        late: whether a small read takes 0.5 ms or more; no read is then larger than ``piece_bytes``.
+        late: whether a small read takes 0.5 ms or more. If so, no read is larger than
+            ``piece_bytes``.
     """
 
     threads: int
@@ -52,9 +53,10 @@ class TimedRead(NamedTuple):
 
 
 def choose(reads: Sequence[TimedRead]) -> Readers:
-    """Return the readers for a disk, from the times of the first reads.
+    """Return the number of threads and the size of reads for a disk, from the times of the first
+    reads.
 
-    The time of the quickest read is taken as the disk's latency, because a single read may be late by
+    The disk's latency is the time of the quickest read, because a single read may be late by
     chance. The largest read gives the bytes per second of one thread.
     """
     if min(read.ns for read in reads) < LATE_NS:
@@ -67,7 +69,8 @@ def choose(reads: Sequence[TimedRead]) -> Readers:
 
 
 class DiskReaders:
-    """The readers of one load, chosen at the first read of at least 128 KiB.
+    """The number of threads and the size of reads of one load, chosen at the first read of at least
+    128 KiB.
 
     Args:
         threads: the number of threads; None chooses it from the disk's latency. With one thread, the

@@ -1,8 +1,7 @@
 """Rebuild the values of a state dict that are no tensors, for ``Module.set_extra_state``.
 
-``weighin.loader.extra_state`` rebuilds only plain values and a few kinds of objects, by its own
-code. ``weighin.loader.extra_state`` imports no class that a checkpoint names, so that a malicious
-file cannot execute code.
+This module rebuilds only plain values and a few kinds of objects, with its own code. The module
+imports no class that a checkpoint names, so that a malicious file cannot execute code.
 """
 
 import logging
@@ -34,7 +33,7 @@ def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> di
     """Return the values that are no tensors, for the state dict of ``load_state_dict``.
 
     ``extra_values`` leaves out the extra state of a module that defines no ``set_extra_state``. Any
-    other value that the model lacks is None in the result, so that torch reports its name as
+    other value that the model lacks is None in the result; torch then reports its name as
     unexpected.
 
     Raises:
@@ -59,7 +58,7 @@ def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> di
 
 
 class _Rebuilder:
-    """Turns the records of one value, as the pickle reader made them, into objects."""
+    """Turns the records of one pickled value (from weighin's reader of pickles) into objects."""
 
     def __init__(self, checkpoint: Path, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name

@@ -81,7 +81,8 @@ def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]
 
 
 def compute(fills: Iterable[Fill], threads: int | None) -> None:
-    """Call the functions that compute tensors from a file's bytes; the first error ends the load.
+    """Call each tensor's function ``fill``, which computes the values; the first error ends the
+    load.
 
     Args:
         threads: the number of threads, at most one for each processor; each needs a few MiB.
@@ -121,7 +122,7 @@ def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Len
 
 
 def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files; each large tensor becomes equal reads, as many for each thread."""
+    """Yield the reads of cached files; each thread gets an equal part of each large tensor."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -141,8 +142,8 @@ def cache_threads() -> int:
 class _OneThreadEach:
     """Makes torch compute on one thread, because each thread that reads would start a pool of threads.
 
-    ``torch.set_num_threads`` applies to the whole process. If several loads run at once, the last one
-    restores the number of threads.
+    ``torch.set_num_threads`` applies to the whole process. If several loads run at the same time,
+    the last one restores the number of threads.
     """
 
     def __init__(self) -> None:
@@ -169,7 +170,7 @@ one_thread_each = _OneThreadEach()
 def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
     """Tell whether at least 3/4 of the bytes of the given reads are in the page cache.
 
-    A file counts as cached even if pages are missing, because the kernel may reclaim single pages.
+    One quarter may be missing, because the kernel may reclaim single pages of a cached file.
     """
     cached_bytes, all_bytes = 0.0, 0
     for piece in pieces:
@@ -181,7 +182,7 @@ def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fill], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of all threads' buffers in bytes: an upper bound for the memory beside the model."""
+    """Return the size of all threads' buffers in bytes, the most memory beside the model."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

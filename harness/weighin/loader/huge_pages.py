@@ -16,7 +16,7 @@ TENSOR_ALIGNMENT: Final = 64
 """The alignment of torch's own allocations in bytes. The alignment affects how some operations round."""
 
 MAP_NORESERVE: Final = 0x4000
-"""A flag of linux/mman.h, with which the kernel does not count a mapping's size as promised memory."""
+"""A flag of linux/mman.h: the kernel does not count the mapping's size as committed memory."""
 
 
 class Area:
@@ -28,9 +28,9 @@ class Area:
 
     Args:
         size: the size of the range of the file, in bytes.
-        offset: the range's offset in the file. The memory of a tensor gets the offset within a page
-            that the tensor has in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct
-            reads need no buffer.
+        offset: the range's offset in the file. Each tensor gets the same offset within a page in
+            memory as in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need
+            no buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:
@@ -61,8 +61,8 @@ class Area:
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
     """Return a flat uninitialised tensor; a tensor of 2 MiB or more on the CPU gets huge pages.
 
-    The huge pages matter for a load from the page cache: page faults on pages of 4 KiB would take most
-    of its time.
+    Without huge pages, page faults on pages of 4 KiB would take most of the time of a load from the
+    page cache.
 
     Args:
         offset: the tensor's offset in its file, as for an ``Area``.

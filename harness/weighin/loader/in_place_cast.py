@@ -1,9 +1,9 @@
 """Convert a tensor to a smaller dtype inside the memory of the result, without a second copy.
 
 Example: a load of float32 elements as bfloat16. The first half of the file's elements fills the
-whole memory of the bfloat16 tensor. After the conversion the converted elements take the front half
-of the memory. After that, half of the remaining elements are read into the back half of the memory
-and converted, and so on. The reads are large and need no buffer, except the read of the last MiB.
+whole memory of the bfloat16 tensor. Converted, these elements take the front half of the memory.
+Then half of the remaining elements are read into the back half of the memory and converted; this
+step repeats. The reads are large and need no buffer, except the read of the last MiB.
 """
 
 from typing import Final
@@ -21,7 +21,7 @@ _MOST_ELEMENTS: Final = 256 * 1024  # are converted at a time, so that they fit 
 
 
 def shrinks(source: TensorSlice, target: torch.Tensor) -> bool:
-    """Tell whether elements of ``source`` can be read into ``target``'s memory and converted there."""
+    """Tell whether ``source`` can be read into the memory of ``target`` and converted there."""
     return target.is_contiguous() and target.dtype.itemsize < source.dtype.itemsize
 
 

@@ -32,7 +32,7 @@ class LazyState(Mapping[str, Any]):
     reserves address space, and takes memory only if a module's code reads its values.
 
     Args:
-        log: gets the source of each created tensor.
+        log: the log that is told the source of each created tensor.
         values: the state dict's values that are no tensors.
 
     Attributes:
@@ -40,8 +40,9 @@ class LazyState(Mapping[str, Any]):
         metadata: the modules' version metadata; None if the checkpoint has none.
 
     Raises:
-        CheckpointError: a tensor is quantised in a way that no function dequantises, or a block of a
-            tensor has gaps between its elements, as ``torch.distributed.checkpoint`` writes none.
+        CheckpointError: a tensor is quantised in a way that no function dequantises, or a block of
+            a tensor has gaps between its elements, which ``torch.distributed.checkpoint`` never
+            writes.
     """
 
     def __init__(self, log: WriteLog, slices: Slices, values: Mapping[str, Any]) -> None:
@@ -144,8 +145,8 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 def source_of(load: DeferredLoad) -> TensorSlice | None:
     """Return the range of the file from which one tensor is loaded.
 
-    The result of ``source_of`` is None for a view that spans several blocks or has another dtype
-    than the file.
+    ``source_of`` returns None for a view that spans several blocks or has another dtype than the
+    file.
     """
     promised: TensorSlice = load.promise
     view = load.source

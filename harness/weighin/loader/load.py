@@ -6,11 +6,11 @@ threads then make these copies piece by piece. Each tensor is read from its offs
 newly allocated memory in huge pages, with the alignment that the tensor has in the file.
 
 A cached tensor whose dtype changes is converted directly from the page cache. A tensor that is not
-cached is first read into a buffer: the memory of the tensors that are filled last. Tensors for a GPU
-pass through two pinned buffers.
+cached and whose dtype changes is first read into a buffer. The memory of the tensors that are
+filled last serves as buffers. Values for a GPU pass through two pinned buffers.
 
-The peak is the model and a few MiB for each thread. While a thread copies from the page cache, it maps
-up to 400 MiB of the file, which count in the resident set size.
+The peak is the model and a few MiB for each thread. A thread that copies from the page cache maps
+up to 400 MiB of the file; mapped pages count in the resident set size.
 """
 
 import gc
@@ -56,8 +56,9 @@ _EXACT: Final = frozenset({
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Pairs of dtypes (from, to) whose conversion loses nothing. After such a conversion, a second one
-rounds as if it were the only one, so that the loader leaves the first one out."""
+"""Pairs of dtypes (from, to) whose conversion loses nothing. The loader leaves such a conversion
+out if another one follows, because the result is the same.
+"""
 
 _log = logging.getLogger("weighin")
 
@@ -91,31 +92,31 @@ def load_streaming(
     """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model`` and return it.
 
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
-    ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only weights that the
-    constructor reads are initialised; a warning logs the size of these weights. If ``model`` is a
-    module, the load fills each tensor in place that already has the right device and dtype. Tensors on
-    the meta device get the checkpoint's dtype.
+    ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only the weights
+    that the constructor itself reads are initialised; a warning in the log gives the size of these
+    weights. If ``model`` is a module, the load fills each tensor in place that already has the
+    right device and dtype. Tensors on the meta device get the checkpoint's dtype.
 
-    A model of the transformers library is loaded as ``from_pretrained`` loads it. Keys are renamed
-    and converted by transformers' own tables, unexpected keys are ignored, and tied weights may be
+    A model of the transformers library is loaded as ``from_pretrained`` loads it. transformers' own
+    tables rename and convert the keys, unexpected keys are ignored, and tied weights may be
     missing.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
-        threads: the number of threads that read. By default, one thread for each processor, at most 4,
-            reads a cached checkpoint. From a local disk 16 threads read, and up to 64 from storage
-            behind a network.
+        threads: the number of threads that read. The default for a cached checkpoint is one thread
+            for each processor, at most 4. The default is 16 threads for a local disk, and up to 64
+            for storage behind a network.
         granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
             all tensors concurrently.
         key: the key of the state dict in a training checkpoint: "model", or "state.model" in nested
-            dicts. Only the tensors under this key are read. No object elsewhere in the checkpoint is
+            dicts. Only the tensors under this key are read. No other object of the checkpoint is
             executed or imported.
         strip_prefix: a prefix that the checkpoint's names have and the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
-            unexpected keys, other shapes), the model has no parameters for the scales of quantised
-            tensors, or the model has a tensor on the meta device that is not in the checkpoint.
+        CheckpointError: the checkpoint is unreadable, or does not fit the model (missing or
+            unexpected keys, other shapes); the model has no parameters for the scales of quantised
+            tensors; or a tensor of the model is on the meta device and not in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
@@ -196,7 +197,7 @@ def _load(
 
 
 def _merge(model: torch.nn.Module) -> None:
-    """Merge the adapter whose folder ``from_config`` stored in the model, if there is one."""
+    """Merge the adapter of LoRA whose folder ``from_config`` stored in the model, if there is one."""
     if adapter := getattr(model, "adapter_to_merge", ""):
         from weighin.loader.merge import merge_adapter  # few loads need this import
 
@@ -210,7 +211,7 @@ def _names(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
-    """Return the tensors under the names of a model of transformers, diffusers or timm, else None."""
+    """Return the tensors under the names of a model of transformers, diffusers or timm; else None."""
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 
     if module_for(model) is None:
@@ -302,8 +303,9 @@ class _Placer:
         """Return the new memory that a tensor needs; None if the load fills the tensor's present
         memory.
 
-        A tensor keeps its memory in three cases: other tensors share the memory, torch's conversion
-        would untie the names of a buffer, or a module overrides the conversion.
+        A tensor keeps its memory in three cases: other tensors share the memory; torch's conversion
+        to the dtype or device would untie a buffer with several names; or a module overrides this
+        conversion.
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
@@ -337,9 +339,7 @@ def _converts(module: torch.nn.Module) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` has memory of its own, without gaps, and ``target`` is all of this
-    memory.
-    """
+    """Tell whether ``tensor`` has its own memory, without gaps, and ``target`` is all of it."""
     return (
         tensor.layout is torch.strided
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -352,7 +352,7 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
-    """Divide the loads into groups; the tensors of one group are read together."""
+    """Divide the loads into groups, by ``granularity``; the tensors of a group are read together."""
     if granularity == "all":
         return [loads]
     if granularity == "tensor":

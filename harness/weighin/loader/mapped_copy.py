@@ -43,7 +43,7 @@ class Window:
 
     @contextmanager
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Yield the bytes at ``offset``, read-only; the context must be open while they are used.
+        """Yield the bytes at ``offset``, read-only; they are valid until the context exits.
 
         If another process truncates the file while the context is open, SIGBUS kills this process, as
         for any mapping.
@@ -65,7 +65,7 @@ class Window:
             _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap the file. The caller no longer uses any view of the mapped memory."""
+        """Unmap the file; the caller must no longer use any view of the mapped memory."""
         if self._address != _MAP_FAILED:
             _libc.munmap(self._address, self._size)
             self._address = _MAP_FAILED
@@ -78,7 +78,8 @@ def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
 
 
 def make_present(memory: memoryview) -> None:
-    """Populate all pages of anonymous memory before a copy, which page faults would slow down.
+    """Populate all pages of anonymous memory before a copy, because page faults would slow the copy
+    down.
 
     Kernels before Linux 5.14 do not have ``MADV_POPULATE_WRITE``: there, this function does nothing.
     """

@@ -1,8 +1,8 @@
 """Merge an adapter of LoRA into a model's weights, as peft's ``merge_and_unload`` does.
 
 Like peft, this module multiplies the adapter's two matrices in float32 and adds the product to the
-weight in place. peft scales a copy of the product. ``weighin.loader.merge`` scales the product
-itself, so that the peak is the model and the largest product.
+weight in place. peft scales a copy of the product; this module scales the product itself, so that
+the peak is only the model and the largest product.
 """
 
 from math import prod
@@ -45,8 +45,8 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
 
 
 def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, Any]]:
-    """Return each addition of an adapter, with the module of ``model`` whose weight the addition
-    changes.
+    """Return each product that an adapter adds, with the module of ``model`` whose weight the
+    product changes.
 
     Raises:
         CheckpointError: for the same reasons as ``merge_adapter``.

@@ -66,7 +66,7 @@ class OpenedFile:
 
     @property
     def _any(self) -> int:
-        """An open descriptor of the file. Opening the file once more would cost a round trip to a server."""
+        """Any open descriptor of the file; to open another one may cost a round trip to a server."""
         return self._direct if self.direct else self._buffered
 
     @property
@@ -96,9 +96,6 @@ class OpenedFile:
         """Fill aligned buffers one after the other with ``wanted_bytes``, past the page cache.
 
         Return False if the file system refuses ``O_DIRECT``; ``direct`` is False from then on.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
         """
         done = 0
         while done < wanted_bytes:
@@ -126,11 +123,7 @@ class OpenedFile:
             offset, wanted_bytes = offset + size, wanted_bytes - size
 
     def read_cached(self, targets: Sequence[memoryview], offset: int) -> None:
-        """Fill targets from one range of the file through the page cache, and keep the pages there.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
+        """Fill targets from one range of the file through the page cache, and keep the pages there."""
         end = offset + sum(map(len, targets))
         done = 0
         while offset + done < end:
@@ -147,11 +140,7 @@ class OpenedFile:
         return bool(_preadv(self._buffered, first, len(buffers) // 2, offset) == size)
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
-        """Read 1 MiB after the other through the page cache, and drop the pages of each MiB.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk fails.
-        """
+        """Read through the page cache, and drop the pages after each MiB."""
         done = 0
         while done < len(target):
             at, part = offset + done, target[done : done + _PASSED_BYTES]
@@ -174,7 +163,7 @@ class OpenedFile:
             raise self._ended(offset + size) from error
 
     def close(self) -> None:
-        """Close the file. The caller no longer uses any view of the mapped memory."""
+        """Close the file; the caller must no longer use any view of the mapped memory."""
         if self._window:
             self._window.close()
             self._window = None
@@ -185,8 +174,8 @@ class OpenedFile:
     def _drop_behind(self, start: int, end: int) -> None:
         """Drop the pages from ``start`` to ``end``, and the pages of the previous call again.
 
-        The kernel keeps a page, or a folio of several pages, of which the range covers only a part. The
-        previous call may have ended inside such a folio.
+        The kernel does not drop a page, or a folio of several pages, that lies only partly in the
+        range. The previous call may have ended inside such a folio.
         """
         first, last = self._dropped
         first = first if start == last else down(start, mmap.PAGESIZE)
@@ -230,9 +219,8 @@ def alignment_of(descriptor: int) -> int:
     """Return the alignment in bytes that direct reads of an open file need; 0 if the file allows no
     direct reads.
 
-    The result of ``alignment_of`` is a multiple of ``ALIGNMENT``. If neither the C library nor the
-    kernel reports an alignment, the result is ``ALIGNMENT``, and the first read shows whether
-    direct reads work.
+    The alignment is a multiple of ``ALIGNMENT``. If neither the C library nor the kernel reports an
+    alignment, the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
     """
     status = _Statx()
     statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5

@@ -62,7 +62,7 @@ class Piece:
 def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
     """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
 
-    Each read ends where one of the target's huge pages ends, because two threads that touch the
+    Each read ends at the end of one of the target's huge pages, because two threads that touch the
     same huge page would both clear it. Reads for a GPU are no larger than a pinned buffer.
     """
     flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
@@ -82,8 +82,10 @@ class Fill:
 
     Attributes:
         source: the tensor in the checkpoint, or the range of a file with several adjacent tensors.
-        memory: the tensor of the same shape to fill; for several tensors their area, as bytes.
-        neighbours: the tensors in the area; empty if ``memory`` is one tensor of the model.
+        memory: the tensor to fill, of the same shape; for several tensors, the memory that they
+            share, as bytes.
+        neighbours: the tensors in the shared memory; empty if ``memory`` is one tensor of the
+            model.
     """
 
     source: TensorSlice
@@ -139,8 +141,7 @@ def is_readable(source: TensorSlice) -> bool:
 def file_order(where: TensorSlice) -> list[int] | None:
     """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    The result of ``file_order`` is None if there are gaps between the elements, or the elements
-    overlap.
+    ``file_order`` returns None if there are gaps between the elements, or the elements overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))

@@ -41,15 +41,14 @@ def load_pretrained(
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
-    The returned model is equal to that of the library in every parameter and buffer, in dtypes, tied
-    weights and evaluation mode. The load needs memory for one copy of the weights, and no network.
+    The model equals the library's in every parameter and buffer, in dtypes, tied weights and
+    evaluation mode. The load needs memory for one copy of the weights, and no network.
 
     For a GGUF file, or a folder whose only weights are one GGUF file, the result is the model that
-    ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised. For a part of a
-    pipeline of diffusers, such as ``FOLDER/unet``, the result is the model that ``from_pretrained``
-    of diffusers returns. For a folder of timm, the result is the model that timm's ``create_model``
-    returns. For a sentence-transformers folder with several parts, the result is the model that
-    ``SentenceTransformer(folder)`` returns.
+    ``from_pretrained(FOLDER, gguf_file=FILE, dtype=dtype)`` returns, dequantised. A part of a
+    diffusers pipeline, such as ``FOLDER/unet``, is loaded as by ``from_pretrained`` of diffusers. A
+    folder of timm is loaded as by timm's ``create_model``. A sentence-transformers folder with
+    several parts is loaded as by ``SentenceTransformer(folder)``.
 
     Weights in fp8, MXFP4 and compressed-tensors are dequantised, as with ``dequantize=True``. Weights of
     bitsandbytes, GPTQ and AWQ are also dequantised, without the packages of these methods.
@@ -58,7 +57,7 @@ def load_pretrained(
         folder: a folder that ``save_pretrained`` wrote, a GGUF file, or the id of a model in the local cache.
         dtype: "auto" and None mean the dtype in ``config.json``, or float32 for a model of diffusers, of
             timm, or of a GGUF file.
-        threads: the number of threads that read, as for ``load_streaming``.
+        threads: the number of reading threads, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
         model_class: the class of transformers to load, such as "BertModel" or "AutoModelForCausalLM".
@@ -68,13 +67,13 @@ def load_pretrained(
         strip_prefix: a prefix that the file's names have and the model's names lack: "module.".
         adapter: a folder with an adapter of LoRA that peft saved. The load adds the adapter to the
             weights, with the same bits as ``PeftModel.from_pretrained(model, adapter)
-            .merge_and_unload()``. The load then also needs memory for the largest product of two matrices
-            of the adapter.
+            .merge_and_unload()``, and also needs memory for the adapter's largest product of two
+            matrices.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of the model, is quantised by another
-            method, contains an adapter that from_pretrained would add and ``adapter`` does not name, or
-            the adapter is not plain LoRA for this model.
+        CheckpointError: the folder is unreadable, lacks weights of the model, is quantised by
+            another method, or contains an adapter that from_pretrained would add and ``adapter``
+            does not name; or the adapter is not plain LoRA for this model.
         ConfigError: the model's library is missing, has no such class, or the folder contains code and
             ``trust_remote_code`` is false.
     """

@@ -21,7 +21,7 @@ _MOST_PIECES: Final = 80
 
 
 class Runs:
-    """A queue of pieces that several threads read. A run is several adjacent pieces, for one read.
+    """A queue of pieces for several reading threads. A run is adjacent pieces that one read fills.
 
     Args:
         most_bytes: the largest size in bytes of a run whose pieces keep their dtype.
@@ -63,7 +63,7 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
 
 
 def _aligned(offset: int) -> int:
-    """Return the offset at which a read must begin so that the buffer has every element aligned."""
+    """Return the offset at which a read must begin so that every element is aligned in the buffer."""
     return offset - offset % LARGEST_ELEMENT_BYTES
 
 
@@ -73,7 +73,7 @@ class PieceFiller:
     Args:
         buffer: page-aligned memory for the elements to convert. By default the filler has a buffer
             of its own, of ``piece_bytes``.
-        piece_bytes: also the size of each of the two pinned buffers.
+        piece_bytes: the size of this buffer, and of each of the two pinned buffers.
     """
 
     def __init__(self, buffer: memoryview | None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -145,9 +145,7 @@ class PieceFiller:
 
 
 def _convert(piece: Piece, content: memoryview) -> None:
-    """Convert the elements in ``content`` to the target's dtype, and write the converted elements
-    to the target.
-    """
+    """Convert the elements in ``content`` to the target's dtype, and write them to the target."""
     if piece.target.numel():
         values = torch.frombuffer(content, dtype=piece.source.dtype)
         piece.target.copy_(values.view(piece.target.shape))

@@ -1,4 +1,5 @@
-"""Use the memory of tensors that are filled last as buffers for tensors that are converted first.
+"""Use the memory of tensors that are filled last as read buffers for tensors that are converted
+first.
 
 A disk is fastest with large reads, but a read whose values change their dtype needs a buffer of the
 read's size. Until the largest tensors of the model are filled, their memory serves as buffers.
@@ -23,7 +24,7 @@ _LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller buffer is no faster than a re
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All reads of a load. The ``borrowers`` run first, with the memory of the ``lenders`` as buffers."""
+    """All reads of a load. The ``borrowers`` run first, with the targets of ``lenders`` as buffers."""
 
     lenders: tuple[Piece, ...]
     borrowers: Iterator[Piece]
@@ -72,9 +73,7 @@ def _place(piece: Piece) -> tuple[str, int]:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read; a read through a buffer is divided into parts of 2 MiB, so that several parts
-    fill the buffer.
-    """
+    """Yield a read, or its parts of 2 MiB if it goes through a buffer, which several parts fill."""
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:
@@ -82,7 +81,5 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def buffer_in(lender: Piece) -> memoryview:
-    """Return the part of a target's memory that begins at the first page boundary, to serve as a
-    buffer.
-    """
+    """Return a target's memory from its first page boundary on, to serve as a buffer."""
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]

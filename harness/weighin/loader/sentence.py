@@ -24,7 +24,7 @@ _NAME: Final = "_name_or_path"
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
 
 LoadPart = Callable[..., Any]
-"""``load_pretrained``."""
+"""A function with the interface of ``load_pretrained``."""
 
 
 def load_whole(

@@ -1,7 +1,7 @@
 """Fill many small tensors in their present memory, hundreds of them by one vectored read.
 
-A tensor of at most 64 KiB gains nothing from huge pages. The load time of many small tensors is
-mostly the time of function calls, so that one call fills many tensors.
+A tensor of at most 64 KiB gains nothing from huge pages. With many small tensors, function calls
+take most of the load time. One call therefore fills many tensors.
 """
 
 from bisect import bisect_right
@@ -65,7 +65,7 @@ def divide(
 
     Args:
         loads: sorted by file and offset.
-        device, dtype: of the loaded model; None keeps each tensor's dtype.
+        device, dtype: those of the loaded model; a dtype None keeps each tensor's dtype.
     """
     groups: list[Group] = []
     others: list[DeferredLoad] = []
@@ -105,7 +105,9 @@ def divide(
 
 
 def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
-    """Tell whether a tensor is small, keeps its dtype, and is contiguous in the file and in memory."""
+    """Tell whether a tensor is small and can be filled by bytes alone: it keeps its dtype, and is
+    contiguous in the file and in memory.
+    """
     target, source = load.target, load.promise
     return (
         load.source is None
@@ -121,7 +123,7 @@ def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
 
 
 def buffer_bytes(groups: Sequence[Group], threads: int | None) -> int:
-    """Return the size of all threads' buffers in bytes if no file is cached."""
+    """Return the size in bytes of all threads' buffers together, for files that are not cached."""
     return sum(sorted(group.nbytes for group in groups)[-(threads or DISK_THREADS) :])
 
 

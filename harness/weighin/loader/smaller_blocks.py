@@ -54,7 +54,7 @@ def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]
 
 def convert(operation: Any, collected: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return the results of an operation of transformers; ``collected`` has the inputs of the
-    operation by their pattern.
+    operation, by the patterns that match their names.
     """
     sizes = sizes_of(operation)
     if not sizes:

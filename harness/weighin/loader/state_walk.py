@@ -1,13 +1,15 @@
-"""Load a state dict into a model as torch's ``load_state_dict`` does, with the keys indexed once.
+"""Load a state dict into a model as torch's ``load_state_dict`` does, but with an index of the
+keys.
 
 torch looks through all keys of a module's state dict for each child of the module. The time of
 torch's load therefore grows with the square of the number of children: 20,000 layers in one module
-take half a minute. ``weighin.loader.state_walk`` puts the keys into a tree, in which each module
-finds its own keys at once.
+take half a minute. This module puts the keys into a tree, in which each module finds its own keys
+without a search.
 
-A module with an override or a hook gets the same state dict as from torch, as a dict that it may
-change. Any other module gets only its own keys. In both cases torch's own ``_load_from_state_dict`` does
-the load. If a module has no override and all its tensors fit, its copies are recorded without this call.
+A module with an override or a hook gets the same state dict as from torch, in a dict that the
+module may change. Any other module gets only its own keys. In both cases torch's own
+``_load_from_state_dict`` does the load. If a module has no override and all its tensors fit, its
+copies are recorded without a call of ``_load_from_state_dict``.
 """
 
 import re
@@ -106,7 +108,7 @@ def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, stric
 
 @dataclass(slots=True)
 class _Node:
-    """The keys of one module as numbers: ``leaves`` for its tensors, ``children`` for its modules."""
+    """The numbers of one module's keys: ``leaves`` for its tensors, ``children`` for its modules."""
 
     leaves: dict[str, int] = field(default_factory=dict)
     children: dict[str, "_Node"] = field(default_factory=dict)
@@ -136,7 +138,8 @@ class _Node:
 class _View:
     """The state dict of one module: the ``keys`` whose numbers are in ``node``.
 
-    ``values`` is the checkpoint, or a dict that the code of a module may have changed.
+    ``values`` has the checkpoint's tensors, or is a dict that the code of a module may have
+    changed.
     """
 
     values: LazyState | dict[str, Any]
@@ -183,10 +186,7 @@ def _add(nodes: dict[str, _Node], path: str) -> _Node:
 
 
 class _Plain:
-    """The copies of a load without overrides, hooks, missing or unexpected keys and other shapes.
-
-    A plain load needs no tree of the keys.
-    """
+    """The copies of a load without overrides, hooks, missing or unexpected keys and other shapes."""
 
     def __init__(self, state: LazyState) -> None:
         self._left: dict[str, TensorSlice | None] = dict(zip(state, state.sources, strict=True))
@@ -198,16 +198,12 @@ class _Plain:
         self._copies: list[tuple[torch.Tensor, TensorSlice]] = []
 
     def copies(self, model: nn.Module) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return the tensors and their sources in torch's order; None if the load is more than
-        plain copies.
-        """
+        """Return tensors and sources in torch's order; None if the load is more than plain copies."""
         plain = not self._assigns and self._add(model, "") and not self._left
         return self._copies if plain else None
 
     def _add(self, module: nn.Module, prefix: str) -> bool:
-        """Add the copies of a module and its descendants; return False if their load is more than
-        plain copies.
-        """
+        """Add the copies of a module and its descendants; return False if copies are not enough."""
         if module._load_state_dict_post_hooks or not _is_plain(module, self._are_plain):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set

@@ -1,11 +1,10 @@
 """Fill several targets by one vectored read: large targets directly, small targets through a buffer.
 
 A direct read (``O_DIRECT``) transfers whole pages of a file to whole pages of memory. The kernel
-writes directly to the pages that lie wholly in a large target. If the target has another offset
-within a page in memory than in the file, its bytes are afterwards moved by less than a page. The
-first and last bytes of a target, and small targets, pass through a buffer. One system call reads
-both direct and buffered parts, because a separate small read would wait for the large reads before
-it.
+writes directly to the pages that lie wholly in a large target. If a target's offset within a page
+differs in memory and in the file, its bytes are afterwards moved by less than a page. The first and
+last bytes of a target, and small targets, pass through a buffer. One system call reads both direct
+and buffered parts, because a separate small read would have to wait for the large reads before it.
 """
 
 import ctypes
@@ -87,8 +86,8 @@ def up(offset: int, alignment: int) -> int:
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return the range of the file (start, end) to read directly into a target, and the memory for it.
 
-    The returned memory consists of whole pages of the target, and lies at most one page from the
-    final place of the range. The result of ``_straight`` is None if the range has less than 64 KiB.
+    The memory consists of whole pages of the target, and lies at most one page from the final place
+    of the range. ``_straight`` returns None if the range has less than 64 KiB.
     """
     target, offset = place
     first, page = up(offset, alignment), -address_of(target) % alignment

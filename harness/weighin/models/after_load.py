@@ -1,8 +1,8 @@
 """Change a loaded model of transformers as ``from_pretrained`` changes it after reading the weights.
 
-After the load, ``from_pretrained`` calls the model's ``_init_weights``. ``_init_weights`` skips
-each tensor that was loaded, but may write to a part of a loaded tensor. An example is the row of
-the padding token: the class sets this row to zero, whatever values the file has.
+After the load, ``from_pretrained`` calls the model's ``_init_weights``. This method skips each
+whole tensor that was loaded, but may write to a part of a loaded tensor. For example, some classes
+set the embedding's row of the padding token to zero, whatever values the file has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +51,8 @@ class _Writes(TorchDispatchMode):
 
 @contextmanager
 def as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Until the context ends, set the flag by which transformers knows loaded tensors, and take the
-    flag off all modules.
+    """Until the context ends, set the flag by which transformers recognises loaded tensors, and
+    clear the flag of all modules.
     """
     for tensor in tensors:
         setattr(tensor, _FLAG, True)

@@ -1,7 +1,7 @@
 """Compute weights from the codes and scales of bitsandbytes, GPTQ and AWQ, with operations of torch alone.
 
-Each function of ``weighin.models.code_values`` returns values in float32; its caller rounds them
-once to the wanted dtype. The rounded values are equal to those of bitsandbytes and of gptqmodel.
+Each function returns values in float32; the caller rounds the values to the wanted dtype. The
+rounded values equal those of bitsandbytes and of gptqmodel.
 """
 
 import torch
@@ -68,8 +68,9 @@ def gptq(
     """Return the weights of GPTQ, one row for each input of the layer.
 
     Args:
-        groups: for each input of the layer, the number of its row in ``zeros`` and ``scales``.
-        stored_less: the number to add to the zero points in the file: 1 in the first version of GPTQ.
+        groups: for each input of the layer, its row number in ``zeros`` and ``scales``.
+        stored_less: the number to add to the zero points in the file, which is 1 in the first
+            version of GPTQ.
     """
     outputs = scales.shape[1]
     of_groups = unpacked(zeros.t(), bits).t()[:, :outputs]

@@ -2,7 +2,7 @@
 
 The matrices of the layers are fp8, with one float32 scale for each block of 128 x 128 values. All
 other tensors are bfloat16, except the bias of the router, which is float32. No load converts the
-matrices, the scales or the router's bias. The last layer of DeepSeek-V3 is for multi-token
+dtype of the matrices, the scales or the router's bias. The last layer is for multi-token
 prediction. The model only holds tensors, and has no forward pass.
 """
 
@@ -116,8 +116,8 @@ def deepseek_v3(*, dtype: str, **sizes: int) -> nn.Module:
     """Return DeepSeek-V3 in evaluation mode; tensors that are bfloat16 in the files get torch's
     default dtype.
 
-    ``sizes`` are the fields of ``Sizes``. ``dtype`` is not used here: weighin reads this argument for
-    ``--dtype auto``.
+    ``sizes`` are the fields of ``Sizes``. The function ignores ``dtype``, which weighin itself
+    reads for ``--dtype auto``.
     """
     del dtype
     known = Sizes(**sizes)

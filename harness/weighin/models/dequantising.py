@@ -1,8 +1,8 @@
 """Attach a quantiser to the model of a quantised folder, and remove the quantiser after the load.
 
-A quantiser adds conversions to the tables with which ``from_pretrained`` renames and converts tensors.
-The quantiser is transformers' own, or the one of ``own_dequantiser`` for a method that transformers
-does not dequantise.
+A quantiser adds conversions to the tables with which ``from_pretrained`` renames and converts
+tensors. The quantiser is transformers' own, or that of ``own_dequantiser`` for a method that
+transformers does not dequantise.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def attach_quantiser(
     dequantise, the model gets no quantiser, and the load raises a CheckpointError.
 
     Raises:
-        ConfigError: transformers refuses the configuration, or a package of the method.
+        ConfigError: transformers refuses the configuration, or the installed package of the method.
     """
     if not quantised or not (found := Quantised.of_argument(quantised)).dequantises:
         return
@@ -57,8 +57,7 @@ def attach_quantiser(
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` dequantises on every device.
 
-    The result of ``arguments_to_dequantise`` is empty if the folder is not quantised, or
-    ``from_pretrained`` cannot dequantise it.
+    The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
     """
     config = object_in(folder_of(checkpoint) / CONFIG)
     named = named_in(folder_of(checkpoint), config)
@@ -69,7 +68,7 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 
 def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantisation config of a configuration, with ``dequantize`` set to true."""
+    """Return the ``quantization_config`` of a configuration, with ``dequantize`` set to true."""
     found = description_in(config)
     return {} if found is None else {**found, "dequantize": True}
 

@@ -1,10 +1,10 @@
-"""Give the tensors of a GGUF file the names and values of the model of transformers.
+"""Give the tensors of a GGUF file the names and values that transformers gives them.
 
 llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
-transformers has a table of the names, and code that undoes the changes of one tensor;
-weighin.models.gguf_keys uses both. To find out whether the code of transformers only moves rows,
-weighin runs the code on the row numbers. If the code only moves rows, the loader computes a few
-rows at a time and writes them directly to the model's tensor.
+transformers has a table of the names, and code that undoes the changes of one tensor; this module
+uses both. To find out whether the code of transformers only moves rows, weighin runs the code on
+the row numbers. If so, the loader computes a few rows at a time, and writes them directly to the
+model's tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,9 +84,7 @@ class _Reading:
     def converted(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> TensorSlice:
-        """Return one tensor of the model, as a range of the file or with a function that computes
-        the tensor's values.
-        """
+        """Return one tensor of the model: a range of the file, or a function that computes it."""
         first = sources[0]
         moves = self._moves(target, shape, sources)
         if moves is None:  # values change, as those of norms do; transformers computes in float32
@@ -112,7 +110,8 @@ class _Reading:
         """Return the rows to which transformers moves the rows of the file; None if transformers
         changes values, too.
 
-        ``_moves`` passes the row numbers to the code of transformers in place of the values.
+        To find the rows, ``_moves`` passes row numbers to the code of transformers in place of the
+        values.
         """
         import numpy as np
 
@@ -152,7 +151,7 @@ class _Reading:
         sources: Sequence[TensorSlice],
         memory: torch.Tensor,
     ) -> None:
-        """Compute the values of one tensor of the model at once."""
+        """Compute the values of one tensor of the model as a whole."""
         made = self._process(sources, [_values(where).numpy() for where in sources]).get(target)
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)
@@ -193,7 +192,7 @@ class _Moves:
 
     Attributes:
         targets: for each row of the file, its row number in the model's tensor (a NumPy array).
-        turned: whether the model's tensor is the transpose.
+        turned: whether the model's tensor is the transpose of the file's.
         same: whether every row keeps its number.
     """
 

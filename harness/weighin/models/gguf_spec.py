@@ -1,6 +1,7 @@
-"""Describe the model in a GGUF file with the configuration that transformers makes of its metadata.
+"""Describe the model in a GGUF file by the configuration that transformers makes of the file's
+metadata.
 
-transformers needs torch to make the configuration, and the parent process must not import torch.
+transformers needs torch to make the configuration, and weighin's own process must not import torch.
 ``spec_of`` therefore starts a child process, ``python -m weighin.models.gguf_spec FILE``. The child
 sends one event: ``answer`` with the fields architecture and config, or ``error`` with message and
 repair.
@@ -103,9 +104,7 @@ def _config(transformers: Any, file: Path) -> Any:
 
 
 def _class_of(config: Any) -> str:
-    """Return the class of an ``AutoModel`` for a configuration, preferring classes with a text
-    head.
-    """
+    """Return an ``AutoModel``'s class for a configuration, if possible one with a text head."""
     from transformers.models.auto import modeling_auto
 
     if config.architectures:
@@ -121,7 +120,7 @@ def _class_of(config: Any) -> str:
 
 
 def _own_dtype(file: Path) -> str:
-    """Return the dtype that ``from_pretrained`` gives the model if the caller names none."""
+    """Return the dtype that ``from_pretrained`` gives the model if the caller gives no dtype."""
     try:
         from transformers.integrations.gguf.reader import GgufHeader
         from transformers.integrations.gguf.utils import is_gguf_arch_supported

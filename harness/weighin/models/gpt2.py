@@ -1,8 +1,8 @@
-"""Define GPT-2 as in a public notebook on memory-efficient weight loading.
+"""Define GPT-2 as a public notebook on memory-efficient weight loading does.
 
 This model differs from the published GPT-2: the output head is not tied, query, key and value have
-separate projections, and each layer has its causal mask as a persistent buffer. The masks are therefore
-in the checkpoint: the checkpoint of GPT-2 XL has 821 entries and 6.290 GiB.
+separate projections, and each layer has its causal mask as a persistent buffer. The checkpoint
+contains the masks: that of GPT-2 XL has 821 entries and 6.290 GiB.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 The matrices of the experts have the format MXFP4. A tensor ``blocks`` holds blocks of 32 values of
 4 bits, two in each byte. A tensor ``scales`` holds one byte for each block. ``blocks`` and
-``scales`` are uint8, which no load converts. All other tensors are bfloat16. The model only holds
-tensors, and has no forward pass.
+``scales`` are uint8, and no load converts their dtype. All other tensors are bfloat16. The model
+only holds tensors, and has no forward pass.
 """
 
 import torch
@@ -53,7 +53,7 @@ def gpt_oss(
 ) -> nn.Module:  # fmt: skip
     """Return the model in evaluation mode, with blocks and scales in uint8 and torch's default dtype.
 
-    ``dtype`` is not used here: weighin reads this argument for ``--dtype auto``.
+    The function ignores ``dtype``, which weighin itself reads for ``--dtype auto``.
     """
     del dtype
     layers = (

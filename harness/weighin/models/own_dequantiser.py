@@ -137,7 +137,7 @@ class DequantiseFourBits(Operation):
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
-    """Return bitsandbytes' JSON object with the block size, the shape and the dtype of the weight."""
+    """Return the JSON object in which bitsandbytes stores a weight's block size, shape and dtype."""
     (text,) = [parts[name] for name in _STATES if name in parts]
     state: dict[str, Any] = json.loads(bytes(text.tolist()))
     return state
@@ -176,7 +176,8 @@ class DequantiseGptq(Operation):
 
 
 def bits_of(words: int, outputs: int, named: int) -> int:
-    """Return the bits of a code: the first of ``named``, 2, 3, 4 and 8 with the right number of words.
+    """Return the bits of a code: the first of ``named``, 2, 3, 4 and 8 that fits the number of
+    words.
 
     Args:
         words: the number of words that hold the zero points of ``outputs``.
@@ -223,7 +224,7 @@ _OPERATIONS: Final[Mapping[str, type[Operation]]] = {
 
 
 class Dequantiser:
-    """A quantiser, as transformers expects it, that adds the operation of a method to the conversions."""
+    """A quantiser with transformers' interface that adds a method's operation to the conversions."""
 
     pre_quantized = True
 

@@ -37,14 +37,14 @@ def from_config(
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
-    The model's buffers keep the constructor's dtypes, as with ``from_pretrained``.
+    Buffers keep the dtypes that the constructor gives them, as with ``from_pretrained``.
 
     Args:
         architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
-        apart: names of tensors that have different values in the file, although the class ties them.
+        apart: the names of tensors that the class ties, but that have different values in the file.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
             of the model nevertheless have torch's default dtype, and ``load_streaming`` dequantises.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
@@ -238,14 +238,12 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs`` of ``from_config`` name, so that the import is no part of a
-    later phase.
-    """
+    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the model's class keeps a weight in float32 when the model has ``dtype``."""
+    """Tell whether the model's class keeps a weight in float32 in a model of ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 
@@ -277,13 +275,13 @@ def _decoded(value: Any) -> Any:
 
 
 def computed_keys(model: Any) -> set[str]:
-    """Return the keys that a checkpoint may lack, because the model's class computes their values."""
+    """Return the keys that a checkpoint may lack, because the model's class computes the values."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return {name for name in model.state_dict() if any(re.search(one, name) for one in patterns)}
 
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Compute the tensors that no checkpoint has in float32, as ``from_pretrained`` does.
+    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does.
 
     The constructor has computed these tensors in ``dtype``, which also rounds intermediate results.
     """
@@ -323,7 +321,7 @@ def example_inputs(
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
-    """Return small inputs for one forward pass; None if the class's main input is of another kind."""
+    """Return small inputs for one forward pass; None for a class with another kind of main input."""
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
     text = settings.get_text_config()

@@ -26,7 +26,8 @@ _QUANTISED: Final = "quantization_config"
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
-    Non-persistent buffers keep the constructor's dtypes, as with ``from_pretrained``.
+    Non-persistent buffers keep the dtypes that the constructor gives them, as with
+    ``from_pretrained``.
 
     Args:
         architecture: the name of the class in diffusers, such as "UNet2DConditionModel".
@@ -80,9 +81,7 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``kwargs`` of ``from_config`` name, so that the import is no part of a
-    later phase.
-    """
+    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
     diffusers_class(kwargs["architecture"])
 
 
@@ -184,4 +183,4 @@ def finish(model: Any, folder: Path | str) -> None:
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
-    """Return None, because each class of diffusers has other inputs."""
+    """Return None, because the inputs differ between the classes of diffusers."""

@@ -1,11 +1,10 @@
 """Rename a checkpoint's tensors to the names in a model of transformers.
 
 ``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups
-of tensors. For example, ``from_pretrained`` stacks the experts of a layer, or joins q, k and v.
-``weighin.models.pretrained_keys`` uses the tables and functions of ``from_pretrained``. A stacked
-or joined tensor becomes a ``TensorSlice`` of several blocks, each of which the loader reads
-directly into the model's tensor. For any other conversion, the loader reads the values and
-transformers converts them.
+of tensors. For example, it stacks the experts of a layer, or joins q, k and v. This module uses
+transformers' own tables and functions. A stacked or joined tensor becomes a ``TensorSlice`` of
+several blocks, each of which the loader reads directly into the model's tensor. For any other
+conversion, the loader reads the values and transformers converts them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,19 +49,17 @@ class Conversion:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether a quantiser takes part. If a quantiser takes part, a source may hold codes, which
-        lose their meaning if they are cast to another dtype.
-        """
+        """Whether a quantiser takes part; sources may then be codes, which must not be cast."""
         return any(getattr(one, "hf_quantizer", None) for one in self.converter.operations)
 
     @property
     def left_alone(self) -> TensorSlice | None:
-        """The only source of a tensor that is not quantised; None for any other conversion."""
+        """The source of a tensor that needs no conversion, because it is not quantised; else None."""
         only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
         return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
 
     def targets(self, model: Any) -> list[str]:
-        """Return the names of the results, found by a conversion of tensors without values."""
+        """Return the names of the results, which a conversion of tensors without values shows."""
         if len(self.converter.target_patterns) == 1:
             return [self.name]
         empty = [
@@ -92,8 +89,8 @@ class MappedKeys:
         renamed: the number of keys whose name in the file differs from the name in the model.
         joined: the number of keys of the file that are only a part of a tensor of the model.
         computed: the model's keys that the file lacks because the class computes their values.
-        used: the entries of transformers' tables that renamed or converted a tensor; None for a model of
-            another library.
+        used: which entries of transformers' tables renamed or converted a tensor; None for another
+            library.
     """
 
     slices: Slices
@@ -128,7 +125,7 @@ class MappedKeys:
 
     @property
     def note(self) -> str:
-        """The number of keys of each difference between the file and the model; empty for none."""
+        """The number of keys for each difference between file and model; empty if there is none."""
         counts = {
             "converted": self.joined,
             "renamed": self.renamed,
@@ -143,7 +140,7 @@ class MappedKeys:
 
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
-    """Return a checkpoint's tensors under the names of ``model``, of transformers, diffusers or timm."""
+    """Return a checkpoint's tensors under a model's names (transformers, diffusers or timm)."""
     library = module_for(model)
     if library not in (None, pretrained):
         return _renamed(model, slices, library.named_as_in(model, slices))

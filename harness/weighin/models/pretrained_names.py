@@ -6,7 +6,7 @@ from weighin.models.dequantising import quantiser_of
 
 
 class ModelNames:
-    """Transformers' tables for one model, with the new name and the conversion of a file's tensor."""
+    """transformers' tables for one model; they give a file's tensor its name and conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

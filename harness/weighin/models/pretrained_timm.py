@@ -108,7 +108,7 @@ def _replaced_load(
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)
-    """Import timm, so that no later phase contains this import."""
+    """Import timm, so that no later phase of the load contains this import."""
     _timm()
 
 
@@ -136,7 +136,7 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa
 
 
 def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
-    """Return a checkpoint's tensors by the names that timm gives them.
+    """Return a checkpoint's tensors, with timm's names as keys.
 
     To find the names, this function runs timm's own load on tensors without values.
 

@@ -1,7 +1,8 @@
-"""Define a stack of equal linear layers, to measure how the time of a load depends on the tensors.
+"""Define a stack of equal linear layers, to measure how the load time depends on the size of the
+tensors.
 
-Compare two stacks with the same number of bytes, one with many small tensors and one with few large
-tensors. If a loader's time depends only on the number of bytes, both loads take the same time.
+To do so, compare the loads of two stacks with the same number of bytes: one of many small tensors,
+and one of few large tensors. If a load's time depends only on the bytes, both times are equal.
 """
 
 from collections.abc import Iterator

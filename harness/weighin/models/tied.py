@@ -2,7 +2,7 @@
 
 The output head shares its weight with the token embedding. The rotary tables are non-persistent
 buffers, so that no checkpoint contains them. If a strategy unties the weight or leaves the tables
-uninitialised, its cell ends with the outcome wrong_weights.
+uninitialised, the outcome is ``wrong_weights``.
 """
 
 import torch

@@ -17,7 +17,8 @@ def imported_again(package: str, error: Exception) -> Any:
     """After the import of a package failed with ``error``, import the package again as if
     torchvision were not installed.
 
-    ``imported_again`` changes ``sys.modules``, and so works only in a process that weighin started.
+    Because ``imported_again`` changes ``sys.modules``, it works only in a process that weighin
+    started.
 
     Raises:
         ConfigError: torchvision is not the cause, or weighin did not start this process.
@@ -33,7 +34,7 @@ def imported_again(package: str, error: Exception) -> Any:
 
 
 def misfit(package: str, error: Exception) -> ConfigError:
-    """Return the error for a package that cannot be imported, with the cause and the repair."""
+    """Return the error for a package that cannot be imported, with the cause and advice."""
     cause = _cause(error)
     reason = one_line(f"{type(cause).__name__}: {cause}")
     if not _fits_badly(error):

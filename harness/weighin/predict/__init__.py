@@ -1,6 +1,6 @@
 """Predict the peaks of a load by running the strategy's own code on tensors without values.
 
 ``client.predict`` is the entry point. ``client`` sends requests to ``python -m weighin.predict``, a
-process that imports torch as a worker does and forks for each cell. weighin/predict/__init__.py
-imports nothing, because an import would add to the memory of the predicting process.
+process that imports torch as a measured process does, and forks for each load. This file imports
+nothing, because an import would add to the memory of the predicting process.
 """

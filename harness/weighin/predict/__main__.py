@@ -1,8 +1,8 @@
-"""Predict cells: ``python -m weighin.predict`` answers each line of JSON with an event, ``answer``.
+"""Predict loads (cells): ``python -m weighin.predict`` answers each line of JSON with an event.
 
-The predicting process imports torch and the model's class once, as a worker does, so that all its
-cells must have one model. Each cell runs in a fork of the process, because the heap of a fork is
-like that of a fresh worker. The fork reads only the structure of a checkpoint.
+The predicting process imports torch and the model's class, as a measured process does, so that all
+its cells must have one model. Each cell runs in a fork of the process, because the heap of a fork
+is like that of a new process. The fork reads only the structure of a checkpoint.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _import_simulation() -> int:
-    """Import the modules that only a symbolic run needs; return the memory that they take, in bytes."""
+    """Import the modules that only a prediction needs; return their memory in bytes."""
     before = memory_of(read_status()).anon_bytes
     from weighin.predict import preload, simulate, sparse  # noqa: F401
 
@@ -166,7 +166,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
-    """Return the use to follow, prepared as a worker prepares a use before its baseline."""
+    """Return the use that follows the load, prepared as in a measured process before the load."""
     from weighin.predict.using import UseToFollow
 
     if not cell.use and not forward:

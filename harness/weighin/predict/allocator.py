@@ -29,7 +29,7 @@ class CudaOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class CudaBlock:
-    """A part of a segment, with links to its neighbours, which are merged when they are free."""
+    """A part of a segment, with links to its neighbours. Free neighbours are merged."""
 
     address: int
     size: int
@@ -82,7 +82,7 @@ class CachingAllocator:
         insort(self._free[block.small], block, key=_BEST_FIT)
 
     def empty_cache(self) -> None:
-        """Release every segment without a block in use."""
+        """Release every segment that contains no block in use."""
         for pool in self._free.values():
             for block in [each for each in pool if not (each.before or each.after)]:
                 pool.remove(block)

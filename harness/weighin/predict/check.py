@@ -1,4 +1,4 @@
-"""Compare predictions with the measurements of a run, cell by cell."""
+"""Compare the measurements of a run with predictions of the same loads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,20 +30,20 @@ _FIGURES = {
 }
 _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes")
 _USED = "use_"
-"""The prefix of a use's figure, in place of "host_"."""
+"""The prefix of figures of a use, in place of "host_"."""
 _CHILDREN = "children_private_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One series of a run.
+    """One series of a run (the repeats of a measurement), with its prediction.
 
     Attributes:
         figures: tuples of (name, predicted bytes, measured bytes). Of the three predicted anonymous
-            peaks,
-        only the one that is nearest to the measured peak is included, for the load and for the use.
-        unreclaimable_bytes: the largest measured sum of anonymous and shared memory, which a RAM
-            limit must leave room for; None if no cell of the series measured it.
+            peaks, only the one that is nearest to the measured peak is included, for the load and
+            for the use.
+        unreclaimable_bytes: the largest measured sum of anonymous and shared memory, for which a
+            RAM limit must have room; None if the series has no such figure.
     """
 
     prediction: Prediction
@@ -52,9 +52,9 @@ class Checked:
 
     @property
     def anonymous_error(self) -> float | None:
-        """The difference between the predicted and the measured anonymous peak, as a share of the latter.
+        """The absolute error of the predicted anonymous peak, as a share of the measured peak.
 
-        If the cell has a use, this is the larger error of the load and the use.
+        If the cell has a use, the result is the larger error of the load and the use.
         """
         errors = (
             abs(predicted - measured) / measured
@@ -97,7 +97,8 @@ def summarised(checked: Sequence[Checked]) -> Summary | None:
 
 
 def check(run: Path, *, trusted: bool = False) -> list[Checked]:
-    """Predict every series of a run that has an ok cell; compare with the median of its ok cells.
+    """Predict every series of a run that has an ok cell, and compare with the median of its ok
+    cells.
 
     Raises:
         RecordError: the folder has no run, or no load of the run is ok.
@@ -212,9 +213,10 @@ def _unreclaimable(results: list[Result]) -> int | None:
 
 
 def _settings(run: Path) -> RunSettings:
-    """Return the settings in a run's plan, without those of containers, which no prediction uses.
+    """Return the settings in a run's plan. Settings of containers are left out, because predictions
+    use none.
 
-    A published run has no plan, and so the default settings.
+    A run without a plan, such as a published one, has the default settings.
     """
     try:
         found = RunSettings.from_json(run_folder.read_plan(run).settings)

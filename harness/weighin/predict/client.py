@@ -1,4 +1,4 @@
-"""Predict cells from a process that imports no torch: the client of ``python -m weighin.predict``."""
+"""Predict loads (cells) without importing torch: the client of ``python -m weighin.predict``."""
 
 import json
 import tempfile
@@ -47,17 +47,17 @@ def predict(
     """Return a prediction for each cell, in the order of the cells.
 
     The prediction of a cell includes its use. ``forward`` adds one forward pass to a cell whose use
-    is forward passes. ``use_paths`` has the file of each of the user's own uses, by the use's name.
+    is forward passes. ``use_paths`` has the files of uses that the user wrote, by the use's name.
 
-    ``predict`` reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if this
-    file has the cell's format and contains only tensors. Any other cell loads a generated
-    checkpoint without values. The generated checkpoint has the tensors that ``selection`` selects
-    in ``checkpoint``, or the model's tensors if there is no ``checkpoint``. ``checkpoint_dtype``
-    replaces the dtype of the generated checkpoint. If a cell cannot be predicted, the figures of
-    its prediction are None and ``cannot`` has the reason.
+    ``predict`` reads no tensor data and needs no GPU. A cell loads ``checkpoint`` if this file has
+    the cell's format and contains only tensors. Any other cell loads a generated checkpoint without
+    values, which has the tensors that ``selection`` selects in ``checkpoint``, or without
+    ``checkpoint``, the model's tensors. ``checkpoint_dtype`` replaces the dtype of the generated
+    checkpoint. If a cell cannot be predicted, the figures of its prediction are None and ``cannot``
+    has the reason.
 
     Raises:
-        HarnessError: the model of a library cannot be built; the checkpoint lacks weights of it or
+        HarnessError: a library cannot build its model; the checkpoint lacks weights of the model or
             has them in another shape; or the predicting process was killed.
     """
     own = None
@@ -132,13 +132,12 @@ def dtype_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoints that the cells load: the user's, or those that are generated in ``folder``.
+    """The checkpoints that the cells load: the user's, or generated ones in ``folder``.
 
     Attributes:
-        own: the format of the user's checkpoint, if cells of this format load that checkpoint
-            itself.
-        made: the paths of the generated checkpoints, or why one cannot be made, by model and
-            format.
+        own: the format of the user's checkpoint, if cells of this format can load the checkpoint as
+            it is.
+        made: the path of each generated checkpoint, or why it cannot be made, by model and format.
     """
 
     ask: "_Asker"
@@ -208,7 +207,9 @@ class _Asker:
         return answer
 
     def _process_of(self, model: dict[str, Any]) -> child_process.Child:
-        """Return the running process; start another one if the running one imported another model class."""
+        """Return the predicting process; start a new one if the old one imported another model
+        class.
+        """
         imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
             self.close()

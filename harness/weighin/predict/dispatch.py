@@ -31,7 +31,7 @@ _SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # the result ha
 
 
 class CannotFollow(Exception):
-    """The symbolic run executed code whose memory the ledger cannot compute."""
+    """The strategy executed code whose memory cannot be predicted."""
 
 
 class Call:
@@ -77,7 +77,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @cache
 def _kind(func: Any) -> str:
-    """Classify an operation by its schema; a method of ``Operations`` is named after each kind."""
+    """Classify an operation by its schema; the result is the name of a method of ``Operations``."""
     name = _name(func)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return "metadata"
@@ -208,8 +208,8 @@ class Operations(TorchDispatchMode):
     def _shapes(self, call: Call) -> Any:
         """Return the operation's results on the meta device.
 
-        Imports that happen here are not the load's, so that neither their memory nor their number
-        counts.
+        A real load does not make the imports that happen here: their memory and number do not
+        count.
         """
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
@@ -242,7 +242,7 @@ class Operations(TorchDispatchMode):
         return tree_map(keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
-        """Tell whether all tensors have the values that a real load would compute."""
+        """Tell whether all tensors have the same values as in a real load."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
 

@@ -1,4 +1,4 @@
-"""Sets of touched memory pages, stored as sorted intervals or as one byte per page."""
+"""Sets of memory pages that were read or written, stored as sorted intervals or a byte per page."""
 
 import mmap
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,9 @@ class Extents:
         self.nbytes = 0
 
     def add(self, address: int, length: int) -> int:
-        """Add every page that the interval touches; return the size of the added pages in bytes."""
+        """Add every page of which the interval has a part; return the size of the added pages in
+        bytes.
+        """
         if length <= 0:
             return 0
         start = address - address % PAGE_BYTES

@@ -1,4 +1,5 @@
-"""Simulate one GPU: calls that name "cuda" create CPU storages that the ledger counts as GPU memory.
+"""Simulate one GPU: calls that name "cuda" create CPU storages, which the ledger counts as GPU
+memory.
 
 Torch without CUDA refuses to create a tensor on "cuda" or to move a tensor there. A call that names
 the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place of
@@ -147,7 +148,9 @@ def _deserialized() -> Iterator[None]:
 
 
 def _named(value: Any) -> Any:
-    """Return the CUDA device for a number, which torch without CUDA refuses; return any other value as it is."""
+    """Return the CUDA device for a number (torch without CUDA refuses numbers), else the value
+    itself.
+    """
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return torch.device("cuda", value) if is_number else value
 

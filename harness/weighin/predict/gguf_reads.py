@@ -1,9 +1,8 @@
-"""Replace the functions of transformers that dequantise a GGUF file by functions that only update
-the ledger of predicted memory.
+"""Replace the functions of transformers that dequantise a GGUF file, to predict their memory.
 
-The package gguf computes with numpy, so that no torch operation could be intercepted. For each
-tensor of the file, transformers keeps in memory the pages of the codes, the values in parts and as
-a whole, the values in the model's order, and a copy, which becomes the model's tensor.
+The package gguf computes with numpy, so that no torch operation can be intercepted. For each tensor
+of the file, these are in memory: the mapped pages of the quantised values, the computed values in
+parts and as a whole, the values in the model's order, and a copy, which becomes the model's tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +24,7 @@ _FLOAT_BYTES: Final = 4
 
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """If ``checkpoint`` is a GGUF file, let its reads update the ledger of predicted memory; do
-    nothing for any other file.
-    """
+    """Update the ledger while a GGUF file ``checkpoint`` is read; ignore any other file."""
     if not gguf.is_file(checkpoint):
         yield
         return

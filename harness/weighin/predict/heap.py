@@ -1,8 +1,8 @@
 """A model of glibc's malloc for large blocks: the blocks in the heap, and the heap's resident pages.
 
-The model of the heap follows malloc/malloc.c of glibc 2.36 with its default settings. The model of
-the heap leaves out small blocks, because their positions differ between processes. A ``Heap``
-instead models one of three cases:
+The model of the heap follows malloc/malloc.c of glibc 2.36 with its default settings. The model
+leaves out small blocks, because their positions differ between processes. Instead, a ``Heap``
+models one of three cases:
 
 * usual: small blocks use the space beside large blocks, so that the hole that a freed large block leaves between two blocks in use is too small for another block of the same size;
 * ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
@@ -70,8 +70,8 @@ class Heap:
         return chunk
 
     def free(self, chunk: Chunk) -> None:
-        """Free a chunk; if the top of the heap is then larger than glibc's threshold, release the
-        top to the kernel.
+        """Free a chunk. If the heap's free top is then larger than glibc's threshold, release the
+        top.
         """
         if not chunk.in_heap:
             if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
@@ -111,7 +111,9 @@ class Heap:
         return hole
 
     def _lower_top(self, chunk: Chunk) -> None:
-        """Join the last chunk to the top; trim the top if it is larger than glibc's threshold."""
+        """Join the last, free chunk to the top; release a top that is larger than glibc's
+        threshold.
+        """
         self._last = chunk.before
         if self._last:
             self._last.after = None

@@ -1,8 +1,8 @@
-"""The ledger of a symbolic run: all storages, where they are, and their written pages.
+"""The ledger of a symbolic run: all storages, the memory that holds them, and their written pages.
 
-A symbolic run executes a strategy on tensors without values. The tensors have real storages, so
-that code works that uses addresses, views or sharing. Large storages are never written and so use
-no memory. The ledger adds up the memory that the storages would use in a real load.
+A symbolic run executes a strategy on tensors without values. The tensors have real storages,
+because some code needs addresses, views or sharing. Large storages are never written, and so use no
+memory. The ledger adds up the memory that they would use in a real load.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from weighin.result import Memory
 _ATTRIBUTE: Final = "_weighin_block"
 """The attribute of a storage that refers to its ``MemoryBlock``.
 
-The attribute lives as long as the storage's memory, because both belong to one Python object.
+The attribute exists as long as the storage's memory, because both belong to one Python object.
 """
 
 
@@ -42,10 +42,10 @@ class Ledger:
     """The current sums and the peaks of one symbolic run, in bytes.
 
     Attributes:
-        work: the amounts of work that cost time, by the field names of ``Work``.
+        work: the amounts of work that take time, by the field names of ``Work``.
         least_anon_bytes: the lowest possible peak, in a process whose heap reuses every hole.
         most_anon_bytes: the highest possible peak, in a process whose heap releases nothing.
-        other_anon_bytes: memory of this process that only the symbolic run needs.
+        other_anon_bytes: memory of this process that a real load would not need.
     """
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory, own_bytes: int = 0) -> None:
@@ -96,7 +96,7 @@ class Ledger:
             self.forced_place = before
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return where a tensor would be in a real load."""
+        """Return the memory (such as "cuda") in which a tensor would be in a real load."""
         return "meta" if tensor.is_meta else self.block_of(tensor).place
 
     def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
@@ -153,7 +153,7 @@ class Ledger:
     # -- touching memory
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Record a write to all elements of a tensor; fill a small tensor with zeros in reality."""
+        """Record a write to all elements of a tensor; really fill a small tensor with zeros."""
         block = self.block_of(tensor)
         block.known = False
         if block.real:
@@ -188,7 +188,9 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count ``nbytes`` more anonymous memory, for buffers of code that the symbolic run skips."""
+        """Count ``nbytes`` more anonymous memory in the context, for buffers of code that is not
+        run.
+        """
         self._mapped_anon_bytes += nbytes
         self.update()
         try:
@@ -197,8 +199,8 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """From now on, count ``nbytes`` as memory of the predicted load; before, they counted only
-        as memory of the predicting process.
+        """Count ``nbytes`` of this process, which did not count before, as memory of the predicted
+        load.
         """
         self.other_anon_bytes -= nbytes
 
@@ -208,9 +210,7 @@ class Ledger:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage without resident memory; the storage may be larger than the machine's
-        RAM.
-        """
+        """Return a storage without resident memory, which may be larger than the machine's RAM."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()

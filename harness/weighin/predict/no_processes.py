@@ -1,4 +1,4 @@
-"""Keep a strategy from starting processes in a prediction, and kill processes that start anyway.
+"""Prevent a strategy from starting processes in a prediction, and kill those that start anyway.
 
 Python reports most ways to start a process as an audit event. ``multiprocessing`` and C code start
 processes without an event; ``check`` finds such processes afterwards.
@@ -26,12 +26,12 @@ _refused: list[str] = []
 
 
 def refuse() -> None:
-    """From now on, raise CannotFollow for each attempt to start a process."""
+    """Raise CannotFollow for each later attempt to start a process."""
     sys.addaudithook(_hook)
 
 
 def check() -> None:
-    """Raise CannotFollow if this process started another process, or caught the refusal and went on."""
+    """Raise CannotFollow if the strategy started a process, or caught that exception before."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     if _refused or of_children or children():
         raise CannotFollow(REFUSED)

@@ -1,10 +1,9 @@
-"""During a prediction, replace code that reads files without torch operations by code that updates
-the ledger of memory.
+"""In a prediction, replace code that reads files without torch operations; the new code only
+updates the ledger of predicted memory.
 
-``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads, so that no
-torch operation could be intercepted. The patch of ``trunc_normal_`` is needed because
-``trunc_normal_`` reads values, which a prediction does not have. All other code of a strategy runs
-unchanged.
+``torch.load`` reads files in C++, and ``load_streaming`` in its own threads, so that no torch
+operation can be intercepted. ``trunc_normal_`` is patched because it reads values, which a
+prediction does not have. All other code of a strategy runs unchanged.
 """
 
 import json
@@ -30,7 +29,7 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
-    """Let functions that read a checkpoint update the ledger of memory instead, and read no bytes."""
+    """Replace functions that read a checkpoint: they read no bytes, and update the ledger."""
     with ExitStack() as stack:
         for place in (
             _archives(ledger),
@@ -49,7 +48,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     """Patch the functions of safetensors that read a file in Rust, among a strategy's global ``names``.
 
-    The strategy has imported safetensors itself, because the import's memory is part of the load.
+    The strategy must import safetensors itself, because the import's memory is part of the load.
     """
     module = sys.modules.get("safetensors.torch")
     if module is None:
@@ -108,8 +107,8 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
 
 
 def _archives(ledger: Ledger) -> Any:
-    """In a prediction, replace the reads of ``torch.load`` from zip files; each record becomes a
-    storage of its own.
+    """In a prediction, replace the reads of ``torch.load`` from zip files; each record becomes one
+    storage.
     """
     original = torch._C.PyTorchFileReader
 
@@ -136,8 +135,8 @@ def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
 
 
 def _maps(ledger: Ledger) -> Any:
-    """In a prediction, count the private mapping of the whole file that ``torch.load(mmap=True)``
-    and safetensors make.
+    """In a prediction, count the private mapping of a file by ``torch.load(mmap=True)`` or
+    safetensors.
     """
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
@@ -147,8 +146,8 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """In a prediction, replace the reads of ``torch.load`` from files of old torch, which first
-    creates all storages and then fills them.
+    """In a prediction, replace the reads of ``torch.load`` from files in the legacy format: all
+    storages are created, and then filled.
     """
 
     def set_from_file(
@@ -166,8 +165,8 @@ def _legacy(ledger: Ledger) -> Any:
 
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
-    """In a prediction, replace the reads of ``load_streaming`` by updates of the ledger. The reads
-    need no further memory, because they fill tensors that exist already.
+    """In a prediction, replace the reads of ``load_streaming``. They need no further memory,
+    because they fill tensors that exist already.
     """
     from weighin.loader import fill, small
     from weighin.loader.disk_readers import DiskReaders
@@ -232,9 +231,10 @@ def _prefetches() -> Any:
 
 
 def _truncated() -> Any:
-    """In a prediction, keep ``trunc_normal_`` from looking for drawn values outside its bounds.
+    """In a prediction, let ``trunc_normal_`` skip its check that no drawn value is outside the
+    bounds.
 
-    No value is outside of bounds that are eight standard deviations from the mean.
+    The check is skipped only for bounds so far from the mean that no value can be outside.
     """
     original = torch.nn.init._no_grad_trunc_normal_
 

@@ -1,8 +1,8 @@
 """Add up the predictions for the parts of a pipeline, which one process loads one after the other.
 
 *Together*: each loaded part stays in memory. The peak is the memory of all loaded parts plus the
-largest transient memory of a load, so that the order of the loads does not matter. *One after the
-other*: each part is freed before the next load, and the peak is that of the largest part.
+largest temporary memory of a load, in whatever order the parts are loaded. *One after the other*:
+each part is freed before the next load, and the peak is that of the largest part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,9 @@ _BASES: Final = {
     "cuda_allocated_bytes": None,
     "cuda_reserved_bytes": None,
 }
-"""For each peak, the figure before the load, which counts once for all parts; None if it is zero."""
+"""Maps each peak to the figure before a load, which counts only one time for all parts; None if
+zero.
+"""
 _PAGE_TABLE_SHARE: Final = 512
 
 
@@ -55,9 +57,7 @@ class Combined:
 
 
 def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for a part of a pipeline; the loader of ``library`` replaces other
-    libraries' loaders.
-    """
+    """Return the strategies for a part of a pipeline; ``library`` replaces any library's loader."""
     loaders = {each.name for each in LIBRARIES}
     return list(dict.fromkeys(library if name in loaders and library else name for name in names))
 
@@ -115,9 +115,7 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the memory in bytes that a part takes after its load, which is the part's peak in the
-    last phase.
-    """
+    """Return the bytes that a part takes after its load: the part's peak in the last phase."""
     base = _BASES[figure]
     before = (getattr(prediction, base) or 0) if base else 0
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None

@@ -10,7 +10,7 @@ from weighin.units import MIB, format_bytes
 _NUMBERS: Final = {1: "one copy", 2: "two copies", 3: "three copies"}
 _WORTH_SAYING: Final = 0.03  # a share of the model's size; a smaller remainder is not mentioned
 ABOVE_PEAK_BYTES: Final = 16 * MIB
-"""The RAM floor of a copying strategy minus its anonymous peak and its page tables.
+"""For a strategy that copies the weights: its RAM floor minus its anonymous peak and page tables.
 
 Measurements gave 8 to 24 MB.
 """
@@ -66,7 +66,7 @@ class PredictedUse:
     Attributes:
         name: the name of the use.
         host_anon_peak_bytes, host_anon_least_bytes, host_anon_most_bytes: the peak of the process's
-            anonymous memory, in the three cases of a ``Prediction``.
+            anonymous memory, in the three cases that ``Prediction`` explains.
         tensor_peak_bytes: the part of the anonymous memory that tensors use, also in forked
             processes.
         host_file_peak_bytes: the peak of resident pages of mapped files.
@@ -119,8 +119,8 @@ class Prediction:
         tensor_peak_bytes: the part of the anonymous memory that tensors use.
         host_file_peak_bytes: the peak of resident pages of mapped files, including torch's
             libraries.
-        in_flight_bytes: the size of the pages that the disk is reading at once while the model is
-            touched, which the kernel cannot reclaim; 0 if no file stays mapped.
+        in_flight_bytes: the size of the pages that are being read from the disk at once while the
+            model is touched. The kernel cannot reclaim these pages. 0 if no file stays mapped.
         floor_bytes: the smallest RAM limit under which the load should work in every process.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
             allocator; None if the device is the CPU.
@@ -155,8 +155,8 @@ class Prediction:
     def floor_least_bytes(self) -> int | None:
         """The smallest RAM limit under which the load should work in at least some processes.
 
-        ``in_flight_bytes`` is not included, because a kernel that is short of memory may read ahead
-        less.
+        ``in_flight_bytes`` is left out, because the kernel may read ahead less when memory is
+        short.
         """
         if self.floor_bytes is None:
             return None
@@ -167,9 +167,7 @@ class Prediction:
 
     @property
     def use_floor_bytes(self) -> int | None:
-        """The smallest RAM limit that suffices for the use, if the load before the use had no
-        limit.
-        """
+        """The smallest RAM limit that suffices for the use alone, without the load before it."""
         return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
 
     @property

@@ -1,10 +1,9 @@
-"""Import torch's largest optional part once, and hide it from each load until the load imports it.
+"""Import torch's largest optional part one time; hide it from each load until the load imports it.
 
-A module on the meta device makes torch import ``torch._dynamo``: 827 modules, and a second of
-processor time. In a measured worker, the import of ``torch._dynamo`` is a part of the load. The
-predicting process imports the modules once, for all its forks, and removes them from
-``sys.modules``. When a fork imports ``torch._dynamo``, it gets these modules, and their memory
-counts from then on.
+An ``nn.Module`` on the meta device makes torch import ``torch._dynamo``: 827 Python modules, in a
+second of processor time. In a measurement, this import is a part of the load. The predicting
+process makes the import one time for all its forks, and removes the modules from ``sys.modules``.
+When a fork imports ``torch._dynamo``, it gets these modules, and their memory counts from then on.
 """
 
 import sys
@@ -36,9 +35,7 @@ class Preloaded(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def hide(self) -> None:
-        """Import torch's largest optional part, and hide those of its modules that were not
-        imported before.
-        """
+        """Import torch's largest optional part, and hide the modules that this import has added."""
         before, known = memory_of(read_status()), set(sys.modules)
         import_module(_ROOT)
         after = memory_of(read_status())
@@ -76,7 +73,7 @@ class Preloaded(MetaPathFinder, Loader):
         self.anon_bytes = self.file_bytes = 0
 
     def _attributes(self) -> Iterator[tuple[ModuleType, str, ModuleType]]:
-        """Yield a parent that is not hidden, an attribute's name, and the hidden module that it names."""
+        """Yield each hidden module, with the visible parent and attribute that refer to it."""
         for path, module in self._hidden.items():
             parent, _, name = path.rpartition(".")
             if parent in sys.modules and parent not in self._hidden:

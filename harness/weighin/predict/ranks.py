@@ -1,7 +1,7 @@
-"""Turn the prediction for one process into the prediction for several ranks under one limit.
+"""Turn the prediction for one process into one for several ranks (processes) under one limit.
 
-Each rank loads for itself. The anonymous memory of a rank is private, so that it counts for each
-rank. The mapped pages of files are shared, so that they count once.
+Each rank loads the whole model. Anonymous memory is private, so that it counts for each rank. The
+ranks share mapped pages of files, which count only one time.
 """
 
 from dataclasses import fields, replace
@@ -23,8 +23,8 @@ _SHARED_WORK: Final = ("mapped_bytes",)
 def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
     """Return the prediction for ``cell`` from the prediction ``of_one`` of its ranks.
 
-    The work is the sum over all ranks, because they share the machine's processors and memory.
-    Figures of the GPU stay those of one rank, because each rank has a GPU of its own.
+    The work is the sum over all ranks, because all ranks use the same processors and memory.
+    Figures of the GPU are those of one rank, because each rank has another GPU.
     """
     if of_one.cannot:
         return replace(of_one, cell=cell)

@@ -1,4 +1,4 @@
-"""One symbolic run: run a strategy on tensors without values, from its import to the touch phase."""
+"""Run a strategy symbolically, on tensors without values, from its import to the touch phase."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +28,9 @@ from weighin.worker.touch import identity, named_tensors, touch
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
-"""A use's peak may be wrong by 1/100 of itself plus these bytes, which its floor leaves room for.
+"""The peak of a use may be wrong by 1 % plus these bytes; the predicted floor of the use adds them.
 
-The pages that a backward pass frees lie in the heap differently in each run.
+The pages that a backward pass frees are at different places of the heap in each run.
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
@@ -50,7 +50,7 @@ def run(
 
     Args:
         baseline: the memory of the parent process, of which this process is a fork.
-        own_bytes: the anonymous memory that this process has, but a worker has not.
+        own_bytes: the anonymous memory of this process that a measured process would not have.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
         use: the use that follows the load; None if the run ends when the model is ready.
     """
@@ -155,10 +155,10 @@ def _floor(most_bytes: int, in_flight_bytes: int) -> int:
 
 
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
-    """Read real tensors as the worker reads a model, to measure the memory of reading.
+    """Read real tensors as a measured process reads its model, to measure the memory of reading.
 
-    ``sizes`` are the sizes of the model's tensors, in bytes. Each thread reads one tensor; a part
-    of the tensor needs as much memory as the whole.
+    ``sizes`` are the sizes of the model's tensors, in bytes. Each thread reads one tensor. A part
+    of a large tensor suffices, because reading it takes as much memory.
     """
     before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
@@ -171,9 +171,10 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
 
 
 def _multiply(model: torch.nn.Module) -> None:
-    """Multiply real matrices as a forward pass does, so that this process has the same buffers.
+    """Multiply real matrices as a forward pass does, so that the math library allocates its
+    buffers.
 
-    The math library allocates buffers for each thread; for large matrices they have a fixed size.
+    The library allocates buffers for each thread, of a fixed size for large matrices.
     """
     shapes = {
         (min(rows, _PART), min(columns, _PART), weight.dtype)

@@ -31,10 +31,10 @@ def make_sparse(
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
     The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
-    all tensors of ``model`` if ``source`` is None. The keys in a Hugging Face folder may differ
-    from the model's. For such a source, the new checkpoint has the model's tensors in the widest
-    dtype of the source, as ``weighin bench`` writes them. ``dtype`` replaces the dtype of
-    floating-point tensors; None means the dtypes that ``weighin bench`` writes.
+    all tensors of ``model`` if ``source`` is None. If the keys of a Hugging Face folder differ from
+    the model's, the new checkpoint has the model's tensors in the widest dtype of the source, as
+    ``weighin bench`` writes them. ``dtype`` replaces the dtype of floating-point tensors; None
+    means the dtypes that ``weighin bench`` writes.
 
     Raises:
         ConfigError: the builder cannot be used.
@@ -84,7 +84,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
 
 
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
-    """Write the manifest that a worker would read, with placeholder checksums; return its path.
+    """Write the manifest that a measured process reads, with false checksums; return its path.
 
     ``dtype`` is the dtype of the load. Linux refuses to allocate a tensor that is larger than this
     machine's RAM, even if the tensor is never written. A wider dtype than that of the load would

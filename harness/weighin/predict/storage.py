@@ -1,4 +1,6 @@
-"""One storage of a symbolic run: where it would be in a real load, and its written pages."""
+"""One storage of a symbolic run: the memory that it would use in a real load, and its written
+pages.
+"""
 
 import weakref
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from weighin.units import KIB
 Place = Literal["host", "pinned", "file", "cuda", "meta"]
 
 SMALL_BYTES: Final = 64 * KIB
-"""Storages up to this size are written in reality, because code may read their values."""
+"""Storages up to this size are really written, because code may read their values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +26,8 @@ class MemoryBlock:
 
     Attributes:
         chunks: the storage's chunk in each of the ledger's heaps.
-        real: whether the storage is written in reality, and so uses memory of this process.
-        known: whether its values are those that a real load would compute.
+        real: whether the storage is really written, and so uses memory of this process.
+        known: whether the values are the same as in a real load.
     """
 
     place: Place
@@ -42,7 +44,9 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with the storage's block; its callback runs when the storage is freed."""
+    """A weak reference to a storage, with the storage's block; a callback runs when the storage is
+    freed.
+    """
 
     __slots__ = ("block",)
     block: MemoryBlock

@@ -28,7 +28,7 @@ _OF_A_CHILD_BYTES: Final = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class UseToFollow:
-    """The use of a loaded model: its name, its function in a worker, and inputs of a forward pass."""
+    """The use of a loaded model: its name, its function, and inputs of a forward pass."""
 
     name: str
     function: Callable[[torch.nn.Module, Given], Done] | None = None
@@ -36,10 +36,10 @@ class UseToFollow:
 
 
 def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
-    """Run the use in a phase of its own, and return its peaks.
+    """Run the use, recorded as one phase, and return the use's peaks.
 
     Raises:
-        CannotFollow: the use runs code whose memory the ledger cannot compute.
+        CannotFollow: the use runs code whose memory cannot be predicted.
     """
     ledger.restart_peaks()
     written_bytes = 0
@@ -102,8 +102,8 @@ def _weight_bytes(model: torch.nn.Module) -> int:
 
 @contextmanager
 def _saves() -> Iterator[None]:
-    """Let ``torch.save`` write no values; in a real run, it writes from the tensors' own memory and
-    needs no copy.
+    """Let ``torch.save`` write no values. This needs as much memory as a real save, which makes no
+    copy.
     """
     original = torch._C.PyTorchFileWriter
 

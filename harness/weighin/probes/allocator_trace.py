@@ -1,8 +1,7 @@
 """Compute an exact timeline of requested and reserved bytes from the CUDA allocator's events.
 
-The allocator's events do not contain the sizes of blocks, so that no timeline of allocated bytes
-can be computed from them. A record's phases have the peaks of allocated bytes, and its samples have
-the values over time.
+A timeline of allocated bytes cannot be computed, because the events lack the sizes of blocks. A
+record has the peaks of allocated bytes in its phases, and the values over time in its samples.
 """
 
 import csv

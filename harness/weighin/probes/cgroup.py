@@ -1,9 +1,8 @@
 """Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-weighin.probes.cgroup works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel
-lacks the file of a figure, the figure is None, and not zero. Source:
-Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst
-of the kernel.
+This module works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel lacks the
+file of a figure, the figure is None, and not zero. Source: Documentation/filesystems/proc.rst,
+admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
@@ -24,14 +23,15 @@ _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
 def read_kernel(path: Path) -> str:
-    """Return the text of a kernel file, decoded as by ``os.fsdecode`` where it is not UTF-8."""
+    """Return the text of a kernel file; bytes that are not UTF-8 are decoded as by ``os.fsdecode``."""
     return os.fsdecode(path.read_bytes())
 
 
 def start_time(pid: int) -> int | None:
     """Return a process's start time, in clock ticks since boot; None if the process has ended.
 
-    A pid alone does not identify a process, because Linux uses pids again; pid and start time do.
+    A pid alone does not identify a process, because Linux reuses pids; pid and start time together
+    do.
     """
     return _number(pid, 19)
 
@@ -42,7 +42,7 @@ def all_pids() -> list[int]:
 
 
 def pids_in(group: Path) -> list[int]:
-    """Return the processes in a cgroup that are visible here; empty if the group was removed."""
+    """Return the visible pids of a cgroup's processes; empty if the group was removed."""
     try:
         # The file is opened at each call, because v1 caches the list of an open file for a second.
         found = map(int, (group / "cgroup.procs").read_text().split())
@@ -88,7 +88,8 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a cgroup, mount or container of this process: "pid-ticks-namespace.number".
+    """Return a name for a cgroup, mount or container that this process makes:
+    "pid-ticks-namespace.number".
 
     A digest of the lock file's path follows if the environment variable ``WEIGHIN_LOCK`` is set.
     """
@@ -124,9 +125,7 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of cgroup v2, because cgroup v1 has no PSI files; None if cgroup v2 is
-    not mounted.
-    """
+    """Return the mount point of cgroup v2, which alone has PSI files; None if it is not mounted."""
     return hierarchies(mounts.read())[1]
 
 
@@ -161,8 +160,8 @@ def has_left(pid: int, group: Path) -> bool:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    The result of ``pressure_file_of`` is None if PSI is off. The result of ``pressure_file_of`` is
-    None for the root group, because the root group's PSI file describes the whole machine.
+    ``pressure_file_of`` returns None if PSI is off. It also returns None for the root group, whose
+    PSI file describes the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -182,7 +181,7 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return a process's memory group (version 1) or v2 group from the text of /proc/PID/cgroup."""
+    """Return the memory group (``version`` 1) or v2 group in a text of /proc/PID/cgroup."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -221,7 +220,7 @@ class MemoryCgroup:
 
     @property
     def usage_path(self) -> Path:
-        """The file with the current charge, in bytes."""
+        """The file with the current charge: the memory counted for the cgroup, in bytes."""
         return self._name("memory.usage_in_bytes", "memory.current")
 
     @property
@@ -230,9 +229,7 @@ class MemoryCgroup:
 
     @property
     def peak_path(self) -> Path:
-        """The cgroup's file with its highest charge so far; cgroup v2 has this file since Linux
-        5.19.
-        """
+        """The file with the highest charge so far; cgroup v2 has this file since Linux 5.19."""
         return self._name("memory.max_usage_in_bytes", "memory.peak")
 
     @property
@@ -256,12 +253,12 @@ class MemoryCgroup:
         return int(text) if text.isdigit() else None
 
     def read_usage(self) -> int | None:
-        """Return the current charge, in bytes."""
+        """Return the current charge (the memory counted for the cgroup), in bytes."""
         text = _read(self.usage_path)
         return int(text) if text else None
 
     def read_in_use(self) -> int:
-        """Return the current charge, in bytes, without inactive file pages, which are reclaimed first."""
+        """Return the charge in bytes without inactive file pages, which are reclaimed first."""
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
@@ -270,18 +267,16 @@ class MemoryCgroup:
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the number of OOM kills in the cgroup and all cgroups that were ever below it;
-        None on cgroup v1.
-        """
+        """Return the OOM kills in the cgroup and all cgroups that were ever below it; None on v1."""
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
 
         ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
-        ``oom`` counts charges for which the kernel could reclaim nothing. The result of
-        ``read_limit_events`` is None on cgroup v1: its failcnt stays 0 if RAM and swap have the
-        same limit (Linux 6.18: a file of twice the limit was read twice).
+        ``oom`` counts charges for which the kernel could reclaim nothing. On cgroup v1,
+        ``read_limit_events`` returns None, because v1's ``failcnt`` stays 0 if RAM and swap have
+        the same limit (seen on Linux 6.18).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
@@ -296,7 +291,7 @@ class MemoryCgroup:
         return parse_pressure(text) if text else (None, None)
 
     def raise_limit(self) -> None:
-        """Remove the limit, so that a killed process that thrashes can exit at once."""
+        """Remove the limit, so that a killed process that thrashes can exit quickly."""
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above the memory+swap limit
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
@@ -321,10 +316,11 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most memory that a group can have under its limit and those around it, in bytes.
+    """Return the most memory, in bytes, that a group can have under its own and its parents'
+    limits.
 
-    The anonymous and shared memory of other groups under the same limit reduces the result. The
-    result of ``room_in`` is None without a limit.
+    The anonymous and shared memory of other groups under the same limit reduces the result. Without
+    any limit, ``room_in`` returns None.
     """
     own = _unreclaimable(folder)
     return min(
@@ -337,20 +333,19 @@ def room_in(folder: Path) -> int | None:
 
 
 def _unreclaimable(folder: Path) -> int:
-    """Return the anonymous and shared memory of a group and those below it, in bytes."""
+    """Return the anonymous and shared memory of a group and all groups below it, in bytes."""
     text = _read((group := MemoryCgroup(folder)).stat_path) or ""
     names = ("total_rss", "total_shmem") if group.version == 1 else ("anon", "shmem")
     return sum(parse_field(text, name) or 0 for name in names)
 
 
 class PeakMark:
-    """The kernel's high-water mark of a cgroup's charge.
+    """The kernel's high-water mark of a cgroup's charge (the memory that the kernel counts for it).
 
-    ``resets`` tells whether the kernel can reset the cgroup's high-water mark of memory. On cgroup
-    v1, a write of 0 resets the high-water mark for all readers. On cgroup v2 since Linux 6.12, a
-    write to an open file resets the mark only for reads from this open file. On other kernels, the
-    high-water mark is the peak since the cgroup's creation. ``highest_bytes`` is the largest result
-    of all calls of ``read``.
+    ``resets`` tells whether the kernel can reset the mark. On cgroup v1, a write of 0 resets the
+    mark for all readers. On cgroup v2 since Linux 6.12, a write to an open file resets the mark
+    only for reads from this open file. On other kernels, the high-water mark is the peak since the
+    cgroup's creation. ``highest_bytes`` is the largest result of all calls of ``read``.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
@@ -377,9 +372,7 @@ class PeakMark:
         return peak
 
     def reset(self) -> bool:
-        """Reset the cgroup's high-water mark to the current charge; return whether the kernel can
-        reset it.
-        """
+        """Reset the high-water mark to the current charge; return whether the kernel can do so."""
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)

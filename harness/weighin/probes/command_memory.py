@@ -1,8 +1,8 @@
 """Read the memory of a command at one instant, from its cgroup or else from all its processes.
 
-The kernel keeps a cgroup's figures, which are cheap to read. Processes share pages, so that only the
-sum of their proportional set sizes (PSS) counts each page once. To read a PSS takes long, because the
-kernel walks the whole address space.
+The kernel keeps a cgroup's figures, which are cheap to read. Processes share pages, so that only
+the sum of their proportional set sizes (PSS) counts each page once. Reading a PSS takes long,
+because the kernel walks the whole address space.
 """
 
 import contextlib
@@ -48,13 +48,14 @@ class GroupMemory:
     """The memory of a cgroup and the groups below it.
 
     A sample's ``file_bytes`` is the mapped page cache: the kernel's mapped memory less all shared
-    memory. The sum of PSS is too low for a command that writes shared memory without mapping it.
+    memory. A sum of PSS would be too low for a command that writes shared memory without mapping
+    it.
     """
 
     is_fresh = True
 
     def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
-        """``helpers`` are the pids of members that belong to the isolation, not to the command."""
+        """``helpers`` are pids in the cgroup that belong to the isolation, not to the command."""
         self._cgroup = cgroup
         self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
@@ -97,7 +98,7 @@ class GroupMemory:
         )
 
     def shares(self, pids: list[int]) -> dict[int, Shares]:
-        """Return the share of each process in the memory; a process of another user is left out."""
+        """Return each process's share of the memory; processes of other users are left out."""
         return _read_shares(pids)
 
     def oom_kills(self) -> int | None:
@@ -114,7 +115,7 @@ class GroupMemory:
         return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
-        """Return the most memory that the group can have, in bytes; None without a limit (``room_in``)."""
+        """Return the most memory that the group can have, in bytes; None without a limit."""
         return room_in(self._cgroup.path)
 
     def close(self) -> None:
@@ -126,9 +127,8 @@ class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
     weighin's process is a subreaper: a process of the command whose parent has ended becomes
-    weighin's child, and still belongs to the tree. Between two sums, a sample adds the growth of a
-    process's anonymous memory to the last sum, if the anonymous memory of no other process has
-    changed.
+    weighin's child, and still belongs to the tree. Between two sums, a sample may be computed: the
+    last sum plus the growth of one process's anonymous memory, if no other process has changed.
     """
 
     kernel_bytes = None
@@ -151,9 +151,7 @@ class TreeMemory:
         self._counted_twice = 0
 
     def pids(self) -> list[int]:
-        """Return the pids of the process tree at the last search; a search at each call would take
-        too long.
-        """
+        """Return the pids that the last search found; a search at each call would take too long."""
         if self._search.begin():
             parents = {pid: parent_of(pid) for pid in all_pids()}
             self._not_ours &= parents.keys()
@@ -200,8 +198,8 @@ class TreeMemory:
         """Read the shares, and compute how many bytes the sum of anonymous memory counts twice.
 
         The anonymous memory is read before and after the shares, because the processes may grow
-        between. The two readings are bounds of the figure; the figure is changed only if it lies
-        outside the bounds.
+        between. The result lies between those of the two readings; the previous result stays if it
+        also lies there.
         """
         self._shares, self._status = _read_shares(list(status)), status
         shared = sum(anon for anon, _, _ in self._shares.values())
@@ -209,7 +207,7 @@ class TreeMemory:
         self._counted_twice = min(max(self._counted_twice, least), most)
 
     def _grown(self, status: dict[int, dict[str, int]]) -> int:
-        """Return the tree's growth since the last sum if one process alone has changed; else 0."""
+        """Return the tree's growth in bytes since the last sum if only one process changed; else 0."""
         if status.keys() != self._status.keys():
             return 0
         changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
@@ -235,9 +233,7 @@ def members_of(group: Path) -> list[int]:
 
 
 def _folders(group: Path) -> list[str]:
-    """Return the folders of a cgroup and the cgroups below it; an empty list if the cgroup was
-    removed.
-    """
+    """Return the folders of a cgroup and the cgroups below it; none if the cgroup was removed."""
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]

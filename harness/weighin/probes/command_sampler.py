@@ -1,8 +1,8 @@
 """Sample the memory of a command and of all its processes, in a thread of weighin.
 
-The timeline of a report draws the samples, split into anonymous memory, page cache and shared
-memory. The share of memory and the open files of each process are expensive to read. The sampler
-therefore reads shares and open files only when the command uses more memory than before.
+A report shows the samples as a timeline of anonymous memory, page cache and shared memory. Each
+process's share of the memory and its open files are expensive to read. The sampler therefore reads
+them only when the command uses more memory than ever before.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _NEAR: Final = 4  # the limit is near if the command's growth meets it within so
 class CommandSampler:
     """Samples a command until ``stop`` is called.
 
-    A command uses most memory in the sample with the most anonymous and shared memory. Among samples
-    whose anonymous and shared memory differs by less than 1 % or 1 MiB, the sample with the highest
-    usage counts. Page cache decides last, because the kernel can reclaim page cache.
+    A command uses most memory in the sample with the most anonymous and shared memory. If two
+    samples differ in this sum by less than 1 % or 1 MiB, the sample with the higher total usage
+    counts. Page cache matters only then, because the kernel can reclaim page cache.
 
     Attributes:
         oom_kills: the OOM kills in the cgroup and the groups below it; None without a cgroup.
@@ -160,8 +160,8 @@ def _hasten() -> None:
 def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
     """Return whether a sample uses more memory than ``before``, by the rule of ``CommandSampler``.
 
-    ``most_bytes`` is the most anonymous and shared memory of all samples so far. Of samples with
-    equal anonymous and shared memory, the usage must be higher by ``step_bytes``.
+    ``most_bytes`` is the most anonymous and shared memory of all samples so far. If the anonymous
+    and shared memory is about equal, the total usage must be higher by ``step_bytes``.
     """
     if before is None:
         return True
@@ -177,7 +177,7 @@ def _usage(sample: Sample) -> int:
 
 
 def _page_cache(sample: Sample) -> int:
-    """Return the page cache without shared memory, in bytes; without a cgroup, its mapped part."""
+    """Return the page cache without shared memory; without a cgroup, only its mapped part."""
     if sample.cgroup_file_bytes is None:
         return sample.file_bytes
     return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)

@@ -53,7 +53,7 @@ def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder.
 
     ``git_commit`` is None if the folder is in no git work tree or git fails. ``git_dirty`` tells
-    whether tracked files differ from that commit. The result of ``code`` is None if the work tree's
+    whether tracked files differ from that commit. ``git_dirty`` is None if the work tree's
     configuration names a filter, because git would run the filter's program.
     """
     commit: str | None

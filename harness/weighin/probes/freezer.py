@@ -1,7 +1,7 @@
 """Freeze all processes of a cgroup for an instant.
 
-The processes get no signal, and a shell sees no stopped job. On cgroup v2, SIGKILL ends a frozen
-process. On v1, SIGKILL has no effect until the group is thawed. Source: cgroup-v2.rst
+The processes get no signal, and a shell does not see them as stopped jobs. On cgroup v2, SIGKILL
+ends a frozen process. On v1, SIGKILL has no effect until the group is thawed. Source: cgroup-v2.rst
 ("cgroup.freeze") and cgroup-v1/freezer-subsystem.rst of the kernel.
 """
 
@@ -19,7 +19,7 @@ _LOOK_S: Final = 0.0002
 
 
 class Freezer:
-    """Freezes the first of a cell's cgroups that has a freezer, v2 before v1."""
+    """Freezes one of a cell's cgroups: the first that has a freezer, v2 before v1."""
 
     def __init__(self, groups: Iterable[Path]) -> None:
         self._control: Path | None = None

@@ -1,8 +1,8 @@
 """Read from the kernel's log which processes the OOM killer killed, and for which cgroup's limit.
 
 The kernel writes two lines for each kill. "oom-kill:constraint=..." names the cgroups, and "...
-Killed process ..." has the victim's memory. After ten kills within five seconds, the kernel leaves out
-the first line. With memory.oom.group, only the first victim has the first line. Source:
+Killed process ..." has the victim's memory. After ten kills within five seconds, the kernel leaves
+out the first line. If memory.oom.group is set, only the first victim has the first line. Source:
 mm/oom_kill.c and mm/memcontrol.c of the kernel, Documentation/ABI/testing/dev-kmsg.
 """
 
@@ -56,10 +56,9 @@ def kills_since(
 ) -> tuple[Kill, ...] | None:
     """Return the kills in a cgroup and the groups below it, and of the processes ``pids``.
 
-    ``start`` is a result of ``position``: older messages are not read. The result of
-    ``kills_since`` is None if this user may not read the log. The kernel's log has the machine's
-    pids, so that in a container with its own pid namespace, no killed process is recognised as the
-    main process.
+    ``start`` is a result of ``position``: older messages are not read. ``kills_since`` returns None
+    if this user may not read the log. In a container with its own pid namespace, no killed process
+    is recognised as the main process, because the log has the machine's pids.
     """
     if start is None:
         return None
@@ -104,7 +103,7 @@ def _number(message: bytes) -> int:
 
 
 def _text(message: bytes) -> str:
-    """Return the first line of a message of the kernel; empty for a program's message."""
+    """Return the first line of a message from the kernel; empty for a message from a program."""
     numbers, _, text = message.decode(errors="replace").partition(";")
     is_of_kernel = int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0
     return text.split("\n", 1)[0] if is_of_kernel else ""
@@ -112,7 +111,7 @@ def _text(message: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """The first line of a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
+    """The first line on a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
 
     pid: int
     group: str

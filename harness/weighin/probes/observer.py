@@ -1,8 +1,8 @@
 """Observe a running worker from outside: sample its memory and read its cgroup's figures.
 
-``LocalObserver`` reads the files of this machine. For a Docker engine on another machine, a watcher
-process in the worker's container reads the files (``weighin.isolation.docker.container_observer``),
-and ``weighin.isolation.docker.remote_observer`` communicates with the watcher.
+``LocalObserver`` reads the files of this machine. If the Docker engine runs on another machine, a
+process in the worker's container reads the files (``isolation.docker.container_observer``), and
+``isolation.docker.remote_observer`` communicates with that process.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Observation:
 
 
 def observe(mark: PeakMark | None) -> Observation:
-    """Read the figures of the cgroup of ``mark``; empty figures without a cgroup."""
+    """Read the figures of the cgroup whose peak ``mark`` reads; without one, all are None."""
     if mark is None:
         return Observation()
     cgroup = mark.cgroup
@@ -61,9 +61,7 @@ class Observer(Protocol):
 
     @property
     def oom_kills(self) -> int | None:
-        """The number of OOM kills at the last reading, because the cgroup may be removed before the
-        worker's end.
-        """
+        """The number of OOM kills at the last reading; later, the cgroup may have been removed."""
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
@@ -71,26 +69,24 @@ class Observer(Protocol):
 
     @property
     def others(self) -> tuple[int, int]:
-        """The largest number of child processes at once, and the most private memory of all, in bytes."""
+        """The most child processes at a time, and the most private memory of all, in bytes."""
 
     @property
     def watcher(self) -> Memory | None:
-        """The observer's own memory if the kernel charges it to the worker's cgroup; else None."""
+        """The observer's own memory, if the kernel counts it for the worker's cgroup; else None."""
 
     def look(self) -> Observation:
         """Read the current figures of the cgroup."""
 
     def reset_peak(self) -> bool:
-        """Reset the cgroup's high-water mark to the present charge; return whether the kernel can
-        reset it.
-        """
+        """Reset the high-water mark to the present charge; return whether the kernel can do so."""
 
     def raise_limit(self) -> None:
-        """Remove the limit, so that a killed worker that thrashes can exit at once."""
+        """Remove the limit, so that a killed worker that thrashes can exit quickly."""
 
     def kill(self) -> bool:
-        """Kill the worker and its children; return False if the observer cannot kill, so that the
-        caller kills them.
+        """Kill the worker and its children; return False if the observer may not, but the caller
+        must.
         """
 
     def stop(self) -> list[Sample]:
@@ -105,7 +101,7 @@ class LocalObserver:
     def __init__(
         self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
     ) -> None:
-        """``is_alone`` is False for a worker with ranks, whose children are not sampled here."""
+        """``is_alone`` is False for a worker that starts ranks; these are not sampled here."""
         self._pid = pid
         self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
         self._limit_bytes = self._cgroup.read_limit() if self._cgroup else None
@@ -151,7 +147,7 @@ class LocalObserver:
         return False
 
     def take(self) -> list[Sample]:
-        """Return and remove all samples since the last call."""
+        """Return all samples since the last call, and forget them."""
         return self._sampler.take()
 
     def stop(self) -> list[Sample]:

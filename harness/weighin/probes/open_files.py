@@ -15,7 +15,7 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SMALLEST_BYTES: Final = MIB
-"""Smaller files are not listed, because they explain no memory."""
+"""Smaller files are not listed, because they explain little memory."""
 _MOST_FILES: Final = 16
 _MOST_DESCRIPTORS: Final = 512  # the first ones, because a server may have ten thousand
 _ACCESS_MODE: Final = 0o3

@@ -1,6 +1,4 @@
-"""Sample the memory of a worker's child processes, because the worker's own figures leave this
-memory out.
-"""
+"""Sample the memory of a worker's child processes, which the worker's own figures leave out."""
 
 import os
 import time
@@ -18,11 +16,13 @@ _SHARE: Final = 0.05  # of the time, because the kernel walks the address space 
 
 
 class OtherProcesses:
-    """The child processes of a worker: in its cgroup, or else with its mark (``has_mark``).
+    """The child processes of a worker, found by the worker's cgroup, or else by its mark
+    (``has_mark``).
 
     Attributes:
-        number: the largest number of child processes at once.
-        private_bytes: the largest sum of their private memory, which no other process maps.
+        number: the largest number of child processes at any time.
+        private_bytes: the largest sum of the child processes' private memory, which no other
+            process maps.
     """
 
     def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
@@ -38,7 +38,7 @@ class OtherProcesses:
         self._due_s = 0.0
 
     def sample(self) -> None:
-        """Read the processes' memory, at most every 0.1 s."""
+        """Read the memory of the child processes; do nothing within 0.1 s of the last reading."""
         start_s = time.monotonic()
         if start_s < self._due_s:
             return
@@ -67,12 +67,12 @@ class OtherProcesses:
 
 
 def limit_of(mark: str) -> int:
-    """Return the resource limit that marks a worker's processes.
+    """Return the resource limit by which weighin recognises a worker's processes.
 
-    A child process may clear its environment, but it inherits the limit. The limit that marks a
-    process is a limit of realtime CPU time, between 2**61 and 2**62 microseconds. The bits of the
-    limit are the pid (22 bits) and the pid namespace (32 bits) in ``mark``, a result of
-    ``owned_name``, and the last 7 bits of the number in ``mark``.
+    A child process may clear its environment, but it inherits the limit. It is a limit of realtime
+    CPU time, between 2**61 and 2**62 microseconds. The bits of the limit are the pid (22 bits) and
+    the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7 bits of the
+    number in ``mark``.
     """
     owner, _, number = mark.rpartition(".")
     pid, _, namespace = owner.split("-")
@@ -81,7 +81,7 @@ def limit_of(mark: str) -> int:
 
 
 def owner_by_limit(pid: int) -> tuple[int, int] | None:
-    """Return the (pid, pid namespace) of weighin in a limit of ``limit_of``; None without such a limit."""
+    """Return the (pid, pid namespace) of weighin from a process's ``limit_of``; None without one."""
     limit = _limit(pid)
     if limit is None or not _LEAST_LIMIT <= limit < 2 * _LEAST_LIMIT:
         return None
@@ -90,9 +90,7 @@ def owner_by_limit(pid: int) -> tuple[int, int] | None:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Return whether a process inherited the mark ``mark``, in its environment or as a resource
-    limit.
-    """
+    """Return whether a process inherited ``mark``, in its environment or as a resource limit."""
     return mark_of(pid) == mark or _limit(pid) == limit_of(mark)
 
 
@@ -108,16 +106,12 @@ def _limit(pid: int) -> int | None:
 
 
 def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if the process has no mark, has ended, or belongs to
-    another user.
-    """
+    """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
     return variable_of(pid, WORKER_VARIABLE)
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return an environment variable with which a process started; None if the process's
-    environment cannot be read.
-    """
+    """Return an environment variable with which a process started; None if it cannot be read."""
     prefix = f"{name}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")

@@ -1,8 +1,8 @@
 """Drop a checkpoint's pages from the page cache, and count the pages that remain.
 
-The kernel charges a page to the cgroup that read it first, so that a RAM limit does not cover a
-checkpoint that was cached before. weighin therefore drops the checkpoint's pages before each cell. The
-worker of a warm cell then reads the checkpoint itself.
+The kernel charges a page to the cgroup that read it first. A RAM limit therefore does not cover a
+checkpoint that was cached before, and weighin drops the checkpoint's pages before each measurement
+(cell). In a warm cell, the measured process then reads the checkpoint into the cache itself.
 
 Only a user who owns a file or may write to it can count its cached pages. For other users, cachestat
 fails (since Linux 6.15), and mincore reports every page as resident (since Linux 5.2).
@@ -43,8 +43,8 @@ def drop(files: Iterable[Path]) -> int | None:
     """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
 
     ``drop`` tries for up to 0.1 s, because a page that is mapped or in a per-CPU batch survives the
-    first attempt. A tmpfs keeps its pages. The result of ``drop`` is None if the pages of a file
-    cannot be counted.
+    first attempt. A tmpfs keeps its pages. ``drop`` returns None if the pages of a file cannot be
+    counted.
     """
     left = {file: _drop(file) for file in files}
     deadline = time.monotonic() + _RETRY_S

@@ -1,8 +1,8 @@
 """Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
 
-The worker reads its own high-water mark with this module. ``weighin.probes.process`` does not
-import pathlib, because pathlib would take 1 MiB in the worker. Source:
-Documentation/filesystems/proc.rst of the kernel.
+The measured process (worker) reads its own high-water mark with this module. The module does not
+import pathlib, which would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of
+the kernel.
 """
 
 from weighin.result import Memory
@@ -27,7 +27,8 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def read_pss(pid: int | str = "self") -> int:
-    """Return the proportional set size of a process, in bytes: each page divided by its processes.
+    """Return the proportional set size of a process, in bytes: each page divided by the number of
+    its processes.
 
     The kernel walks the whole address space, which takes about 25 ms at 4 GiB.
     """
@@ -37,8 +38,8 @@ def read_pss(pid: int | str = "self") -> int:
 def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
     """Return the anonymous, file-backed and shared parts of a process's PSS, in bytes.
 
-    The result of ``read_shares`` is None before Linux 5.4, and for a process that has just ended,
-    without memory. The kernel walks the whole address space, as for ``read_pss``.
+    ``read_shares`` returns None before Linux 5.4, and for a process that has just ended, without
+    memory. The kernel walks the whole address space, as for ``read_pss``.
     """
     rollup = _read_rollup(pid)
     try:
@@ -48,18 +49,12 @@ def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
 
 
 def read_private(pid: int) -> int:
-    """Return the private memory of a process, in bytes: the pages that no other process maps.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
+    """Return the private memory of a process, in bytes: the pages that no other process maps."""
     return sum(size for name, size in _read_rollup(pid).items() if name.startswith("Private_"))
 
 
 def read_private_dirty(pid: int | str = "self") -> int:
-    """Return the private memory that a process has written, in bytes.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
+    """Return the private memory that a process has written, in bytes."""
     return _read_rollup(pid)["Private_Dirty"]
 
 

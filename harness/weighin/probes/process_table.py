@@ -20,7 +20,7 @@ Shares = tuple[int, int, int]
 SHARE: Final = 0.05
 """The share of the time in which processes may be examined, because that disturbs the processes."""
 MOST_PROCESSES: Final = 200
-"""The number of processes in a record, those with the most memory."""
+"""The largest number of processes in a record: those with the most memory."""
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
@@ -29,7 +29,7 @@ _REREAD_S: Final = 0.5
 
 
 class Pause:
-    """Limits the processor time of a repeated action to the share ``SHARE`` of the time."""
+    """Limits a repeated action to the share ``SHARE`` of one processor's time."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -71,7 +71,7 @@ class _Seen:
             return
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Add the files that ``look`` finds, and mark all others as closed."""
+        """Add the files that ``look`` finds, and record all other files as closed."""
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             self.files = _with_closed(look(self.pid), self.files, maps=look is open_files)
 
@@ -110,7 +110,7 @@ class ProcessTable:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Replace all shares of the memory by ``shares``, and list the largest processes' files."""
+        """Store each process's share of the memory, and list the largest processes' files."""
         for seen in (*self._ended, *self._running.values()):
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]

@@ -1,8 +1,8 @@
 """Sample a running worker's memory every 5 ms, in a thread of the measuring process.
 
-A report draws the samples as a timeline. Samples miss short spikes, so that peaks come from the
-kernel's high-water marks. The sampling thread keeps the files in /proc open, so that one sample
-takes about 50 us.
+A report shows the samples as a timeline. Peaks come from the kernel's high-water marks instead,
+because samples miss short spikes. The sampling thread keeps the files in /proc open, so that one
+sample takes about 50 us.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return and remove all samples since the last call, the oldest first."""
+        """Return all samples since the last call, the oldest first, and forget them."""
         taken = self.samples[:]
         del self.samples[: len(taken)]  # the thread may have added a sample since the copy
         return taken
@@ -126,7 +126,7 @@ class Sampler:
 
 
 class RankSamplers:
-    """Samples each rank that a worker started in a thread.
+    """Samples each rank (process that loads the model) of a worker, in a thread for each.
 
     The interval grows with the number of ranks, so that all threads together take no more processor
     time than the thread of one worker.
@@ -156,9 +156,7 @@ class RankSamplers:
 
 
 def _rank(pid: int) -> int | None:
-    """Return the environment variable RANK of a process; None if the process's environment cannot
-    be read.
-    """
+    """Return the environment variable RANK of a process; None if it cannot be read."""
     value = variable_of(pid, "RANK") or ""
     return int(value) if value.isdecimal() else None
 

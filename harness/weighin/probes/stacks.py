@@ -25,9 +25,9 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The largest share of the time for which a command is frozen, without the first reading near its limit."""
+"""The largest share of time for which a command is frozen, except the first reading near its limit."""
 KEPT: Final = 8
-"""The number of readings whose stacks are kept: the newest ones, which are at the highest usage."""
+"""The number of readings whose stacks are kept: the newest readings, which have the highest usage."""
 MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
@@ -44,8 +44,8 @@ class StackTaker:
     """Reads stacks when ``look`` is called with a usage near the limit, or much higher than before.
 
     Attributes:
-        frozen_ns: the time for which the command was frozen. Without a freezer, the time of all
-            readings, in which py-spy stops one process after the other.
+        frozen_ns: the time for which the command was frozen; without a freezer, the time of all
+            readings, because py-spy itself stops one process after the other.
         why: the reason why no stack was read; empty if a stack was read.
     """
 
@@ -55,7 +55,9 @@ class StackTaker:
         pids: Callable[[], list[int]] | None = None,
         share: float = SHARE,
     ) -> None:
-        """``groups`` are the command's cgroups, the memory cgroup first; without one, ``pids`` is called."""
+        """``groups`` are the command's cgroups, the memory cgroup first; without cgroups, ``pids``
+        returns the processes.
+        """
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
         self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
@@ -109,8 +111,8 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment. There, the first reading is
-        always made. The total time of further readings is limited to ``SHARE`` of the whole time,
+        Near the limit, the kernel may kill the command at any moment, so that the first reading
+        there is always made. All further readings together may take ``SHARE`` of the whole time,
         without a pause between them.
         """
         now_s = time.monotonic()
@@ -134,7 +136,7 @@ class StackTaker:
         return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
 
     def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
-        """Return the threads of each process from py-spy's JSON output."""
+        """Return each process's threads, from the JSON output of py-spy."""
         # With --nonblocking, py-spy does not stop the processes, because a frozen one cannot stop. A
         # process in a long system call is not frozen yet, but its stack does not change.
         options = ["--nonblocking"] if self._freezer.works else []
@@ -184,7 +186,7 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _find_program() -> str | None:
-    """Return the path of py-spy beside this Python, or else in PATH."""
+    """Return the path of py-spy in the folder of this Python, or else in PATH."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
@@ -210,7 +212,9 @@ def _running_threads(pid: int) -> set[int]:
 def _stacks_of(
     pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
 ) -> list[Stack]:
-    """Return a process's stacks: running threads first, then the thread with the GIL, the main thread."""
+    """Return a process's stacks: those of running threads first, then of the thread with the GIL
+    and of the main thread.
+    """
     folder = ""
     with contextlib.suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"

@@ -60,9 +60,7 @@ def file_system_of(found: Iterable[Mounted], path: Path) -> str:
 
 
 def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
-    """Return the name of the disk that has a device number, or a partition with this number; "" if
-    there is none.
-    """
+    """Return the name of the disk that has this device number, or a partition with it; else ""."""
     folder = sysfs / "dev/block" / number
     if not folder.exists():
         return ""

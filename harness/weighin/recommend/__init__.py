@@ -1,1 +1,1 @@
-"""Recommend a strategy (``weighin recommend``) from earlier measurements, else from predictions."""
+"""Recommend a strategy (``weighin recommend``) from earlier measurements or from predictions."""

@@ -63,12 +63,12 @@ class Question:
         checkpoint: the path of the user's checkpoint; None for a model that weighin builds.
         selection: the part of the checkpoint that is loaded.
         allow: the requirements that the strategy may have, from ``ALLOWED``.
-        results: a folder with runs of this machine, whose records replace predictions.
+        results: a folder with runs that this machine measured; their records replace predictions.
         python_path: the folders from which the code of the model is imported.
         ranks: the number of processes that load the model at once under the limits.
         disk: the rate and latency of the checkpoint's disk; without both, this machine's own disk.
-        use: the name of a use, such as a training step, that must also fit under the limits; empty
-            for a load alone.
+        use: the name of what follows the load, such as a training step, and must also fit under the
+            limits; empty for a load alone.
         use_path: the file of a use that the user wrote.
     """
 
@@ -115,12 +115,12 @@ class Advice:
 
     @property
     def saves_again(self) -> bool:
-        """Whether the recommended strategy reads another format than that of the user's checkpoint."""
+        """Whether the recommended strategy reads another format than the user's checkpoint has."""
         return self.best is not None and any(one.startswith(SAVED_AS) for one in self.best.asks)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what the table leaves out, such as a checkpoint that must be converted first."""
+        """Sentences on what the table does not show, such as a checkpoint to convert first."""
         asked = self.question
         notes = [
             f"Some measured figures are from a run that was stopped: {text}."
@@ -188,7 +188,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """Predictions and records of every strategy, which are the same for all limits."""
+    """What is known of every strategy before a memory limit is chosen: predictions and earlier runs."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
@@ -199,7 +199,8 @@ class PriorKnowledge:
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate a machine without a calibration.
+    """Predict every strategy, read earlier records, and calibrate the machine if this was not done
+    yet.
 
     Raises:
         HarnessError: the checkpoint, the model or the records of a run cannot be read.
@@ -230,7 +231,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Judge every strategy under the limits of the question, and return the strategies best first."""
+    """Judge every strategy under the limits of the question, and return the best ones first."""
     records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
     measured = [
         (prediction, evidence)
@@ -292,7 +293,7 @@ def _code(advice: Advice, checkpoint_format: str) -> str:
 
 
 def _folder(question: Question) -> str | None:
-    """Return the path of the Hugging Face folder that is the model; None for another kind of model."""
+    """Return the path of a model that is a Hugging Face folder; None for another kind of model."""
     if library_of(question.model.builder) is None or question.checkpoint is None:
         return None
     return str(folder_of(question.checkpoint))
@@ -349,7 +350,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
 
 
 def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
-    """Return a note on the memory that a use needs, whatever strategy loaded the model."""
+    """Return a note on the memory that a use of the model needs after a load by any strategy."""
     least, most = (format_bytes(size, digits=1) for size in (least_bytes, most_bytes))
     training = use in TRAINING
     begin = f"For training with {use}," if training else f"For the use {use},"

@@ -1,8 +1,8 @@
 """Measure how fast this machine reads files, writes and copies memory, and initialises tensors.
 
 ``weighin recommend`` predicts the times of loads from the measured speeds (the calibration). Each
-measured speed is the best of three rounds, because other programs can only slow a round down.
-Before each read, the pages of the file are evicted from the page cache, and the eviction is
+speed is the best of three rounds, because other programs can slow a round down, but not speed it
+up. Before each read, the pages of the file are evicted from the page cache, and the eviction is
 verified.
 """
 
@@ -81,7 +81,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
         ConfigError: the cache folder cannot be written, or is not on a disk.
     """
     folder = cache.folder()
-    say(f"calibrating this machine once: reading and writing 512 MiB in {folder}")
+    say(f"measuring the speed of this machine: reading and writing 512 MiB in {folder}")
     with _file(folder) as path:
         page_preconditioning.touch_and_free(2 * _MEMORY_BYTES)
         measured = [_round(path) for _ in range(_ROUNDS)]
@@ -98,7 +98,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
 
 
 def _round(path: Path) -> dict[str, float]:
-    """Measure once the figures that need no torch."""
+    """Measure, in one round, the figures that need no torch."""
     return {
         "read_bytes_per_s": _cold(path, _read_buffered),
         "read_direct_bytes_per_s": _cold(path, _read_direct),
@@ -242,7 +242,7 @@ def _fill(area: mmap.mmap) -> None:
 
 
 def _ask_torch() -> list[dict[str, float]]:
-    """Measure the figures that need torch in a process that imports torch, and return those of each round."""
+    """Measure the figures that need torch in another process; return the figures of each round."""
     command = child_process.module("weighin.recommend.torch_costs")
     try:
         asked = child_process.ask(command, child_process.environment(), timeout_s=_TORCH_TIMEOUT_S)

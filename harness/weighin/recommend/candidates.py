@@ -20,12 +20,13 @@ MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
 """The beginning of a requirement such as "saved as safetensors"."""
 OWN_CODE: Final = "code that builds the model"
-"""The requirement of strategies that cannot load a Hugging Face folder in one call. A requirement that
-is neither this text nor begins with ``SAVED_AS`` is the name of a package."""
+"""Required by a strategy that cannot load a Hugging Face folder in one call. A requirement other
+than this text, and without ``SAVED_AS``, is the name of a package.
+"""
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted RAM floor
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
-"""Packages that users of Hugging Face folders have, so that they are no requirements."""
+"""Users of Hugging Face folders have these packages, which are therefore no requirements."""
 _OURS: Final = frozenset({"streaming"})
 
 
@@ -64,7 +65,7 @@ class Candidate:
         margin_bytes: the RAM limit minus ``need_bytes``; None without a limit.
         cuda_bytes: the GPU memory that the CUDA allocator reserves.
         ready_s: the time until every byte of the model was read once.
-        noise_s: the median deviation of the repeats from ``ready_s``; None without repeats.
+        noise_s: the median absolute deviation of the repeats' times; None without repeats.
         memory_from, time_from: "measured" or "predicted"; empty for a missing figure.
         asks: the requirements of the strategy: packages, and another format than the checkpoint's.
     """
@@ -125,7 +126,9 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return the predicted time until every byte was read: each kind of work divided by its speed."""
+    """Return the predicted time until every byte was read: the sum of the work divided by the
+    speeds.
+    """
     work, machine = prediction.work, calibration
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
@@ -144,9 +147,9 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
     """Return the median ratio of measured to predicted times; 1 if nothing was measured.
 
-    The speeds of a machine change with its other load. A predicted time times this ratio can be
-    compared with measured times, even if the machine was less busy during its calibration. The ratio
-    uses the times that each strategy took under its largest RAM limit.
+    Other programs change a machine's speed. A predicted time times this ratio can be compared with
+    measured times, even if the machine was less busy when its speeds were measured. The ratio uses
+    the times that each strategy took under its largest RAM limit.
     """
     ratios = [
         seconds / predicted_s
@@ -194,9 +197,9 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
 def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
     """Return two RAM limits: below the first, every load is killed; above the second, no load is.
 
-    Both limits are predicted, unless the measured ``need`` contradicts the prediction. Measured
-    needs of one strategy differ by some MiB, or by more if the heap fragments differently. If the
-    measured need decided, another run of the same load could change the recommendation.
+    Both limits are predicted, unless the measured ``need`` contradicts the prediction. The measured
+    needs of one strategy differ by some MiB or more, for example with the fragmentation of the
+    heap. If they decided, another run of the same load could change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -205,7 +208,7 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return the largest error of a predicted RAM floor in bytes, upwards and downwards."""
+    """Return the largest assumed error of a predicted RAM floor in bytes, upwards and downwards."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 

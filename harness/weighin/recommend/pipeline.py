@@ -1,8 +1,8 @@
 """Answer ``weighin recommend`` for a pipeline of diffusers, with a strategy for each of its parts.
 
-"Together" means that all other parts are in memory while a part is loaded, so that the limit of the
-load is smaller by the weights of the other parts. "One after the other" means that each part is freed
-before the next part is loaded, so that each load has the whole limit.
+"Together": while a part is loaded, all other parts are in memory, and their weights are subtracted
+from the limit. "One after the other": each part is freed before the next part is loaded, so that
+each load has the whole limit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ _ONE_AFTER_THE_OTHER: Final = "one after the other"
 
 @dataclass(frozen=True, slots=True)
 class PipelineAdvice:
-    """The advice for each part of a pipeline, for parts that stay in memory together and for parts that do not."""
+    """The advice for each part of a pipeline, together and one after the other."""
 
     title: str
     limits: Limits
@@ -34,9 +34,7 @@ class PipelineAdvice:
 
     @property
     def best(self) -> str:
-        """The way in which the parts are sure to fit into the memory: "together", else "one after
-        the other"; empty if neither way is sure.
-        """
+        """How the parts surely fit: "together", else "one after the other"; empty if not sure."""
         for held, advices in (
             (_TOGETHER, self.together),
             (_ONE_AFTER_THE_OTHER, self.one_after_the_other),

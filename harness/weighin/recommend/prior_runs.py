@@ -1,4 +1,4 @@
-"""Read from the records of runs what this machine measured earlier for one model and device."""
+"""Read what this machine measured in earlier runs for one model and device."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -40,9 +40,7 @@ class Evidence:
     incomplete: dict[str, None] = field(default_factory=dict)
 
     def take(self, result: Result, use: str = "") -> None:
-        """Add a record; if the record's model was used in another way than ``use``, add only the
-        time of the load.
-        """
+        """Add a record; of a record with another use than ``use``, only the time of the load."""
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OK and result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
@@ -60,7 +58,7 @@ class Evidence:
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 
     def fits(self, limit_bytes: int) -> bool | None:
-        """Return whether records show that the strategy works under a RAM limit; None without such records."""
+        """Return whether the strategy works under a RAM limit; None if no record shows this."""
         if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
             return True
         if any(limit >= limit_bytes for limit in self.killed_limits):
@@ -68,17 +66,15 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median time in seconds under a RAM limit, or under the next larger measured limit.
-
-        If no larger limit was measured, the largest measured limit is used. Smaller limits come last,
-        because a load that thrashes takes many times as long.
+        """Return the median time in seconds under a RAM limit. Without such times, use those of the
+        next larger measured limit, or else of the largest one.
         """
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
         """Return the median absolute deviation of the times in seconds; None without repeats.
 
-        One repeat that another program slowed down changes this deviation only a little.
+        One slow repeat hardly changes this deviation.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:
@@ -133,7 +129,7 @@ def find(
 def _results(
     folders: Iterable[Path], left_out: Callable[[str], None]
 ) -> Iterator[tuple[Result, tuple[str, ...]]]:
-    """Yield the results of all runs; a result of a run that was stopped has a text that says so."""
+    """Yield the results of all runs, each with a text if the run was stopped before its end."""
     for folder in folders:
         runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:

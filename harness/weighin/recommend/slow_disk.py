@@ -1,8 +1,8 @@
 """Predict how fast each way to read a file is on a disk with a given rate and latency.
 
-A request takes the latency, and then the time to transfer its bytes at the rate. A reader with n
-requests of 128 KiB at once reads n * 128 KiB in the time of one request, unless all requests together
-reach the rate of the disk.
+The time of a request is the latency, plus its bytes divided by the rate. A reader that sends n
+requests of 128 KiB at once reads n * 128 KiB in the time of one request, up to the rate of the
+disk.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Write the function ``load`` of a strategy as code that a user can paste, without weighin's ``job``.
 
-The written code contains the short helpers that the strategy imports from weighin. A strategy that
-uses weighin's own loader still imports the loader.
+The written code contains the short helpers that the strategy imports from weighin. weighin's own
+loader is too long; code that uses the loader still imports it.
 """
 
 import ast
@@ -21,11 +21,11 @@ _KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
 """The written code imports these modules, because they are too large to paste."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
-"""Packages that the first line of the code installs although the strategy does not declare them."""
+"""Packages that a strategy does not declare, but that the first line of the code installs."""
 
 
 class CannotWriteOut(Exception):
-    """The strategy cannot become a plain function, because it uses ``job`` or weighin in another way."""
+    """The strategy uses ``job`` or weighin in a way that a plain function cannot replace."""
 
 
 def snippet(
@@ -137,7 +137,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
 
 
 def _sources(module: str, name: str) -> list[str]:
-    """Return the source of a function, after those functions of its module that it calls."""
+    """Return the source of a function, preceded by the functions of its module that it calls."""
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}

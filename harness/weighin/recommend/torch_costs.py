@@ -1,4 +1,4 @@
-"""Measure the speeds of this machine that need torch: ``python -m weighin.recommend.torch_costs``.
+"""Measure this machine's speeds in torch: ``python -m weighin.recommend.torch_costs``.
 
 Each round runs in a forked process, because the import of a module can be timed only once in a process.
 """

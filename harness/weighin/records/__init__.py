@@ -1,1 +1,1 @@
-"""Read and write a run's records, and derive verdicts, floors and series from records."""
+"""Read and write a run's records, and compute verdicts, RAM floors and series from records."""

@@ -9,13 +9,13 @@ from weighin.result import Result
 
 
 def used_ns(result: Result) -> int | None:
-    """Return the time of the use; None without a use."""
+    """Return the time of the use in nanoseconds; None without a use."""
     times = [phase.end_ns - phase.start_ns for phase in result.use_phases]
     return sum(times) if times else None
 
 
 def peak_rss_bytes(result: Result) -> int | None:
-    """Return the worker's peak RSS during the use; None without a use."""
+    """Return the measured process's peak RSS during the use; None without a use."""
     return max((phase.peak_rss_bytes for phase in result.use_phases), default=None)
 
 
@@ -25,7 +25,7 @@ def peak_cgroup_bytes(result: Result) -> int | None:
 
 
 def anon_bytes(result: Result) -> int | None:
-    """Return the worker's anonymous memory at the end of the use; None without a use."""
+    """Return the process's anonymous memory at the end of the use; None without a use."""
     ended = result.use_phases
     return ended[-1].end.anon_bytes if ended else None
 
@@ -37,12 +37,14 @@ def child_private_bytes(result: Result) -> int | None:
 
 
 def most_anon_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of the worker's anonymous memory in the use; None without a use."""
+    """Return the sampled maximum of anonymous memory during the use; None without a use."""
     return result.use.anon_sampled_bytes if result.use else None
 
 
 def needed_bytes(result: Result) -> int:
-    """Return the sampled maximum of anonymous memory in the use, plus forked processes' own memory."""
+    """Return the sampled maximum of anonymous memory in the use, plus forked processes' private
+    memory.
+    """
     use = result.use
     return (use.anon_sampled_bytes or 0) + sum(use.children_private_bytes) if use else 0
 

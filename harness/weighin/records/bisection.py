@@ -1,4 +1,4 @@
-"""Choose the next cell of the search for a RAM floor, and estimate the time that the search still takes.
+"""Choose the next cell (measurement) of a search for a RAM floor, and estimate the remaining time.
 
 The search keeps no state besides the results, so that an interrupted search can be resumed. The
 first cell has no limit. The memory that the first cell needed, anonymous and shared, is the
@@ -29,7 +29,7 @@ from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 TYPICAL_CELLS: Final = 7
-"""The cells of a search for one floor: 6 if the estimate is right, seldom more than 10."""
+"""The usual number of cells of a search for one floor: 6 to 10."""
 _MOST_CELLS: Final = 60
 
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
@@ -111,7 +111,7 @@ def _estimate(first: Result, aim: Aim) -> int | None:
 
 
 def _is_mapped(first: Result) -> bool:
-    """Return whether a load left most of the model in the page cache of a mapped file."""
+    """Return whether most of the loaded model was in mapped file pages, not in anonymous memory."""
     peaks, before, size = first.peaks, first.baseline, first.model_bytes
     if not before or not size or peaks.file_sampled_bytes is None:
         return False
@@ -121,7 +121,7 @@ def _is_mapped(first: Result) -> bool:
 
 
 def _step(estimate: int, within: float, finest: int) -> int:
-    """Return the step in bytes: a power of two, so that repeated searches try the same limits."""
+    """Return the step in bytes, a power of two, so that repeated searches try the same limits."""
     coarsest = max(finest, int(estimate * within))
     return 1 << (coarsest.bit_length() - 1)
 
@@ -131,9 +131,9 @@ def remaining_ns(
 ) -> int | None:
     """Return the time until the floors of all ``cells`` are found; None before the first result.
 
-    The estimated number of cells left is the number that a search needs if the floor lies in the
-    middle of the known bounds. Each cell takes the mean time of the strategy's cells so far;
-    without such cells, of all cells.
+    The number of cells left is estimated as if the floor lay in the middle of the known bounds.
+    Each cell is expected to take the mean time of the strategy's cells so far; without such cells,
+    of all cells.
     """
     every = _mean_ns(results)
     if every is None:

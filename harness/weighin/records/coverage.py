@@ -1,7 +1,8 @@
-"""Compare the records of a run with the run's plan, to find the cells without a record.
+"""Compare the records of a run with its plan, to find the planned cells (measurements) without a
+record.
 
-A stopped run has fewer records than planned cells, but its figures look like those of a complete run.
-``run_folder.read`` therefore returns this comparison together with the records.
+The figures of a stopped run look like those of a complete run. ``run_folder.read`` therefore
+returns this comparison together with the records.
 """
 
 import json
@@ -25,8 +26,8 @@ _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tel
 class Coverage:
     """The number of cells in a run's plan, and those planned cells that have no record (``pending``).
 
-    ``again`` is the command that measures the pending cells. In a search for floors, which has no fixed
-    number of cells, a pending cell is one whose floor is not found yet.
+    ``again`` is the command that measures the pending cells. A search for RAM floors has no fixed
+    number of cells; there, a cell is pending until its floor is found.
     """
 
     planned: int
@@ -89,7 +90,7 @@ def identity(cell: Cell) -> str:
 
 
 def _fields(value: Any) -> Any:
-    """Return a dataclass as a dict, and any other value as text; ``asdict`` would copy deeply."""
+    """Return a dataclass as a dict without a deep copy, and any other value as text."""
     return (
         {f.name: getattr(value, f.name) for f in fields(value)}
         if is_dataclass(value)

@@ -1,17 +1,18 @@
 """Compute the RAM floor of a series: the smallest RAM limit under which a load survives, or ends at
 all.
 
-The only input is results; ``weighin.records.bisection`` chooses the cells to measure. A limit *works*
-if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
-the kernel killed the cell, or the cell timed out although the load ends in time without a limit.
+The only input is results; ``weighin.records.bisection`` chooses the cells (measurements). A limit
+*works* if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of
+memory: the kernel killed the cell, or the cell timed out although the load ends in time without a
+limit.
 
 There are two kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a
-cell thrashes under the limit (``weighin.records.verdict``). For a floor under which a load *ends*, a
-limit under which a cell thrashes and ends ok works.
+cell thrashes under the limit (``weighin.records.verdict``). For a floor under which a load *ends*,
+a limit also works if a cell thrashes under it, but ends ok.
 
-The floor is the smallest working limit above all failing limits. ``PASSES`` cells that end ok under
-the floor, and a cell that fails one step below the floor, confirm the floor. A cell that fails for
-another reason than memory ends the search without a floor.
+The floor is the smallest working limit above all failing limits. The floor is confirmed if
+``PASSES`` cells end ok under it, and a cell fails one step below it. A cell that fails for another
+reason than memory ends the search without a floor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,9 @@ _FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
 """The largest distance, as a share of the floor, to the failing limit below a reported floor."""
 ROOM: Final = 1.1
-"""A search also measures a cell under ``ROOM`` times the floor, to show what time a tight limit costs."""
+"""A search also measures a cell under ``ROOM`` times the floor, to show how much faster the load is
+then.
+"""
 _FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 _BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
@@ -64,7 +67,9 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A strategy's median time until ready under one limit, and the verdict on that cell."""
+    """A strategy's median time until ready under one limit, and the verdict on the cell with this
+    time.
+    """
 
     limit_bytes: int | None
     ready_ns: int | None
@@ -121,7 +126,7 @@ def finest_step(cell: Cell) -> int:
 
 
 def searched(cell: Cell) -> Cell:
-    """Return a cell without limit and repeat; two cells share a floor if the results are equal."""
+    """Remove the limit and the repeat of a cell; cells that are then equal have the same floor."""
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
@@ -194,10 +199,10 @@ def with_room(floor_bytes: int) -> int:
 def floors(results: Iterable[Result]) -> list[Floor]:
     """Return a ``Floor`` for every series measured without a limit, even if no floor was found.
 
-    A working limit far above the highest failing limit, as in a sweep, is not a floor: the two limits
-    must differ by at most ``COARSEST`` of the working limit, or by at most ``finest_step``. The floor
-    is of the kind ``Aim.ENDS``, as in a search with --thrashing, only if the series has no floor of
-    the kind ``Aim.SURVIVES``.
+    A working limit far above the highest failing limit is not a floor: the two limits must differ
+    by at most ``COARSEST`` of the working limit, or by at most ``finest_step``. The floor is of the
+    kind ``Aim.ENDS``, as in a search with --thrashing, only if the series has no floor of the kind
+    ``Aim.SURVIVES``.
     """
     groups = grouped(results, lambda one: searched(one.cell).series)
     return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
@@ -300,5 +305,5 @@ def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
 
 
 def unlimited_of(results: Sequence[Result]) -> Result | None:
-    """Return the result of the run that had no RAM limit."""
+    """Return the first result without a RAM limit; None if there is none."""
     return next((result for result in results if result.cell.ram_limit_bytes is None), None)

@@ -1,8 +1,8 @@
-"""Compare the environment of a run with that of the baseline, and set a policy for each difference.
+"""Compare a run's machine and software with the baseline's, and choose a policy per difference.
 
-Figures of two versions of torch or of cgroups are not comparable, so that the gate fails if one of
-these versions differs. Another kernel or processor hardly affects memory: the gate then warns, and
-judges no times.
+The policies are those of ``weighin check``. Another version of torch or of cgroups makes figures
+incomparable: the check fails. Another kernel or processor hardly affects memory: the check warns,
+and judges no times.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("settings.*", "fail"),
 )
 CONCURRENT: Final = "concurrent_cells"
-"""The setting with the number of cells measured at once, if above 1; the gate judges no such times."""
+"""The setting with the number of cells measured at once, if above 1; their times are not judged."""
 TIMING: Final = (
     "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
 )  # fmt: skip
-"""The gate compares no times if one of these settings differs."""
+"""Times are not compared if one of these settings differs."""
 
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
@@ -76,9 +76,10 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return a hash of the properties that affect figures, such as processor, RAM, kernel and GPU.
+    """Return a hash of what affects figures, such as the processor, the RAM, the kernel and the
+    GPU.
 
-    The hash is the name of a kind of machine.
+    Machines with the same hash count as one kind of machine.
     """
     settings = settings_of([environment])
     described = {name: settings.get(name) for name in _OF_MACHINE}
@@ -86,7 +87,9 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
-    """Return the policy for a difference in a setting; the user's ``chosen`` policies come first."""
+    """Return the policy for a difference in a setting; the user's policies (``chosen``) have
+    priority.
+    """
     for pattern, policy in (*chosen.items(), *_POLICIES):
         if fnmatchcase(name, pattern):
             return policy

@@ -1,8 +1,9 @@
-"""Define the metrics of the gate: unit, exactness and default tolerance.
+"""Define the metrics that ``weighin check`` compares: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs: thirteen strategies loaded gpt2-small in 6 to 9
-runs in cgroups, 3 as plain processes and 2 in containers, on two busy cores. The table shows how far
-the highest run was above the median: for the strategy that varies most, and for all others at most:
+The default tolerances come from repeated runs: thirteen strategies loaded gpt2-small in 6 to 9 runs
+in cgroups, 3 as plain processes and 2 in containers, on two processor cores that also ran other
+programs. The table shows the highest run minus the median: for the strategy that varies most, and
+the largest value of all others:
 
     peak_rss        36.5 MiB (per_module)     12.6 MiB
     above_import    36.4 MiB (per_module)      7.2 MiB
@@ -12,7 +13,7 @@ the highest run was above the median: for the strategy that varies most, and for
     load, ready     225 %    (mmap_assign)   160 %
 
 Most of the variation is freed heap, which glibc either keeps or returns to the kernel: in one run
-of six, per_module kept 36 MiB. With three repeats, one run that deviates does not move the median.
+of six, per_module kept 36 MiB. With three repeats, one run that deviates hardly changes the median.
 peak_cgroup varies because the kernel charges the pages of torch's libraries to the process that
 reads them first.
 """
@@ -67,11 +68,11 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of a result, such as the peak RSS, which the gate compares with a baseline.
+    """A figure of a result, such as the peak RSS, which is compared with a baseline.
 
-    ``in_phase`` is the key in ``PHASE_FIGURES`` of the phase figure that explains the metric's growth.
-    ``portable`` is False for a time, which cannot be compared between machines. ``operations`` are the
-    operations of cells that have the figure.
+    ``in_phase`` is the key in ``PHASE_FIGURES`` of the figure that shows which phase caused growth.
+    ``portable`` is False for a time, which cannot be compared between machines. Only cells of these
+    ``operations`` have the figure.
     """
 
     name: str
@@ -84,9 +85,7 @@ class Metric:
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
 
     def of(self, result: Result) -> int | None:
-        """Return the figure of a result; None if the figure was not measured, so that the gate does
-        not judge it.
-        """
+        """Return the figure of a result; None if it was not measured, and so is not judged."""
         return self.read(result) if result.cell.operation in self.operations else None
 
     @property
@@ -123,16 +122,14 @@ class Metric:
 
 
 def ready_anon(result: Result) -> int | None:
-    """Return the worker's anonymous memory when the model was ready; None if it never was ready."""
+    """Return the anonymous memory when the model was ready; None if the model never was ready."""
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Return a function that gives None for a record whose use is forward passes, and else the
-    result of ``read``; old records have no figures of forward passes.
-    """
+    """Wrap ``read``, to return None for forward passes, because old records lack these figures."""
     return lambda result: read(result) if result.cell.use else None
 
 
@@ -195,11 +192,11 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return the phases from the baseline to ready, or all of a command, each with a unique name.
+    """Return a load's phases until the model is ready, or all of a command, with unique names.
 
-    The phase of a use follows, but no forward passes. The time between two phases is a phase only if
-    it is long enough; such a phase is called "other after NAME", so that its name does not depend on
-    the number of such phases.
+    The phase of a use is included, but no forward passes. A long enough time between two phases is
+    a phase called "other after NAME", so that its name does not depend on the number of such
+    phases.
     """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()

@@ -1,7 +1,7 @@
 """Parse a record or a plan from JSON, and reject impossible values.
 
-Manual edits and damaged disks cause values of a wrong type or range. Importing pydantic takes 0.07
-s, so that ``parse`` imports it when the first record is read: a run of one command reads none.
+Manual edits and damaged disks cause values of a wrong type or range. ``parse`` imports pydantic
+inside the function, because the import takes 0.07 s, and a run of one command parses nothing.
 """
 
 from functools import cache

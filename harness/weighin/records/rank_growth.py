@@ -78,7 +78,7 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
 
 
 def charge(result: Result) -> int | None:
-    """Return the peak of a cell's cgroup above its charge before the load, in bytes."""
+    """Return the peak of a cell's cgroup minus the cgroup's charge before the load, in bytes."""
     before = result.baseline.cgroup_bytes if result.baseline else None
     peak = result.peaks.cgroup_bytes
     return None if before is None or peak is None else peak - before
@@ -96,7 +96,7 @@ def unreclaimable(result: Result) -> int | None:
 def sum_of_peaks(result: Result) -> int | None:
     """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank.
 
-    The result of ``sum_of_peaks`` is None without ranks, or if the peak of a rank is unknown.
+    Return None without ranks, or if the peak of a rank is unknown.
     """
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

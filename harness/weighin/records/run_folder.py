@@ -57,7 +57,8 @@ class Records:
     """The results of a run in the order of measurement, with warnings.
 
     Attributes:
-        warnings: unreadable lines of the file, cells without a record, and mixed repeats.
+        warnings: unreadable lines of the file, cells without a record, and repeats of different
+            code.
         coverage: the comparison of the results with the run's plan; None for a run without a plan.
         damage: the error for the first line that is not a record, or for a damaged plan.
     """
@@ -103,8 +104,8 @@ def _valid(result: Result) -> tuple[bytes, Result]:
     """Return a result and its line of JSON; replace a result that ``read`` would refuse by a failure.
 
     In the record of a command without phases, every value comes from weighin, so that no type can
-    be wrong. weighin only checks the record of such a command for impossible figures, without
-    pydantic, because an import of pydantic takes time.
+    be wrong. Such a record is only checked for impossible figures, without the slow import of
+    pydantic.
     """
     name = result.cell.id
     line = _encode(asdict(result), name) + b"\n"
@@ -165,7 +166,9 @@ def read(run: Path) -> Records:
 
 
 def _mixed(results: Iterable[Result]) -> Iterator[str]:
-    """Yield a warning for each series whose repeats had different code or models of other sizes."""
+    """Yield a warning for each series whose repeats had different code or models of different
+    sizes.
+    """
     for repeats in grouped(results, lambda one: one.cell.series).values():
         for what, values in (
             ("code", {one.sources_hash for one in repeats}),
@@ -261,9 +264,7 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
 
 
 def discard_unmeasured(run: Path) -> None:
-    """Remove the plan of a run that has no records; if the run's folder is then empty, remove the
-    folder, too.
-    """
+    """Remove the plan of a run without records, and the run's folder if it is then empty."""
     if (run / RECORDS).exists():
         return
     with suppress(OSError):  # a folder stays if it holds other files or cannot be removed

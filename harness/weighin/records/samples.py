@@ -16,7 +16,7 @@ _TOO_LARGE: Final = 2**63  # no counter of the kernel reaches this value
 def read_samples(run: Path, path: str | None) -> list[Sample]:
     """Return the samples in a file of a run, the oldest first; empty if the file has none.
 
-    Rows without a required figure are left out, and so are the rows that ``read_columns`` leaves out.
+    Rows without a required figure are left out, as are the rows that ``read_columns`` leaves out.
     """
     rows = read_columns(run, path, _NAMES)
     samples = [Sample(*row) for row in rows if None not in row[:_REQUIRED]]

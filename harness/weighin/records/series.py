@@ -1,4 +1,4 @@
-"""Summarise the repeats of each series as an outcome, figures and phases, for the gate."""
+"""Summarise the repeats of each series as an outcome, figures and phases, for ``weighin check``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +77,7 @@ def selects(selector: str, name: str) -> bool:
 
 
 def name_of(cell: Cell) -> str:
-    """Return the name of a cell's series: the fields that distinguish the cell, as words in order."""
+    """Return the name of a cell's series: words for the fields that distinguish it, in order."""
     limit = cell.ram_limit_bytes
     is_command = cell.operation == "command"
     of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
@@ -107,7 +107,9 @@ def further_words(cell: Cell) -> list[str]:
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return the strategy's name, and the format, options and environment that differ in ``cells``."""
+    """Return the strategy's name, and those of format, options and variables that differ in
+    ``cells``.
+    """
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [cell.strategy]
     if any(other.format != cell.format for other in same):
@@ -131,8 +133,8 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the series of these runs by name, in order, with the repeats of all runs.
 
     If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each floor, with the floor among the figures. The series of a floor consists of the cells without a
-    limit, and of a cell that stopped the search early.
+    each floor, and the floor is one of the figures. The series has the cells without a limit, and
+    the cell that stopped the search early, if any.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}

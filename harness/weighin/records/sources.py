@@ -1,10 +1,10 @@
-"""Hash the code that affects a cell's figures, without importing any of it.
+"""Hash the code that affects a cell's figures, without importing the code.
 
 The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The
 hashed files are the strategy's file, the model's builder and the worker, and the modules of weighin
-that these files import from loader, formats, checkpoint and models. Top-level modules such as
-``result.py`` affect no figure. The code that observes a cell from outside is identified only by the
-record's commit.
+that these files import from loader, formats, checkpoint and models. Modules directly in weighin,
+such as ``result.py``, affect no figure. The code that observes a cell from outside is not hashed;
+the record's commit identifies it.
 """
 
 import ast
@@ -60,8 +60,8 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
 def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
     """Return a hash of the names and the code of all files that ``deciding`` returns.
 
-    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot be
-    read or is not Python. The cell itself fails then.
+    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot
+    be read or is not Python; the cell itself then fails.
     """
     try:
         lines = sorted(
@@ -119,9 +119,10 @@ def _digest_of_tree(tree: ast.Module) -> str:
 
 
 def _write(node: object, parts: list[str], *, is_raised: bool = False) -> None:
-    """Append the code of a syntax tree to ``parts``, the same with every version of Python.
+    """Append a syntax tree's code to ``parts``, as text that is the same in every version of
+    Python.
 
-    Versions differ in the fields that are empty (``ast.dump`` shows them or not), so these are left out.
+    Empty fields are left out, because only some versions of ``ast.dump`` show them.
     """
     if is_raised and _is_text(node):
         parts.append("text")

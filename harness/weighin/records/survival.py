@@ -1,4 +1,5 @@
-"""Build the survival matrix of a sweep: the verdict on each strategy under each limit.
+"""Build the survival matrix of a run with several RAM limits: the verdict on each strategy under
+each limit.
 
 The matrix is computed from results alone, for tables and plots. A row is a series without its limit,
 a column is a limit, and a field holds a cell and the verdict on the cell
@@ -51,7 +52,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The fields of one group of comparable cells, by row and by limit.
+    """The survival matrix of one group of comparable cells: its fields by row and by limit.
 
     ``limits`` are in descending order, with None (no limit) first.
     """

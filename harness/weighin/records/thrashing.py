@@ -1,7 +1,8 @@
 """Prove that a running cell thrashes, so that weighin can kill the cell and save time.
 
-A search for a floor compares a running cell with the same cell without a limit, the reference. The
-running cell is proven to thrash if its memory has reached the limit, and one of these holds:
+A search for a RAM floor compares a running cell (measurement) with the reference: the same cell
+without a limit. The running cell is proven to thrash if its memory has reached the limit, and one
+of these holds:
 
 * The cell has read more than ``MOST_REREAD`` times the size of its data again, after the kernel had
   reclaimed pages. For a load, the bytes that are read again count until every byte of the model was
@@ -9,8 +10,8 @@ running cell is proven to thrash if its memory has reached the limit, and one of
 * The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
   some, where the kernel has it).
 * The cell has taken more than ``MOST_TIME`` times the reference's time, and loses time for lack of
-  memory by the rule of ``weighin.records.verdict``. A long time proves nothing, because the machine
-  may be busy.
+  memory by the rule of ``weighin.records.verdict``. A long time alone proves nothing, because the
+  machine may be busy.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Reference:
 class Seen:
     """The figures of a running cell so far; None where a figure is not measured.
 
-    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now. ``is_loading`` is False
-    after the load, when ``reread_bytes`` counts only for the rule with the cell's time.
+    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now. ``is_loading`` is
+    False after the load; then, ``reread_bytes`` counts only for the rule with the cell's time.
     """
 
     after_ns: int

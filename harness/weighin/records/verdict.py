@@ -1,4 +1,4 @@
-"""Judge how a cell ran under its limit: it survives, it thrashes, or it is killed.
+"""Judge how a cell (measurement) ran under its limit: it survives, it thrashes, or it is killed.
 
 * **killed**: the cell did not end ok, and the kernel's counters say that the kernel killed a
   process of the cell for lack of memory, or the CUDA allocator refused an allocation.
@@ -12,18 +12,19 @@
   - The load read more than ``MOST_REREAD`` times a size again: the model's size, or the size of the
     files mapped by the imports if that is larger.
   - The cell read at least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) again,
-    after the kernel had evicted it (refaults). In addition, the cell timed out, or took ``SLOWDOWN``
-    times as long as a reference and at least ``LEAST_LOST_NS`` longer. The reference is the same load
-    without a limit, or if that load did not end ok, the cell of the same series under the highest
-    limit above. Without a reference, refaults do not count.
+    after the kernel had evicted it (refaults). In addition, the cell timed out, or took
+    ``SLOWDOWN`` times as long as a reference and at least ``LEAST_LOST_NS`` longer. The reference
+    is the same load without a limit, or if that load did not end ok, under the highest larger
+    limit. Without a reference, refaults do not count.
 
-  A cell that weighin killed with a proof that it thrashes (``weighin.records.thrashing``) thrashes.
+  A cell that weighin killed because it was proven to thrash (``weighin.records.thrashing``) also
+  thrashes.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
-A cell without a limit has no verdict, nor has a cell that failed for another reason than memory. Time,
-refaults and the peak cover the load until ready and the use of the model after the load; PSI covers
-only the load.
+A cell without a limit has no verdict. A cell that failed for another reason than memory has none
+either. Time, refaults and the peak cover the load until ready and the use of the model after the
+load; PSI covers only the load.
 """
 
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 LEAST_LOST_NS: Final = 500_000_000
-"""A cell that lost less time does not thrash: on a busy machine, short cells differ by that much."""
+"""A cell that lost less time does not thrash: on a busy machine, times vary by as much."""
 
 
 class Verdict(StrEnum):
@@ -83,7 +84,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell of a run by cell id; the run itself gives the reference times."""
+    """Return the verdict on each cell of a run by cell id; reference times come from this run."""
     cells = list(results)
     times: dict[str, dict[float, list[int]]] = {}
     for result in cells:

@@ -1,6 +1,6 @@
 """Tabulate the memory of a model's use, such as a training step, with a row for each strategy.
 
-Figures are (anonymous memory - anonymous memory after the imports) / the size of the model.
+A figure is (anonymous memory - anonymous memory after the imports) / the size of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _MISSING: Final = "-"
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table of uses; an empty list if every model was used by forward passes alone."""
+    """Return the table of uses; an empty list if the models ran nothing but forward passes."""
     if not any(result.cell.use for result in results):
         return []
     loads = [one for one in results if one.cell.operation == "load"]

@@ -33,7 +33,9 @@ def size(value: int | None) -> str:
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return a property of a measurement as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
+    """Return a setting of a measurement as text for a caption: "RAM limit 8 GiB", "cold page
+    cache".
+    """
     if name == "operation":
         return operations.KINDS[value].doing
     if name == "model":
@@ -50,7 +52,9 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def has_uses(rows: Sequence[Row]) -> bool:
-    """Return whether a model in the given rows was used in another way than by forward passes."""
+    """Return whether a model in the rows ran a use other than forward passes, such as a training
+    step.
+    """
     return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 
@@ -89,17 +93,21 @@ def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str
 
 
 def code(results: Sequence[Result]) -> str:
-    """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23"."""
+    """Return the days and weighin's commit: "measured 2026-11-23 with weighin commit d71778a29d"."""
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
-    return when_and_what([(result.environment, result.started_at) for result in measured])
+    made = [(result.environment, result.started_at) for result in measured]
+    return f"measured {when_and_what(made)}"
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the commits and days of ``made`` as text; each item is an environment and a start time."""
+    """Return days and commits as text; ``made`` has the environment and start time of each
+    measurement.
+    """
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
-    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
-    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}, {when}"
+    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
+    noun = "commit" if len(commits) == 1 else "commits"
+    return f"{when} with weighin {noun} {', '.join(commits)}"
 
 
 def _commit(environment: Mapping[str, Any]) -> str:
@@ -121,7 +129,8 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def ending(row: Mapping[str, Any]) -> str:
-    """Return the outcome of a row, followed by the phase in which it ended: "oom_killed in load"."""
+    """Return a row's outcome, followed by the phase in which the load ended: "oom_killed in load".
+    """
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])

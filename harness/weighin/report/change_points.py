@@ -1,9 +1,9 @@
 """Find change points: the indices at which the level of a sequence of figures changes.
 
-The package ruptures finds change points with PELT (Killick, Fearnhead and Eckley, 2012) and least
-squares. The penalty of a change point is the larger of two values: the BIC penalty for the noise of
-the figures, and the square of the change that ``weighin check`` tolerates. A change that ``weighin
-check`` tolerates is therefore no change point.
+The package ruptures finds change points with the algorithm PELT (Killick, Fearnhead and Eckley,
+2012) and least squares. The penalty for each change point is the larger of two values: the BIC
+penalty for the noise of the figures, and the square of the change that ``weighin check`` tolerates.
+Smaller changes are therefore no change points.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tabulate the processes of a command that used the memory, and the processes that were killed."""
+"""Tabulate which processes of a measured command used the memory, and which ones were killed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,9 @@ def listings(results: Sequence[Result]) -> Iterator[Found]:
 
 
 def processes(results: Sequence[Result]) -> Found | None:
-    """Return a table of the processes that ran when a command used most memory; None without one."""
+    """Return a table of the processes that ran when a command used most memory; None without
+    processes.
+    """
     chosen = _largest(results)
     rows, notes = [], [PROCESSES_NOTE]
     for title, result in chosen:
@@ -59,7 +61,9 @@ def processes(results: Sequence[Result]) -> Found | None:
 
 
 def kills(results: Sequence[Result]) -> Found | None:
-    """Return a table of the processes that the kernel killed for lack of memory; None without one."""
+    """Return a table of the processes that the kernel killed for lack of memory; None without
+    kills.
+    """
     chosen = _chosen(results)
     rows = [
         [title, *_kill_row(kill)]
@@ -92,7 +96,9 @@ def stacks_at_peak(result: Result) -> list[Stack]:
 
 
 def marks(results: Sequence[Result]) -> Found | None:
-    """Return a table of the marked lines of output, with the time of each line; None without one."""
+    """Return a table of the output lines that --mark selected, with their times; None without
+    lines.
+    """
     chosen = _largest(results)
     rows = []
     for title, result in chosen:
@@ -117,7 +123,7 @@ def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
 
 
 def _largest(results: Sequence[Result]) -> list[tuple[str, Result]]:
-    """Return for each command the measurement that used most memory, whatever its RAM limit was."""
+    """Return for each command the measurement that used most memory, under any RAM limit."""
     by_command = grouped(_chosen(results), lambda one: searched(one[1].cell).series)
     return [max(cells, key=lambda one: _need(one[1])) for cells in by_command.values()]
 
@@ -147,7 +153,7 @@ def _found(
     notes: Sequence[str],
     chosen: Sequence[tuple[str, Result]],
 ) -> Found | None:
-    """Return a table, without its first column if a single command was measured; None without rows."""
+    """Return a table; None without rows. For a single command, the first column is left out."""
     start = 0 if len(chosen) > 1 else 1
     fields = of_texts([row[start:] for row in rows])
     return Found(label, heads[start:], fields, names - start, notes=notes) if rows else None

@@ -1,8 +1,8 @@
 """Export a run for other programs: benchmark dashboards, Prometheus, and data frames.
 
-All exports name the repeats of one measurement (a series) as ``weighin check`` does. A figure is
-exported as the median, the lowest and the highest value of the repeats that ended ok. Repeats that
-did not end ok are only counted.
+A series is all repeats of one measurement; its name is the same as in ``weighin check``. A figure
+is exported as the median, the lowest and the highest value of the repeats that ended ok. The
+exports contain only the number of the other repeats.
 
 The parameter ``missing`` is the number of planned measurements (cells) without a record: 0 for a
 complete run, None for a run without a plan. Every export contains this number as ``missing_cells``,
@@ -101,7 +101,7 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
 
 
 def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
-    """Return a Parquet file with one row per measurement, whose columns are those of ``rows.cells``.
+    """Return a Parquet file with one row per measurement and the columns of ``rows.cells``.
 
     The figures are not rounded. The column ``missing_cells`` has the same number in every row.
 
@@ -169,7 +169,7 @@ def _families(results: Sequence[Result], missing: int | None) -> Iterator["Famil
 
 
 def _labels(cell: Cell) -> dict[str, str]:
-    """Return the labels by which Prometheus tells the measurements apart, with the same keys for all."""
+    """Return the labels that distinguish measurements in Prometheus; all have the same keys."""
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),
@@ -191,7 +191,7 @@ def _label_name(key: str) -> str:
 
 
 def _run(results: Sequence[Result]) -> list[Result]:
-    """Return the last record of each measurement, without the measurements that were skipped."""
+    """Return the last record of each measurement; leave out measurements that were skipped."""
     return [result for result in latest(results) if result.outcome is not Outcome.SKIPPED]
 
 

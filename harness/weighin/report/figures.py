@@ -1,4 +1,5 @@
-"""Define how each figure is read from the record of a measurement, and the column that shows it.
+"""Define how each figure is read from a measurement's record, and which table column shows the
+figure.
 
 Sizes are integers in bytes, and times are floats in seconds. A figure that was not measured is None.
 """
@@ -20,14 +21,14 @@ _DIGITS: Final = {_GIB: 3, "": 0}  # after the decimal point, by unit; two for o
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure of a measurement, and the column of numbers that shows it in tables.
+    """One figure of a measurement, and the column of tables that shows the figure.
 
     Attributes:
         key: the name of the figure in rows and in summary.csv.
         unit: the unit in tables. A figure whose unit is GiB is in bytes in rows and in summary.csv.
         heading: the heading of the column; an empty heading means that tables have no such column.
         accuracy: "exact" or "sampled", followed by the source of an exact figure.
-        at_least: the name of the column of rows that tells whether the figure is only a lower bound.
+        at_least: the name of the column that tells whether the figure is only a lower bound.
         is_usual: whether tables have the column even if the figure was never measured.
     """
 
@@ -66,8 +67,8 @@ def _above_import_per_model(result: Result) -> float | None:
 
 
 def _unreclaimable_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous and shared memory; None for a load that had no
-    shared memory at its maximum, because the figure would repeat that of the anonymous memory.
+    """Return the sampled maximum of anonymous and shared memory. For a load, return None if this is
+    the maximum of anonymous memory, which another column has.
     """
     peaks = result.peaks
     is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes

@@ -1,4 +1,4 @@
-"""Define a table that the terminal, report.md and report.html show in their own forms."""
+"""Define a table that the terminal, report.md and report.html show in different forms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Entry:
 
     Attributes:
         kind: a word that selects the colour of the field, such as the verdict "thrashes".
-        sign: the character before the text in report.html.
+        sign: a character before the text in report.html, which marks the kind.
         mark: the character before the text in report.md.
         tip: the text that report.html shows when the mouse is over the field.
     """
@@ -40,10 +40,11 @@ class Found:
     Attributes:
         label: the name of the table.
         heads: the headings of the columns. Only the terminal shows the line breaks of a heading.
-        caption: the properties that all measurements in the table share.
+        caption: the settings that all measurements in the table share.
         notes: sentences that explain the figures.
         reasons: a line for each verdict, with the figures that caused the verdict.
-        details: further reasons, which only report.md lists. In report.html, they are tips of fields.
+        details: further reasons, which only report.md lists. report.html shows them as tips of
+            fields.
     """
 
     label: str

@@ -17,7 +17,7 @@ from weighin.units import GIB, MIB, format_seconds
 _PER_MODEL: Final = "floor\nx model"
 _ABOVE_IMPORT: Final = "above\nimport\nx model"
 ENDS: Final = "\n(ends)"
-"""Added to the smallest RAM limit of a load that ends under it, but thrashes."""
+"""The mark after a RAM limit under which the load ends, but thrashes."""
 
 
 def has_data(results: Sequence[Result]) -> bool:
@@ -26,7 +26,7 @@ def has_data(results: Sequence[Result]) -> bool:
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table of RAM floors, with the reason of each verdict on a load below the table."""
+    """Return the table of RAM floors; lines below the table give the reason of each verdict."""
     searched = floors(results)
     columns = _columns(searched)
     rows = [[entry(floor) for entry in columns.values()] for floor in searched]
@@ -78,7 +78,9 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
 
 
 def _reasons(searched: Iterable[Floor]) -> list[str]:
-    """Return a line for each strategy without a floor, and a line with the reason of each verdict."""
+    """Return a line for each strategy whose floor was not found, and for the reason of each
+    verdict.
+    """
     lines = []
     for floor in searched:
         if floor.message:
@@ -109,7 +111,9 @@ def _notes(searched: Sequence[Floor]) -> list[str]:
 
 
 def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
-    """Return the columns of the table by heading; multiples of a model need a model."""
+    """Return the table's columns by heading. A command has no columns with multiples of a model's
+    size.
+    """
     kind = _kind(searched)
     columns: dict[str, Callable[[Floor], Entry]] = {
         kind.words["what"]: lambda one: Entry(label(one, searched)),
@@ -144,13 +148,13 @@ def _is_below_import(searched: Sequence[Floor]) -> bool:
 
 
 def _below(floor: Floor) -> str:
-    """Return the size of the last step of the search, and how the load ended one step below its floor."""
+    """Return the size of the search's last step, and how the load ended one step below."""
     how = floor.below.replace("out after ", "out\nafter\n")
     return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
-    """Return the name of the strategy, with the properties that tell apart floors of one strategy."""
+    """Return the strategy's name, with the settings that distinguish its floors."""
     cell, cells = floor.cell, [each.cell for each in searched]
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [label_among(cell, cells)]

@@ -1,4 +1,4 @@
-"""Compute a metric over all runs of a folder, and the runs at which the metric changed its level."""
+"""Compute a metric over all runs of a folder, and find the runs at which its level changed."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -58,9 +58,11 @@ class Step:
     """A lasting change of a metric that begins at the run with the number ``index``.
 
     Attributes:
-        was: the median of the metric over the runs before the change, back to an earlier change.
+        was: the median of the metric over the runs since the previous change, or since the first
+            run.
         now: the median of the metric over the runs from ``index`` to the next change.
-        moved: the settings, such as torch, that differ between the run ``index`` and the run before.
+        moved: the settings, such as the version of torch, that differ between run ``index`` and the
+            run before.
     """
 
     index: int
@@ -71,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SeriesHistory:
-    """One measurement in each of the runs that repeated it."""
+    """The history of one measurement: a point for each run that made this measurement."""
 
     series: str
     points: list[HistoryPoint]
@@ -94,8 +96,8 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
     Only measurements whose names contain all ``words`` are in the history. Runs in a folder called
-    "published" are left out unless ``folder`` lies in such a folder, because other people measured
-    them. Runs that were left out, and runs that cannot be read, cause warnings.
+    "published", which other people measured, are left out unless ``folder`` lies in such a folder.
+    Runs that are left out or cannot be read cause warnings.
 
     Raises:
         UnknownName: no metric has the name ``metric``.
@@ -238,7 +240,7 @@ def _line(name: str, points: list[HistoryPoint], metric: Metric) -> SeriesHistor
 
 
 def _changes(moments: Sequence[Moment]) -> list[str]:
-    """Return a line for each run whose machine or software differs from the run before it."""
+    """Return a line for each run whose machine or software differs from the previous run's."""
     return [
         f"machine or software changed since {after.name}: {'; '.join(map(str, moved))}"
         for before, after in pairwise(moments)
@@ -247,7 +249,7 @@ def _changes(moments: Sequence[Moment]) -> list[str]:
 
 
 def changed(before: Moment, after: Moment) -> list[Difference]:
-    """Return the settings of machine and software that both runs recorded with different values."""
+    """Return the settings of machine and software that have different values in the two runs."""
     return [
         difference
         for difference in differences(before.settings, after.settings, {})

@@ -56,7 +56,7 @@ def save(history: History, file: BinaryIO, kind: str) -> None:
 
 
 def _panels(lines: Sequence[SeriesHistory]) -> dict[str, list[SeriesHistory]]:
-    """Return the lines of each panel: lines of one panel differ only in strategy and format."""
+    """Group the lines into panels; the lines of one panel differ only in strategy and format."""
     panels: dict[str, list[SeriesHistory]] = {}
     for line in sorted(lines, key=lambda line: line.series):
         words = line.series.split(" ")

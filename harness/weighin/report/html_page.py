@@ -72,7 +72,7 @@ def _templates() -> "Environment":
 
 @cache
 def _part(name: str) -> "Markup":
-    """Return one of weighin's own template files, which jinja2 must not escape."""
+    """Return a template file of weighin, which jinja2 must not escape because it is trusted."""
     from markupsafe import Markup
 
     text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")

@@ -6,7 +6,9 @@ from weighin.text import markdown as escaped
 
 
 def plain(text: str) -> str:
-    """Return a text as one line of printable characters, because an error message may contain anything."""
+    """Return a text as one line of printable characters; an error message may contain any
+    character.
+    """
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

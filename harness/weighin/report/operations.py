@@ -96,7 +96,7 @@ OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
     "use_child_bytes",
 )  # fmt: skip
-"""Columns on the use of a model after its load; tables have them if a use was not only forward passes."""
+"""Columns on the use of a model after its load; left out if all uses were forward passes."""
 _OF_MODELS: Final = (
     "load_s", "ready_s", "ready_and_pass_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", "pss_bytes", "sum_of_peaks_bytes",
@@ -216,7 +216,7 @@ def first_of(rows: Sequence[Row]) -> Kind:
 
 
 def concerning(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return those of ``columns`` that are not always empty for the operations in these rows."""
+    """Return the ``columns`` that can have a value for at least one operation in these rows."""
     absent = frozenset.intersection(*(kind.lacks for kind in of(rows)))
     names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
     return [name for name in columns if name not in names]

@@ -1,4 +1,4 @@
-"""Tabulate the memory of loads by several ranks, and draw the memory over the number of ranks."""
+"""Tabulate and draw the memory of loads by several ranks (processes that load a model at once)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final

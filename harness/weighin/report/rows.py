@@ -65,7 +65,7 @@ def series(results: Iterable[Result]) -> list[Row]:
 
 
 def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """Return each different value of a column once, in the order of the rows; None is a value too."""
+    """Return the different values of a column, in the order of the rows; None counts as a value."""
     return list(dict.fromkeys(row[name] for row in rows))
 
 
@@ -80,7 +80,8 @@ def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], li
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the properties in which the rows differ, such as the model or the RAM limit.
+    """Return the names of the settings in which the rows differ, such as the model or the RAM
+    limit.
 
     The checkpoint format is not returned if each strategy was measured with only one format.
     """
@@ -96,7 +97,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
 def is_below_import(rows: Iterable[Row]) -> bool:
     """Return whether every loaded model is smaller than the memory of ``import torch``.
 
-    For so small a model, the memory above the import does not show how often the model was copied.
+    For such a small model, the memory above the import does not show how many copies a load made.
     """
     sizes = [
         (row["model_bytes"], row["baseline_rss_bytes"])

@@ -85,7 +85,9 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield a section for each of ranks, uses, passes, slow disks, floors and survival with data."""
+    """Yield the sections for which the run has data: ranks, uses, passes, slow disks, floors,
+    survival.
+    """
     tables_drawn: list[tuple[list[Found], Pictures]] = [
         (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
         (after_load.found(results), ()),
@@ -177,6 +179,8 @@ def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
 
 
 def _preformatted(text: str) -> str:
-    """Return a text without backticks and control characters, which would end a code block."""
+    """Return a text without backticks, which would end a code block, and without control
+    characters.
+    """
     lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
     return "\n".join(line.replace("`", "'") for line in lines)

@@ -72,7 +72,9 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
-    """Return a picture over the rate and over the latency, for each of which two or more were measured."""
+    """Return a picture of the times over the disk's rate, and one over the latency; leave out a
+    picture for which fewer than two rates or latencies were measured.
+    """
     disks = _disks(results)
     rates, latencies = ({disk[part] for disk in disks} - {None} for part in (0, 1))
     return [
@@ -90,7 +92,7 @@ def _field(row: _Row, disk: _Disk) -> str:
 
 
 def _draw(results: Sequence[Result], over: int) -> "Figure":
-    """Draw times over the rate (``over`` 0) or the latency (1), with a panel for each latency or rate."""
+    """Draw times over the rate with a panel per latency (``over`` 0), or the reverse (1)."""
     rows = _rows(results)
     others = sorted({disk[1 - over] for disk in _disks(results)}, key=lambda value: value or 0)
     scenes = list(dict.fromkeys(row.scene for row in rows))

@@ -112,8 +112,8 @@ def _rounded(svg: bytes) -> bytes:
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
     """Return a figure of the width ``WIDTH_IN`` in inches, and its axes as an array.
 
-    The new figure does not become a part of pyplot's global state. ``height_in`` is the height of
-    all panels in inches, to which ``dress`` adds room for the texts around the panels.
+    The figure is not part of pyplot's global state. ``height_in`` is the height of all panels in
+    inches; ``dress`` adds room for the texts around the panels.
     """
     from matplotlib.figure import Figure
 

@@ -40,7 +40,9 @@ def draw_survival(results: Sequence[Result]) -> "Figure":
 
 
 def draw_times(results: Sequence[Result]) -> "Figure":
-    """Return a figure of the time of each strategy over the RAM limit; a line ends at a kill."""
+    """Return a figure of each strategy's time over the RAM limit; a line ends at the limit of a
+    kill.
+    """
     drawn = matrices(results)[: look.MAX_PANELS]
     figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
     handles: dict[str, Any] = {}
@@ -82,7 +84,7 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
 
 
 def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
-    """Yield the column of the first RAM limit that is smaller than the model, with a text for the figure."""
+    """Yield the column of the largest RAM limit below the model's size, and a text for it."""
     size = matrix.model_bytes
     for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
         if size and right is not None and right < size <= (left or float("inf")):

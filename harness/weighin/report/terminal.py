@@ -70,7 +70,9 @@ class _Fitted:
 
 
 def _narrower(section: TextTable) -> Iterator[tuple[list[str], TextTable]]:
-    """Yield the table, then the table with ever fewer columns, each with the headings left out."""
+    """Yield the table, then with fewer and fewer columns, each time with the headings left out so
+    far.
+    """
     yield [], section
     headings = [heading for heading, _ in section.columns]
     left_out = [heading for heading in LEFT_OUT_FIRST if heading in headings]

@@ -122,7 +122,9 @@ def _gpu_line(axes: "Axes", track: data.Track) -> None:
 
 
 def _phases(axes: "Axes", track: data.Track, span: float) -> None:
-    """Shade every second phase; write names of long phases in the panel, and of short phases above it."""
+    """Shade every second phase; write names of long phases in the panel, other names above the
+    panel.
+    """
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -150,7 +152,9 @@ def _phases(axes: "Axes", track: data.Track, span: float) -> None:
 
 
 def _marks(axes: "Axes", track: data.Track, span: float) -> None:
-    """Draw a line at each marked line of a command's output, and write the text where it has room."""
+    """Draw a line at each marked line of a command's output; write the line's text if there is
+    room.
+    """
     written_s = -span
     for at_s, text in data.marks(track):
         if at_s > span:
@@ -236,7 +240,7 @@ def _caption(
 
 
 def _stacks(tracks: Sequence[data.Track]) -> list[str]:
-    """Return for each command the innermost Python frame at its memory peak, as a line of text."""
+    """Return the innermost Python frame at each command's memory peak, as a line of text."""
     lines = []
     for track in tracks:
         if stacks := stacks_at_peak(track.result):

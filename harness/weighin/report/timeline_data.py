@@ -64,7 +64,7 @@ def choose(run: Path, results: Sequence[Result], rows: Sequence[Row]) -> list[Tr
 
 
 def spans(track: Track) -> list[tuple[str, float, float]]:
-    """Return the name, start and end in seconds of each phase, also of a phase that was cut off."""
+    """Return the name, start and end in seconds of each phase, also of one that a kill cut off."""
     ended = [
         (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
         for p in track.result.phases
@@ -78,7 +78,7 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
 def cut_at(track: Track) -> tuple[float, float]:
     """Return the time in seconds and the memory in GiB at which a measurement was cut off.
 
-    A command that the kernel killed was cut off at its memory peak, because the last samples of its
+    For a command that the kernel killed, return its memory peak, because the last samples of its
     cgroup come after the kill.
     """
     if not track.samples:
@@ -102,14 +102,18 @@ def phase_peak(result: Result, phase: Phase) -> int | None:
 
 
 def longest(tracks: Sequence[Track]) -> float:
-    """Return the length of the shared time axis in seconds; a timeout can at most double this length."""
+    """Return the length of the shared time axis in seconds; stopped loads at most double this
+    length.
+    """
     ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
     return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 
 
 def highest(tracks: Sequence[Track]) -> float:
-    """Return the top of the shared memory axis in GiB: the highest memory, or a limit not far above it."""
+    """Return the top of the shared memory axis in GiB: the highest memory, or a limit up to twice
+    as high.
+    """
     sampled = [sample.rss_bytes for track in tracks for sample in track.samples]
     peaks = [
         phase_peak(track.result, phase) or 0 for track in tracks for phase in track.result.phases

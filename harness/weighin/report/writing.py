@@ -49,9 +49,9 @@ def write_report(
 ) -> list[Path]:
     """Write the report of a run into the run's folder, and return the paths of the written files.
 
-    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. Callers that have read the
-    records of the run pass them as ``records``. If a part of records.jsonl is damaged, the report
-    contains the undamaged records.
+    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. ``records`` are the
+    run's records, if the caller has already read them. If a part of records.jsonl is damaged, the
+    report contains the undamaged records.
 
     Raises:
         RecordError: the run's records cannot be read, or the run's folder cannot be written.

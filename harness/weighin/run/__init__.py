@@ -1,1 +1,1 @@
-"""Run a plan: its cells in order, each in a supervised worker."""
+"""Run a plan: take its measurements (cells) in order, each in a supervised process (worker)."""

@@ -33,8 +33,9 @@ class Setting:
     Attributes:
         run: the run's folder.
         environment: the machine and the versions, for each record.
-        steady: whether free memory is written before each load (``page_preconditioning``).
-        stall_from_bytes: a slow disk never answers a read behind this offset; None for no such offset.
+        steady: whether weighin writes to free memory before each load (``page_preconditioning``).
+        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
+            disk answers all reads.
     """
 
     isolation: Isolation
@@ -52,7 +53,7 @@ def measure(
     model_bytes: int | None,
     reference: Reference | None = None,
 ) -> Result:
-    """Measure one cell without recording its result, and write its samples to ``setting.run``."""
+    """Measure one cell, and write its samples, but not its record, to ``setting.run``."""
     measured = take(setting, job, files, model_bytes, reference)
     measured.finish(setting.run)
     return measured.result
@@ -70,7 +71,7 @@ def take(
     ``files`` are the checkpoint's files, as paths of this process. ``take`` drops the checkpoint's
     files from the page cache before it starts the worker. The worker of a warm cell reads the files
     again, so that the kernel charges their pages to the cell's own cgroup. ``reference`` has the
-    figures of the same cell without a limit, and a cell that thrashes in comparison is killed.
+    figures of the same cell without a limit. A cell that thrashes in comparison is killed.
     """
     # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
     sources_hash = (
@@ -148,7 +149,7 @@ def take(
 
 
 def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:
-    """Return a record's entries about the checkpoint's file system, disk and read-ahead.
+    """Return a record's facts about the checkpoint's file system, disk and read-ahead.
 
     ``read_at`` is the path at which a worker on this machine reads the checkpoint.
     """

@@ -27,7 +27,7 @@ class Facts:
     """The kernel's figures of a command that has ended; None if a figure was not measured.
 
     Attributes:
-        in_time: whether the command ended, or was ready, before its time-out.
+        in_time: whether the command ended, or a server was ready, before the time-out.
         kills: the kills in the kernel's log; None if this user may not read the log.
         limits: the limits of the cgroups around the command, the smallest first.
         ready: whether a server was ready before it was stopped; None for other commands.
@@ -93,7 +93,7 @@ def _killed(facts: Facts) -> str:
 
 
 def _limit(facts: Facts) -> str:
-    """Return the limit that was met, from the kernel's log or else from the command's peak."""
+    """Return, as words, which limit was met, by the kernel's log or else by the command's peak."""
     own = facts.cell.ram_limit_bytes
     of = {kill.limit_of for kill in facts.kills or ()} - {kernel_log.UNKNOWN}
     if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
@@ -115,7 +115,7 @@ def _limit(facts: Facts) -> str:
 def with_limits(
     kills: Sequence[Kill], own_bytes: int | None, around: Sequence[tuple[int, Path]]
 ) -> tuple[Kill, ...]:
-    """Add the sizes of the limits to kills: the command's own limit, or a limit ``around`` it."""
+    """Return the kills with the sizes of the limits: the command's own, or a limit ``around`` it."""
     return tuple(
         replace(kill, limit_bytes=_size(kill.limit_of, own_bytes, around)) for kill in kills
     )
@@ -167,9 +167,7 @@ def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process, at most 120 characters; if the process has ended,
-    return its pid.
-    """
+    """Return at most 120 characters of a process's command line; its pid if it has ended."""
     try:
         text = command_of(pid)
     except OSError:

@@ -41,9 +41,9 @@ _SIZE: Final = "HHHH"  # rows, columns and two unused numbers
 class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
-    A line that matches ``marks`` or ``ready`` becomes a mark with the time of its last character.
-    ``at_ready`` is called once, in a thread, when a line or a prompt matches ``ready``. Without a
-    pattern, the command writes to the targets directly.
+    A line that matches ``marks`` or ``ready`` is recorded as a ``Mark``, with the time of its last
+    character. ``at_ready`` is called in a thread, at the first line or prompt that matches
+    ``ready``. Without any pattern, the command writes to the targets directly.
     """
 
     def __init__(
@@ -86,9 +86,7 @@ class Relay:
         return self._channels[-1].command_end
 
     def start(self) -> None:
-        """Start the threads that pass the command's output on; call ``start`` after the start of
-        the command.
-        """
+        """Start to pass the output on, in threads; call ``start`` after the command has started."""
         self._threads = [
             threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
             for channel in self._channels
@@ -100,9 +98,7 @@ class Relay:
             thread.start()
 
     def finish(self) -> None:
-        """Pass on the rest of the command's output; call ``finish`` after the end of all processes
-        of the command.
-        """
+        """Pass on the rest of the output; call ``finish`` after all processes of the command ended."""
         self._ends.set()
         for thread in self._threads:
             thread.join()  # waits until the reader of a target has read the rest
@@ -166,9 +162,7 @@ class _Channel:
         self.resize()
 
     def resize(self) -> bool:
-        """Give the pseudo-terminal the size of the real terminal; return whether the size has
-        changed.
-        """
+        """Give the pseudo-terminal the real terminal's size; return whether it has changed."""
         if not self.is_terminal or self.source not in self._open:
             return False
         with contextlib.suppress(OSError):
@@ -201,7 +195,9 @@ class _Channel:
 
 @contextlib.contextmanager
 def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
-    """Yield the relay for a cell's command; a search hides the output of commands with a limit."""
+    """Yield the relay for a cell's command; in a search for the smallest limit, hide the output of
+    commands with a limit.
+    """
     with Path(os.devnull).open("r+b", buffering=0) as nothing:
         is_hidden = how.in_search and cell.ram_limit_bytes is not None
         targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD

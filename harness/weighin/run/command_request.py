@@ -57,7 +57,8 @@ class CommandRequest:
 
 
 def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run of commands, write its plan, and return the run with a note on the isolation.
+    """Plan a new run of commands, write its plan, and return the run and a note on the chosen
+    isolation.
 
     The requests may differ only in ``command``, ``label``, ``environment``, ``how.cold`` and
     ``how.marks``.
@@ -171,7 +172,7 @@ def restore(folder: Path, cells: Sequence[Cell], settings: RunSettings, *, trust
 
 
 def foreign(cells: Sequence[Cell], how: CommandSettings) -> list[str]:
-    """Return a line for each command of a plan, and for each path that a container mounts."""
+    """Return one line for each command of a plan, and for each path that a container mounts."""
     place = f"{how.folder}, image {how.image}" if how.image else how.folder
     lines = [f"command {join(cell.command)} in {place}" for cell in cells]
     return list(dict.fromkeys([*lines, *(f"mount {path}" for path in how.mounts)]))
@@ -221,7 +222,9 @@ def _check_program(request: CommandRequest, machines: Machines) -> None:
 
 
 def _choose(request: CommandRequest, machines: Machines, *, limited: bool) -> tuple[Isolation, str]:
-    """Choose the isolation: a container only if named, because it lacks this machine's programs."""
+    """Choose the isolation; choose a container only if the user named it, because a container lacks
+    this machine's programs.
+    """
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
     return machines.choose(
         name,

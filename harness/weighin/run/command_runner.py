@@ -189,9 +189,7 @@ class _Signals:
 
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
-    """Pass SIGTERM and SIGHUP on to the command; pass SIGINT on if the command's terminal does not
-    send it.
-    """
+    """Pass SIGTERM and SIGHUP on to the command, and SIGINT if its terminal does not send it."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

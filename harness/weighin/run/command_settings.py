@@ -19,12 +19,12 @@ class CommandSettings:
         stacks: whether py-spy reads the stacks of Python processes when the command uses most memory.
         ready: a regular expression; a server is ready when a line of its output matches.
         ready_url: a URL; a server is ready when it answers there with an HTTP status below 500.
-        grace_s: the time from SIGTERM to SIGKILL for a command that is stopped, in seconds.
+        grace_s: the seconds from SIGTERM to SIGKILL for a command that weighin stops.
         in_search: whether the run searches for the smallest limit. The commands of a search get an
             empty standard input, and weighin hides the output of commands with a limit.
         image: the Docker image of a container; empty for weighin's image.
         mounts: the paths that a container mounts read-only, beside the working folder.
-        own: ``cold`` and ``marks`` by the label of a command, which replace the shared settings.
+        own: for some commands, by label, ``cold`` and ``marks`` to use in place of the shared ones.
     """
 
     folder: str

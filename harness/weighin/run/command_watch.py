@@ -68,7 +68,7 @@ class CommandWatch:
         self._ended: tuple[str, ...] = ()
 
     def cell_with_phases(self) -> Cell:
-        """Return the cell with the variable that names the socket for reports of phases."""
+        """Return the cell with a variable that tells the command where to report phases."""
         environment = self._cell.environment | self._listener.environment
         return replace(self._cell, environment=environment)
 
@@ -77,9 +77,7 @@ class CommandWatch:
         self._listener.close()
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
-        """Begin the measurement of a command that has just started; ``guard`` can prove that the
-        command thrashes.
-        """
+        """Begin to measure a command that has just started; ``guard`` can prove that it thrashes."""
         self._running, self._guard = running, guard
         self._cgroup = (
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
@@ -98,8 +96,8 @@ class CommandWatch:
         self.readiness.begin()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait, and return True when the command ended or was ready; return False after the
-        time-out, or if the command thrashes.
+        """Wait, and return True when the command has ended or is ready (a server); return False
+        after the time-out, or if the command thrashes.
         """
         is_over = self._thrashes if self._guard else None
         oom_kills = lambda: self._sampler.oom_kills  # noqa: E731
@@ -122,7 +120,7 @@ class CommandWatch:
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
 
     def end(self, *, in_time: bool) -> None:
-        """Read the last figures, end all processes of the command, and reap the first one."""
+        """Read the last figures, end all processes of the command, and reap its first process."""
         running = self._running
         self._in_time = in_time
         if self.readiness.ready_ns is not None:
@@ -229,9 +227,7 @@ class CommandWatch:
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
-        """Return a process with the highest RSS of all readings, because each phase resets the
-        kernel's VmHWM.
-        """
+        """Return the process with its highest RSS of all readings, because each phase resets VmHWM."""
         highest = self._listener.highest_rss_bytes.get(process.pid)
         seen = largest((highest, process.highest_rss_bytes))
         return replace(process, highest_rss_bytes=seen)

@@ -1,4 +1,4 @@
-"""Test a slow disk: read a file with O_DIRECT in the cells' isolation, and compare the speed."""
+"""Test whether a disk that weighin slows down has the wanted speed, by a read with O_DIRECT."""
 
 import json
 import math
@@ -66,7 +66,8 @@ class Proof:
 
 
 def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
-    """Test once, for each slow disk that the jobs name, whether this machine can provide it.
+    """Test for each slow disk that the jobs name whether this machine can provide a disk of that
+    speed.
 
     Raises:
         IsolationUnavailable: a disk has not the rate or the latency that its cell asks for.
@@ -84,9 +85,7 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
 
 
 def job_of(isolation: Isolation, model: ModelSpec, pace: Pace) -> Job:
-    """Return a job that reads a model's pt checkpoint from a disk of the rate and the latency to
-    test.
-    """
+    """Return a job that reads a model's pt checkpoint from a disk with the pace to test."""
     checkpoint = cache.ensure(model, "pt")
     cell = Cell(
         model,

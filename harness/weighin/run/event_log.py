@@ -46,7 +46,7 @@ class EventLog:
         return self.ready_at_ns is not None
 
     def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Add any event but ``baseline``, ``phase`` and ``ended``; ``weighin.protocol`` lists all."""
+        """Add any event except ``baseline``, ``phase`` and ``ended``; see ``weighin.protocol``."""
         if kind == "begin":
             self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
@@ -74,7 +74,7 @@ class EventLog:
             self.done = kind == "done"
 
     def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
-        """Add the event ``baseline``; all phases after the baseline belong to the load."""
+        """Add the event ``baseline``, the memory before the load; later phases belong to the load."""
         self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
@@ -92,13 +92,11 @@ class EventLog:
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     def load_phases(self) -> list[Phase]:
-        """Return the phases from the baseline to ``ready``, or to the last phase that ended."""
+        """Return the load's phases, up to the reading of every byte or the last phase that ended."""
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases up to the event ``loaded``; later phases compute checksums, which
-        allocate GPU memory.
-        """
+        """Return the phases before the checksums, which themselves allocate GPU memory."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
@@ -137,8 +135,8 @@ class EventLog:
 
         The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
         shows a kill for lack of memory; a high peak is no proof. The kill of a child process makes
-        the outcome oom_killed only if the worker failed after this kill. ``machine_oom_kills``
-        decides for a worker without a cgroup.
+        the outcome ``oom_killed`` only if the worker failed after this kill. For a worker without a
+        cgroup, the OOM kills of the whole machine (``machine_oom_kills``) decide.
         """
         if self.done:
             return Outcome.OK, ""

@@ -1,4 +1,4 @@
-"""Check the fields of a worker's events, because a strategy can write to the events' descriptor."""
+"""Check the fields of a worker's events, because a strategy could write wrong events."""
 
 from typing import Any, Final
 
@@ -67,7 +67,7 @@ def checked(event: dict[str, Any], ranks: int = 1) -> dict[str, Any] | None:
 
 
 def _covers(known: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Tell whether ``known`` has every key of ``given``, at every depth."""
+    """Tell whether ``known`` has every key of ``given``, also in nested dicts."""
     return all(
         key in known
         and (

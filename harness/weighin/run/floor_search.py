@@ -30,7 +30,7 @@ from weighin.units import format_bytes, format_duration
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the smallest RAM limits under which the planned cells work: their floors.
+    """A search for floors: the smallest RAM limits under which the planned cells work.
 
     The search ends when the step between two limits is at most ``within`` times the floor.
     """
@@ -59,7 +59,7 @@ class Search:
         return None
 
     def _left(self, results: Sequence[Result], highest: int) -> str:
-        """Return in words how long the whole search still takes; empty at its end."""
+        """Return, in words, the time that the rest of the search takes; empty at its end."""
         cells = [planned.cell for planned in self.run.planned if not planned.skip]
         left_ns = remaining_ns(cells, results, self.within, highest, self.run.settings.aim)
         return f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
@@ -81,7 +81,7 @@ class Search:
 
 
 def start(request: Request | CommandRequest) -> tuple[Search, str]:
-    """Plan a new search, and return the search with a note on the isolation.
+    """Plan a new search, and return the search and a note on the chosen isolation.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
@@ -105,7 +105,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 
     Raises:
         RecordError: the folder is not a run, or is a run of ``weighin bench``.
-        ConfigError: a strategy of the plan is missing, or the plan names foreign code and
+        ConfigError: a strategy of the plan is missing, or the plan names code from elsewhere and
             ``trusted`` is False.
     """
     run = bench.restore(folder, trusted=trusted)
@@ -118,7 +118,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 
 
 def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
-    """Return the bounds of a floor that the results prove so far, as one line."""
+    """Return one line with the limits between which the floor lies by the results so far."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
         return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"

@@ -85,7 +85,7 @@ def check(device: str, limits: Sequence[int | None]) -> None:
 
 
 def main() -> None:
-    """Send the devices that torch finds to the parent process, which called ``look``."""
+    """Send the devices that torch finds to the process that called ``look``."""
     end_with_parent()
     parent = Parent()
     import torch

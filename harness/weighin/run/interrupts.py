@@ -1,6 +1,6 @@
-"""Turn Ctrl-C, SIGTERM and SIGHUP into one exception, which a run raises only between its steps.
+"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception that is raised only between the steps of a run.
 
-weighin.run.interrupts keeps global state, because a process has one handler for each signal.
+This module keeps global state, because a process has one handler for each signal.
 """
 
 import signal
@@ -14,10 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal stopped a verb of weighin outside of a run.
+    """A signal stopped a command of weighin that is no run.
 
-    Python ends by SIGINT after a KeyboardInterrupt inside ``exec``, which dataclasses call, even if
-    the exception is caught. Only a subclass of KeyboardInterrupt avoids that.
+    If a KeyboardInterrupt is raised inside ``exec``, which dataclasses call, Python ends by SIGINT
+    even though the exception was caught. A subclass of KeyboardInterrupt does not have this effect.
     """
 
 
@@ -67,9 +67,7 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """If a signal arrives in the ``with`` block, raise its exception at once, even inside a block
-    of ``put_off``.
-    """
+    """In the ``with`` block, raise a signal's exception immediately, even inside ``put_off``."""
     before, _state.put_off = _state.put_off, False
     try:
         check()
@@ -84,9 +82,7 @@ def ignore() -> None:
 
 
 def check() -> None:
-    """Raise the exception of a signal that has arrived, even if other code has already caught this
-    exception once.
-    """
+    """Raise the exception of a signal that has arrived, even if other code has already caught it."""
     if _state.wanted:
         _stop()
 

@@ -36,10 +36,11 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class LoadBench:
-    """The checkpoints and the setting that all loads and saves of a run share.
+    """The checkpoints and settings that all loads and saves of a run share.
 
-    ``prepared`` and ``refused`` have the checkpoints, and the reasons why one cannot be written, by
-    ``_checkpoint_key``. ``model_faults`` caches the results of ``model_fault.failure``.
+    The keys of ``prepared`` and ``refused`` are results of ``_checkpoint_key``. The values are
+    checkpoints, or the reasons why a checkpoint cannot be written. ``model_faults`` caches the
+    results of ``model_fault.failure``.
     """
 
     task: Run
@@ -111,7 +112,7 @@ class LoadBench:
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
-        """Change a failed result to ok if the forward pass fails after a reference load, too."""
+        """Change a failed result to ok if the forward pass also fails after a load by plain torch."""
         if not model_fault.is_right_load(result):
             return result
         cell = result.cell
@@ -200,7 +201,7 @@ def _ensure(
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the cell's model; for a load that keeps quantised weights, the quantised model."""
+    """Return the cell's model, or the quantised model if the load keeps the weights quantised."""
     model = planned.cell.model
     if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
         return model
@@ -226,7 +227,7 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
 
 
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path of a user's builder; empty for a builder of weighin.
+    """Return the import path of a cell's builder.
 
     For a builder of weighin, the import path is empty, so that no module of a user can hide a
     module of weighin.
@@ -235,7 +236,7 @@ def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit until it has imported torch, and return its memory then.
+    """Run a worker without a limit, and return its memory just after it has imported torch.
 
     The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
     not charged for them. A worker that cannot run stops the run before its first record.
@@ -272,7 +273,7 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Raise ConfigError if a limit is below ``baseline``: the memory after ``import torch``."""
+    """Raise ConfigError if a limit is below ``baseline``, the memory after ``import torch``."""
     for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
         # File-backed memory does not count, because the kernel can evict it.
         need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks

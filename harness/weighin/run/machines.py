@@ -1,6 +1,6 @@
-"""Check before a run is planned that its machines have the RAM, the GPU and the isolation.
+"""Check, before a run is planned, that its machines have enough RAM, the GPU and the isolation.
 
-An engine that measures on other machines passes a subclass of ``Machines`` to ``request.start``.
+If other machines measure, as with Ray, a subclass of ``Machines`` is passed to ``request.start``.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Hold the result and the samples of a cell until they are written to the run's folder."""
+"""Hold a cell's (measurement's) result and samples until they are written to the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Join the runs of several shards into one run (``weighin merge``)."""
+"""Join runs that each measured a part (shard) of one plan into one run (``weighin merge``)."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ _OF_A_PART: Final = ("shard", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The run that ``weighin merge`` wrote, and what it lacks.
+    """The run that ``weighin merge`` wrote, and the cells that the run lacks.
 
     ``missing`` has the cells of the plan that no run has measured; the command ``again`` measures them.
     """
@@ -142,7 +142,7 @@ def _missing_shards(parts: Sequence[_Part]) -> tuple[Shard, ...]:
 
 
 def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None:
-    """Write the new run to a hidden folder, and rename the folder to ``out`` when it is complete."""
+    """Write the new run to a hidden folder, and rename the complete folder to ``out``."""
     unfinished = out.with_name(f".{out.name}.merging")
     folders = {
         coverage.identity(result.cell): part.folder for part in parts for result in part.results

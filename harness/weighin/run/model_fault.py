@@ -20,12 +20,11 @@ def is_right_load(result: Result) -> bool:
 
 
 def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
-    """Load the model once by plain torch code, and return the error of the model's forward pass
-    after this load.
+    """Load the model by plain torch code, and return the error of the model's forward pass after
+    this load.
 
-    The result of ``failure`` is empty if the forward pass works. The result of ``failure`` is None
-    if the load fails, is too slow, or is killed by SIGKILL, because the forward pass was then not
-    tested.
+    ``failure`` returns an empty text if the forward pass works. ``failure`` returns None if the
+    load fails, is too slow, or is killed by SIGKILL, because the forward pass was then not tested.
     """
     question = {"checkpoint": str(checkpoint), "selection": asdict(selection)}
     try:

@@ -13,7 +13,7 @@ _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
 
 
 class Pattern:
-    """A regular expression, with a quick test for texts of many lines."""
+    """A regular expression, with a quick test whether any line of a long text can match."""
 
     def __init__(self, option: str, text: str) -> None:
         """Raise ConfigError, which names ``option``, if ``text`` is not a regular expression."""
@@ -28,7 +28,7 @@ class Pattern:
         self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
 
     def may_be_in(self, lines: str) -> bool:
-        """Return False if no line of a text matches; a single search is quicker than one per line."""
+        """Return False if no line of a text matches; one search is quicker than one for each line."""
         return self._sees_line_ends or self._anywhere(lines) is not None
 
 
@@ -45,7 +45,7 @@ class Ended:
 
 
 class Lines:
-    """Splits output into lines; a carriage return, as of a progress bar, ends a line as well."""
+    """Splits output into lines; a carriage return, as of a progress bar, also ends a line."""
 
     def __init__(self) -> None:
         self._begun = b""

@@ -1,10 +1,10 @@
-"""Touch memory before a load and free it as the load begins, so that load times vary less.
+"""Write to free memory before a load, and free it as the load begins, so that load times vary less.
 
-Some virtual machines report free pages to their host (free page reporting, balloons), 2 s after a
-page became free. The host must provide a reported page again, so that its allocation takes three
-times as long. weighin therefore holds memory until no report is due, and frees the memory as the
-load begins: the load gets unreported pages for 2 s. The held memory changes no memory figure of the
-load.
+Some virtual machines report a free page to their host after 2 s (free page reporting, balloons).
+The host must provide a reported page again, so that its allocation takes three times as long.
+weighin therefore holds memory until no report is due, and frees the memory as the load begins. For
+2 s, the load then gets pages that were not reported. The held memory changes no memory figure of
+the load.
 """
 
 import ctypes

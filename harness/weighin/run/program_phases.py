@@ -34,8 +34,8 @@ class PhaseListener:
 
     Attributes:
         folder: the folder of the socket, which a container must mount at the same path.
-        peak_bytes: the cgroup's highest charge of all readings, because on cgroup v1 each phase
-            resets the kernel's mark for all readers. Complete after ``close``.
+        peak_bytes: the cgroup's highest peak of all readings, because on cgroup v1 each phase
+            resets the kernel's peak for all readers. Complete after ``close``.
         warnings: the phases' figures that are missing or not exact. Complete after ``close``.
     """
 
@@ -67,22 +67,20 @@ class PhaseListener:
 
     @property
     def last_phase(self) -> str | None:
-        """The phase in which the command's main process ended; None if the process ended outside
-        its phases.
-        """
+        """The phase in which the command's main process ended; None if it ended outside all phases."""
         main = next(iter(self._tracks.values()), None)
         return main.died_in if main else None
 
     def watch(self, cgroup: MemoryCgroup | None) -> None:
-        """Start the thread that answers the command's processes; ``cgroup`` is the command's own."""
+        """Start the thread that answers the command's processes, which are in ``cgroup``."""
         if cgroup:
             self._group = PeakMark(cgroup)
         self._thread = threading.Thread(target=self._listen, name="weighin phases", daemon=True)
         self._thread.start()
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-        """Stop listening; return the phases of the command's main process, and the phases of each
-        further process.
+        """Stop listening; return the phases of the command's main process, and those of each other
+        process.
 
         Phases are sorted by their begin. A phase that has not ended ends now, or at the last reading
         of a process that has ended. Call ``close`` before the cgroup is removed.

@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The figures of a process at one instant; VmHWM, the peak RSS, is since the last reset."""
+    """The figures of a process at one instant; VmHWM is the peak RSS since the last reset."""
 
     t_ns: int
     memory: Memory
@@ -39,7 +39,7 @@ class _Open:
 
 
 class ProcessTrack:
-    """Measures the phases of one process, which waits while a message of it is answered.
+    """Measures the phases of one process, which waits for the answer to each of its messages.
 
     Only the command's main process has a ``group``, so that only the phases of the main process
     have peaks of the cgroup.
@@ -147,7 +147,7 @@ class ProcessTrack:
         return self._last
 
     def _end_all(self) -> None:
-        """End all open phases at the last reading; ``died_in`` names the innermost one."""
+        """End all open phases at the last reading; ``died_in`` is then the innermost phase's name."""
         self.died_in = list(self._open.values())[-1].name
         while self._open:
             _, phase = self._open.popitem()
@@ -171,7 +171,7 @@ class ProcessTrack:
         self._keep(added)
 
     def _keep(self, phase: Phase) -> None:
-        """Add a phase; after 1000 phases, only replace a phase of the same name and a lower peak."""
+        """Add a phase; from 1000 phases on, only replace a phase of the same name and a lower peak."""
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
         if len(self._phases) < _MOST_PHASES:

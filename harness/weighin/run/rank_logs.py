@@ -1,4 +1,6 @@
-"""Combine the event logs and samples of a cell's ranks; a cell without ranks has one event log."""
+"""Combine the event logs and samples of the ranks: the processes that load one model together. A
+cell without ranks has one event log.
+"""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,9 @@ from weighin.run.event_log import EventLog
 
 
 def slowest(logs: Sequence[EventLog]) -> EventLog:
-    """Return the event log of a rank that is not ready, else of the rank that was ready last."""
+    """Return the event log of a rank that did not become ready (did not read every byte), else of
+    the last rank to become ready.
+    """
     return max(logs, key=lambda log: float("inf") if (ns := log.ready_ns()) is None else ns)
 
 
@@ -21,7 +25,9 @@ def longest_load_ns(logs: Sequence[EventLog]) -> int | None:
 
 
 def longest_ready_ns(logs: Sequence[EventLog]) -> int | None:
-    """Return the longest time until a rank was ready, in nanoseconds; None if a rank was not."""
+    """Return the time until the last rank had read every byte (was ready), in nanoseconds; None if
+    a rank did not become ready.
+    """
     return slowest(logs).ready_ns()
 
 
@@ -60,14 +66,14 @@ def ranks(logs: Sequence[EventLog], ends: Mapping[int, Exit]) -> tuple[Rank, ...
 
 
 def where(logs: Sequence[EventLog]) -> str:
-    """Return the position of each rank: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
+    """Return each rank's position in words: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
     if len(logs) == 1:
         return logs[0].where()
     return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(logs))
 
 
 def culprit(logs: Sequence[EventLog], ends: Mapping[int, Exit], oom_kills: int | None) -> int:
-    """Return the number of the rank that decides the outcome of a cell that did not end ok.
+    """Return the number of the rank that decides the outcome of a cell that failed.
 
     The choice is the first rank that the kernel killed for lack of memory, else the first rank that
     failed, else the rank with the fewest ended phases.
@@ -117,8 +123,8 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
     """Return one sample of all ranks for each sample of the cell's cgroup.
 
     Samples before the first sample of any rank are left out. Anonymous memory is the sum over the
-    ranks. File-backed and shared memory are the cgroup's, which counts each page once; without a
-    cgroup, they are those of the rank with the most.
+    ranks. File-backed and shared memory are those of the cgroup, which counts a shared page only
+    once. Without a cgroup, they are those of the rank with the most memory of this kind.
     """
     merged = []
     places = [0] * len(of_ranks)

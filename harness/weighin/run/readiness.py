@@ -1,4 +1,4 @@
-"""Wait until a server is ready, which ends its measurement, and then stop the server."""
+"""Wait until a server is ready; its measurement ends then, and weighin stops the server."""
 
 import contextlib
 import signal
@@ -41,8 +41,8 @@ def check(how: CommandSettings) -> None:
 class Readiness:
     """Waits until one command is ready.
 
-    Any thread may call ``now`` when the command is ready. When the server is ready, the object
-    calls ``at_ready`` once, which reads the command's figures.
+    Any thread may call ``now`` when the command is ready. When the server is ready, ``at_ready`` is
+    called a single time, to read the command's figures.
     """
 
     def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:
@@ -82,9 +82,9 @@ class Readiness:
     ) -> bool:
         """Return whether the command was ready or ended within ``timeout_s``.
 
-        The wait also ends when ``is_over`` returns True. A server gets one more second after the
-        kernel has killed one of its processes: a server may restart a process again and again, and
-        the outcome is already certain.
+        The wait also ends when ``is_over`` returns True. When the kernel has killed a process of a
+        server, the wait ends after one more second: the outcome is certain, and a server may
+        restart a process again and again.
         """
         if not self.is_expected and not is_over:
             return running.wait(timeout_s)

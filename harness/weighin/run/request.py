@@ -29,13 +29,14 @@ from weighin.uses import TO_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A suite, and the command-line options that are not part of a suite.
+    """A suite (the settings in a YAML file), and the command-line options that are not part of a
+    suite.
 
     Attributes:
         settings: the settings from the options; ``start`` adds those of the suite and the models.
         kwargs: the arguments of the model's builder.
         folder: the folder of the new run; None for ``results/TIME-MODELS-LIMITS``.
-        choice: the weights and the class to load from a Hugging Face folder.
+        choice: which weights and which class to load from a Hugging Face folder.
     """
 
     suite: Suite
@@ -46,7 +47,8 @@ class Request:
 
 
 def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
+    """Plan a new run, write its plan, and return the run, and notes on the models and the
+    isolation.
 
     ``machines`` is the machine or machines that will measure.
 
@@ -76,7 +78,7 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
         suite.isolation,
         limited=limited,
         base_image=settings.base_image,
-        packages=_installed([info for info, _ in strategies], models),
+        packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),
     )
     note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
@@ -125,7 +127,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
     Raises:
         RecordError: the folder is not a run, or is a search for floors.
-        ConfigError: a strategy of the plan is missing, or the plan names foreign code and
+        ConfigError: a strategy of the plan is missing, or the plan names code from elsewhere and
             ``trusted`` is False.
     """
     run = restore(folder, trusted=trusted)
@@ -168,24 +170,29 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     isolation = select.named(
         found.cells[0].isolation,
         settings.base_image,
-        _installed(infos.values(), [each.cell.model for each in cells]),
+        _installed(
+            infos.values(),
+            [each.cell.model for each in cells],
+            {each.cell.format for each in cells},
+        ),
     )
     return Run(folder, cells, isolation, settings)
 
 
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the sorted installed packages that these strategies and models need."""
+    """Return the sorted installed packages that these strategies, models and formats of checkpoints need."""
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
     found = [quantised.of_model(model) for model in models]
     needed += [name for one in found if one for name in one.packages]
+    needed += [name for fmt in checkpoints for name in packages.OF_FORMAT.get(fmt, ())]
     return tuple(sorted(packages.versions(needed)))
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy's --key or --strip-prefix differ from the run's."""
+    """Raise ConfigError if a strategy has another --key or --strip-prefix than the run."""
     for each in planned:
         if each.skip or not each.selection:
             continue

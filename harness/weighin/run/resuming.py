@@ -10,9 +10,7 @@ from weighin.run.task import Run
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """If an error stops the run in the ``with`` block, add to the error the command that resumes
-    ``task``.
-    """
+    """If an error stops the run in the ``with`` block, add the command that resumes ``task``."""
     again = coverage.resume_command(verb, task.folder)
     if _needs_trust(task):
         again += " --trust"

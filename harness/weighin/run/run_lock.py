@@ -1,4 +1,4 @@
-"""Lock the machine for one measuring run at a time, because two runs distort each other's figures.
+"""Let only one run measure on a machine at a time, because two runs distort each other's figures.
 
 All users share one lock file. Read permission is enough to lock the lock file, and no process
 writes to this file.
@@ -41,8 +41,8 @@ def only_run(
     """Hold the machine's lock during the ``with`` block; wait for the lock up to ``patience_s``
     seconds.
 
-    The kernel releases the lock when the process ends. ``waiting`` is called once with the reason
-    if another run holds the lock.
+    The kernel releases the lock when the process ends. If another run holds the lock, ``waiting``
+    is called with the reason.
 
     Raises:
         MachineBusy: another run still holds the lock after ``patience_s``.
@@ -84,9 +84,7 @@ def _open(path: Path) -> int:
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the machine's lock when it becomes free; raise MachineBusy at ``deadline``
-    (``time.monotonic``).
-    """
+    """Take the lock when it is free; raise MachineBusy at ``deadline`` (``time.monotonic``)."""
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)

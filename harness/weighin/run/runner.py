@@ -1,4 +1,4 @@
-"""Run a plan: prepare the checkpoints, measure each cell, and record each result at once."""
+"""Run a plan: prepare the checkpoints, measure each cell, and record each result immediately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
     """Run every cell without a record in the plan's order, and return the results of all cells.
 
-    If ``following`` is given, ``following`` chooses each cell, and the plan only determines which
+    If ``following`` is given, this function chooses each cell, and the plan only determines which
     checkpoints are prepared.
 
     Raises:
@@ -41,9 +41,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in the ``with`` block stops the run before its
-    first record.
-    """
+    """Remove the folder of a new run if an error in the ``with`` block precedes its first record."""
     try:
         yield
     except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume

@@ -19,8 +19,8 @@ class RunSettings:
     Attributes:
         seed: the random seed of generated weights.
         checkpoint: the user's checkpoint; None for a generated one.
-        checkpoints: for a suite whose models have checkpoints of users, each model's checkpoint by
-            the model's title.
+        checkpoints: each model's checkpoint by the model's title, for a suite with checkpoints of
+            users.
         selection: the weights to load from the user's checkpoint.
         timeout_s: the time after which a cell is killed, in seconds.
         steady: whether weighin writes to free memory before each load, so that load times vary less.
@@ -32,7 +32,8 @@ class RunSettings:
         mounts: paths of this machine that a container mounts read-only at the same path.
         within: the precision of a floor search, as a share of the floor; None for ``weighin bench``.
         aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``).
-        engine: the engine's name and settings; empty if this machine runs the cells one by one.
+        engine: the name and settings of the engine that distributes the cells, such as Ray; empty
+            if this machine runs the cells one by one.
         shard: the part of the plan that this run measures; None for the whole plan.
         storage: the folder for generated and converted checkpoints; None for weighin's cache.
         command: the settings of a run of commands; None for a run of loads or saves.
@@ -96,9 +97,7 @@ class RunSettings:
 
     @property
     def verb(self) -> str:
-        """The verb of the command line that makes a run with these settings: "bench", "run" or
-        "floor".
-        """
+        """The command of weighin that makes a run with these settings: "bench", "run" or "floor"."""
         if self.within is not None:
             return "floor"
         return "run" if self.command else "bench"

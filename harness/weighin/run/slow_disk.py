@@ -1,7 +1,7 @@
 """Slow down the disk that a cell reads its checkpoint from.
 
-The kernel's throttle can limit only a rate, and not on every machine. A FUSE file system adds a
-latency, and limits the rate on the other machines.
+The kernel's throttle can limit only the rate, and only on some machines. On the other machines a
+FUSE file system limits the rate, and on all machines it adds the latency.
 """
 
 import os
@@ -28,11 +28,12 @@ _LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this
 
 @dataclass(frozen=True, slots=True)
 class SlowDisk:
-    """The disk under one cell.
+    """The disk from which one cell reads its checkpoint.
 
     Attributes:
         job: the cell's job, with the path at which its worker reads the checkpoint.
-        means: the record's entry about the throttle or FUSE; empty for a disk that is not slowed down.
+        means: what the record says about the throttle or FUSE; empty for a disk that is not slowed
+            down.
     """
 
     job: Job
@@ -116,7 +117,7 @@ def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
 
 
 def root() -> Path:
-    """Return the folder below which the slow disks of all runs are mounted."""
+    """Return the folder in which the slow disks of all runs are mounted."""
     return cache.folder() / "disks"
 
 

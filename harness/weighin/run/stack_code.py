@@ -1,4 +1,4 @@
-"""Add to each stack the source code of its innermost line that is in the user's program."""
+"""Add to each stack the source code of the innermost line in the user's own program."""
 
 import linecache
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from weighin.text import one_line
 def with_code(stacks: Sequence[Stack], folder: str, started_s: float) -> tuple[Stack, ...]:
     """Return the stacks with their lines of code.
 
-    Paths are relative to ``folder``, the command's working folder. The stack gets no code if the
-    file was written after ``started_s`` (seconds since the epoch), because other code may have run.
+    Paths are relative to ``folder``, the command's working folder. A stack gets no code if the file
+    was written after ``started_s`` (seconds since the epoch), because the code that ran may have
+    been different.
     """
     return tuple(replace(stack, code=_code(stack, folder, started_s)) for stack in stacks)
 

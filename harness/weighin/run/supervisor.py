@@ -1,4 +1,5 @@
-"""Supervise one running worker: answer its events, sample it, and read the kernel's counters.
+"""Supervise one running worker (measured process): answer its events, sample its memory, and read
+the kernel's counters.
 
 The worker reports its progress as events. At the end of a phase, the worker waits until the
 supervisor has read the cgroup's figures, which the supervisor reads again after the worker's exit.
@@ -53,12 +54,12 @@ _GRACE_S = 10.0  # from the end of a worker's events to its exit
 
 
 class Watch:
-    """Supervises one running worker from its start until its last counters are read.
+    """Supervises one worker from its start until its last counters are read.
 
     A worker of several ``ranks`` starts one process for each rank, and each has an event log.
 
     Attributes:
-        samples: the samples of the worker, or of all ranks added up.
+        samples: the samples of the worker, or the sums of all ranks' samples.
         rank_samples: the samples of each rank, by the rank's number.
         escape: how the worker got out of its limit, such as "left its cgroup"; else empty.
     """
@@ -76,10 +77,11 @@ class Watch:
 
         Args:
             on_phase: is called with the name of each phase that begins.
-            before_load: is called when the worker has reported its baseline and waits.
+            before_load: is called when the worker has reported its memory before the load, and
+                waits.
             guard: proves that the cell thrashes; the worker is then killed.
-            disk: is closed when the worker is killed, because a process that waits for an
-                unanswered read cannot die.
+            disk: the slow disk. It is closed when the worker is killed, because a process that
+                waits for an unanswered read cannot die.
         """
         self._started_ns = time.monotonic_ns()
         self._guard = guard
@@ -233,9 +235,7 @@ class Watch:
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
-        """Return the limit because of which the kernel killed a process; empty if it was the cell's
-        own limit.
-        """
+        """Return the limit for which the kernel killed a process; empty for the cell's own limit."""
         peak = largest(
             (self._peak_bytes, self._at_end.peak_bytes)
         )  # each phase resets the kernel's mark
@@ -290,7 +290,7 @@ class Watch:
             self._running.channel.send(ACKNOWLEDGEMENT)
 
     def _take_baseline(self, log: EventLog, fields: dict[str, Any]) -> None:
-        """Take the baseline of one rank; the load begins after the baseline of the last rank."""
+        """Take one rank's baseline, its memory before the load; the load begins after the last one."""
         is_last = all(each.baseline for each in self._logs if each is not log)
         if is_last and self._before_load:
             self._before_load()
@@ -327,7 +327,7 @@ class Watch:
         log.take_phase(Phase(**fields | outside))
 
     def _take_ready(self) -> None:
-        """Store the cgroup's figures at the instant at which all ranks are ready."""
+        """Store the cgroup's figures at the time at which all ranks have read every byte."""
         self._at_ready = self._at_phase_end
         if len(self._logs) > 1:
             self._at_ready = self._observe()

@@ -42,12 +42,13 @@ class Progress:
     """Callbacks that a run calls to report its progress.
 
     Attributes:
-        preparing: a step of the preparation begins; the share of it that is done, from 0 to 1.
+        preparing: a step of the preparation begins, or a share of it (0 to 1) is done.
         building: the isolation prints a line, such as Docker while it builds an image.
         starting: a cell starts.
         phase: a phase of the cell begins.
-        narrowed: a search has new bounds for a floor.
-        nodes: a node of a cluster begins a step; the current step of each node, by its name.
+        narrowed: a search knows more narrowly between which limits a floor lies.
+        nodes: a machine (node) of a cluster begins a step; the argument is each node's step, by its
+            name.
         finished: a cell has a record.
     """
 
@@ -65,8 +66,8 @@ class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
     Attributes:
-        is_new: whether the run started now; the folder of a new run is removed if an error stops
-            the run before its first record.
+        is_new: whether the run is new, and not resumed; its folder is removed if an error stops the
+            run before its first record.
         patience_s: the longest time to wait for the end of another run on this machine, in seconds.
         is_probed: whether an earlier run with the same limits has tested a worker on this machine,
             so that this run need not repeat the test.
@@ -98,9 +99,10 @@ class Run:
         return unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, which prove that ``cell`` thrashes.
+        """Return the figures of the same cell without a limit, with which weighin proves that
+        ``cell`` thrashes.
 
-        The result of ``reference_for`` is None for a cell that may thrash until its time-out.
+        ``reference_for`` returns None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

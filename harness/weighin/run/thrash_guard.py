@@ -1,4 +1,4 @@
-"""Test a running cell every half second for thrashing, so that the cell can be killed early."""
+"""Test every half second whether a running cell thrashes, so that it can be killed early."""
 
 import os
 import time
@@ -31,13 +31,13 @@ class ThrashGuard:
         *,
         is_loading: bool = True,
     ) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None without a proof or before ``next_s``.
+        """Return the figures that prove that the cell thrashes; None without such a proof.
 
         Args:
             look: reads the current figures of the cgroup.
             before: the figures at the start of the load; empty before the load.
             peak_bytes: the highest charge of the cgroup so far.
-            is_loading: False if the load is complete.
+            is_loading: False when the load is complete.
         """
         start_s = time.monotonic()
         if start_s < self.next_s:

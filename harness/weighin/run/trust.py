@@ -1,4 +1,5 @@
-"""Find foreign code in a run's plan, so that weighin runs such code only if the user trusts it.
+"""Find code from elsewhere (foreign code) in a run's plan, so that weighin runs it only if the user
+trusts it.
 
 A plan that somebody else wrote may name any code. weighin imports the builders of a plan, and runs
 its strategies with the user's rights. Code of weighin and of installed packages is not foreign.
@@ -42,7 +43,8 @@ def check(
 
 
 def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
-    """Return a line for each code of a plan that is neither part of weighin nor installed.
+    """Return one line about each piece of code of a plan that is neither part of weighin nor
+    installed.
 
     Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and
     environment variables. ``foreign`` runs none of the code.

@@ -1,1 +1,1 @@
-"""Read suites from YAML, find strategies and models by name, and expand a matrix into cells."""
+"""Read suites from YAML, find strategies and models by name, and plan the measurements (cells)."""

@@ -1,4 +1,4 @@
-"""Turn the arguments of a run into its models, their checkpoint and their dtype.
+"""Find the models of a run, their checkpoints and their dtypes from the user's arguments.
 
 Every verb that takes a model uses ``choose``, so that all verbs accept the same models.
 """
@@ -24,13 +24,14 @@ class ChosenModels:
     """The models that a run measures, with their weights and settings.
 
     Attributes:
-        checkpoint: the user's own weights, for all models; None if weighin generates the weights,
-            or if ``checkpoints`` has them.
+        checkpoint: the user's own weights for all models; None if ``checkpoints`` has the weights,
+            or if weighin generates them.
         selection: the part of the checkpoint that contains the weights.
         dtypes: the dtype of each model's loads, by the model's title; "auto" is already resolved.
         checkpoints: the user's own weights of each model, by title, in a suite of several models.
         python_path: the folders from which the models' builders are imported.
-        notes: surprises of the checkpoint, and files beside it that a load ignores.
+        notes: facts about the checkpoint that may surprise, and files beside it that a load
+            ignores.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -43,12 +44,12 @@ class ChosenModels:
 
     @property
     def own_format(self) -> str | None:
-        """The format in which ``checkpoint`` is loaded; None without such a checkpoint."""
+        """The format in which ``checkpoint`` is loaded; None if ``checkpoint`` is None."""
         return formats.loaded_as(self.checkpoint, self.selection)
 
     @property
     def own_formats(self) -> Mapping[str, str]:
-        """The format in which each model's own checkpoint is loaded, by the model's title."""
+        """The format in which each user's checkpoint is loaded, by the model's title."""
         loaded = {
             spec.title: formats.loaded_as(
                 self.checkpoints.get(spec.title, self.checkpoint), self.selection
@@ -81,15 +82,15 @@ def choose(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> ChosenModels:
-    """Return the models of a suite, with the checkpoint that a model's name or --checkpoint gives.
+    """Return a suite's models, with the checkpoint that a model's path or --checkpoint names.
 
-    ``kwargs`` are arguments for the builders of all models, beside the suite's. ``selection`` comes
-    from --key and --strip-prefix; a model's entry in a suite may select instead. ``choice`` applies
-    to every model that is a Hugging Face folder.
+    ``kwargs`` are further arguments for the builders of all models. ``selection`` comes from --key
+    and --strip-prefix, unless a model's entry in the suite has these keys. ``choice`` applies to
+    every model that is a Hugging Face folder.
 
     Raises:
-        HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
-            in the checkpoint, the selection or the dtype, of which a run has only one.
+        HarnessError: a model is unknown, two checkpoints or selections are given, or the models
+            differ in the checkpoint, selection or dtype, although a run has only one of each.
     """
     typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
@@ -112,7 +113,7 @@ def choose(
                 raise ConfigError(
                     f"{entry.title} has weights of its own, so that {' '.join(selection.options)},"
                     " which applies to all models, does not fit it",
-                    "measure this model in a run of its own; weighin compare RUN_A RUN_B then"
+                    "measure this model in a separate run; weighin compare RUN_A RUN_B then"
                     " compares the runs",
                 )
             several[spec.title] = weights
@@ -145,7 +146,7 @@ def choose(
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:
-    """Return the selection that the suite's models name, or else ``typed``, the command line's."""
+    """Return the selection of the suite's models, or else the command line's (``typed``)."""
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
     if any(other != first for other in others):
         raise ConfigError(
@@ -165,7 +166,9 @@ def _selection(suite: Suite, typed: Selection) -> Selection:
 def _own(
     entry: SuiteModel, spec: ModelSpec, weights: Path | None, given: Path | None
 ) -> Path | None:
-    """Return a model's own checkpoint; None if --checkpoint replaces that of a Hugging Face folder."""
+    """Return a model's own checkpoint; None if --checkpoint replaces the weights in the model's
+    folder.
+    """
     if entry.checkpoint and weights is None:
         weights = registry.weights_of(Path(entry.checkpoint))
     if weights is None or given is None:
@@ -183,7 +186,7 @@ def _dtype(spec: ModelSpec, asked: str) -> str:
     """Return the dtype of a model's loads.
 
     Raises:
-        ConfigError: "auto" stands for a dtype in which weighin measures no load.
+        ConfigError: "auto" stands for a dtype in which weighin cannot load.
     """
     dtype = own_dtype(spec) if asked == "auto" else asked
     if dtype not in DTYPES.values():

@@ -70,7 +70,7 @@ def _check_names(commands: list[SuiteCommand]) -> list[SuiteCommand]:
 
 
 class CommandSuite(Strict):
-    """A matrix of cells: every command x limit, ``repeats`` times."""
+    """A matrix of measurements (cells): every command x limit, ``repeats`` times."""
 
     commands: Annotated[
         list[SuiteCommand],

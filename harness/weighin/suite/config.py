@@ -62,7 +62,7 @@ def as_list(value: object) -> list[object]:
 
 
 def _read(parse: Callable[[str], int], value: object) -> object:
-    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" for no limit."""
+    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit)."""
     if isinstance(value, str) and value.lower() == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -119,7 +119,9 @@ Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))
 
 
 def _check_ram(value: int | None) -> int | None:
-    """Refuse a limit below ``LEAST_RAM``, which no worker survives; often the user forgot the unit."""
+    """Refuse a limit below ``LEAST_RAM``, under which no load works; often the user forgot the
+    unit.
+    """
     if value is None or value >= LEAST_RAM:
         return value
     repair = "give at least 64MiB plus the size of the weights"
@@ -199,7 +201,9 @@ def _by_name(value: object) -> object:
 
 def _check_model(model: SuiteModel) -> SuiteModel:
     if not (model.name or model.builder or model.folder or model.checkpoint):
-        raise ValueError("a model of the suite has no name", "add builder, folder or checkpoint")
+        raise ValueError(
+            "a model of the suite has no name, builder, folder or checkpoint", "add one of them"
+        )
     if model.builder and ":" not in model.builder:
         raise ValueError(
             f"{model.builder!r} is not a builder",
@@ -271,7 +275,7 @@ def _default_strategies(operation: str) -> list[SuiteStrategy]:
 
 
 class Suite(Strict):
-    """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
+    """A matrix of measurements (cells): every model x limit x strategy, ``repeats`` times."""
 
     models: Annotated[
         list[Annotated[SuiteModel, AfterValidator(_check_model)]],
@@ -380,12 +384,11 @@ def check_suite(options: dict[str, Any]) -> Suite:
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     """Validate ``content`` and return it as an instance of ``kind``.
 
-    ``file`` is the name of the content's source in error messages. ``file`` is empty if the content
-    comes from a command line.
+    ``file`` names the content's source in error messages; empty for a command line.
 
     Raises:
-        ConfigError: a key or value is invalid; the message names the key, and the most similar
-            valid key.
+        ConfigError: a key or its value is invalid; the message says which key, and names the most
+            similar valid key.
     """
     try:
         return kind.model_validate(content)

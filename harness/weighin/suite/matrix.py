@@ -1,4 +1,4 @@
-"""Expand a suite into cells, in the order in which they run."""
+"""Expand a suite into cells (single measurements), in the order in which they run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Planned:
 
     @property
     def selection(self) -> Selection:
-        """The weights that the strategy itself selects in the user's checkpoint, by its options."""
+        """The weights in the user's checkpoint that the strategy selects by its options."""
         options = self.cell.options if self.cell.operation == "load" else {}
         return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
@@ -44,7 +44,7 @@ class Planned:
     def of(cls, cell: Cell, info: StrategyInfo, own_format: str | None = None) -> "Planned":
         """Plan a cell; skip the cell if its strategy lacks a package, or does not support the cell's settings.
 
-        ``own_format`` is the format of the model's own checkpoint.
+        ``own_format`` is the format of the user's checkpoint of the model.
         """
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
@@ -65,9 +65,7 @@ class Planned:
         if cell.format == gguf.NAME:
             from weighin.suite import packages  # imports what `weighin list` does not need
 
-            if missing := packages.missing(
-                ("gguf", "accelerate")
-            ):  # transformers imports both for a GGUF file
+            if missing := packages.missing(packages.OF_FORMAT[gguf.NAME]):
                 skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
@@ -105,7 +103,8 @@ def plan(
     dtypes: Mapping[str, str] = MappingProxyType({}),
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
-    """Return the cells of a suite without duplicates. Repeats are interleaved: A B C A B C.
+    """Return the cells of a suite without duplicates. Every cell runs before the first cell is
+    repeated: A B C A B C.
 
     If the suite has several numbers of ranks, a strategy that divides a load among ranks gets no
     cell of one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the format of each
@@ -113,7 +112,7 @@ def plan(
 
     Raises:
         UnknownName: the suite names a format or a use that does not exist.
-        ConfigError: the file of a use is not one.
+        ConfigError: a file that is named as a use defines no use.
     """
     wanted = [formats.known(name) for name in suite.format]
     axes: dict[str, Sequence[Any]] = {
@@ -159,9 +158,9 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
     """Return the formats in which one strategy loads or saves one model.
 
     If the suite names formats (``wanted``), the result has those formats that the strategy
-    supports. If the strategy supports none of the wanted formats, the function returns the first
-    one; the cell of this format is then skipped with a reason. Without ``wanted``, the result is
-    the ``own`` format of the model's checkpoint, or the first format that the strategy declares.
+    supports, or if there are none, the first wanted format; its cell is then skipped with a reason.
+    Without ``wanted``, the result is the format of the user's checkpoint (``own``), or the first
+    format that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.

@@ -1,17 +1,22 @@
-"""Find out which of the packages that strategies declare are missing, without importing them.
+"""Find out which packages that strategies need are missing, without importing the packages.
 
 A strategy declares each package by its name on PyPI, if necessary with a minimum version:
 "safetensors>=0.8".
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from shlex import quote
+from typing import Final
 
 from packaging.utils import canonicalize_name
 
 from weighin import install
+from weighin.formats import gguf
+
+OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelerate")}
+"""The packages that transformers imports to load a checkpoint of this format."""
 
 
 def name_of(requirement: str) -> str:
@@ -56,9 +61,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _extra_with(requirement: str) -> str:
-    """Return the smallest extra of weighin that contains a package, such as "loaders"; empty if no
-    extra contains the package.
-    """
+    """Return the smallest extra of weighin with a package, such as "loaders"; empty without one."""
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed

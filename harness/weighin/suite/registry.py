@@ -60,8 +60,8 @@ class StrategyInfo:
         packages: the packages that the strategy imports beside torch and weighin, by their names on
             PyPI:
             "fastsafetensors", "safetensors>=0.8".
-        shares_load: whether the strategy divides one load among ranks, so that it needs two of
-            them.
+        shares_load: whether the strategy divides one load among ranks (processes), and so needs at
+            least two.
         weights_only: whether the strategy reads a training checkpoint with
             torch.load(weights_only=True), which refuses most classes.
         dequantises: whether the strategy loads a quantised Hugging Face folder as from_pretrained
@@ -86,9 +86,7 @@ class StrategyInfo:
     needs_adapter: bool = False
 
     def loads(self, found: quantised.Quantised) -> bool:
-        """Tell whether the strategy can load quantised weights, with the strategy's library or with
-        weighin.
-        """
+        """Tell whether the strategy can load quantised weights, by its library or by weighin."""
         return self.dequantises and (bool(self.pretrained) or found.dequantises)
 
     @property
@@ -141,7 +139,7 @@ def chosen(
     """Return the strategies of a suite, each with its options.
 
     ``own_format`` is the format of a user's checkpoint. If the suite names no strategy, and no
-    usual strategy reads this format, return the strategies that read it in one process.
+    default strategy reads this format, return all strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
@@ -161,7 +159,7 @@ def chosen(
 
 
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
-    """Read a strategy's name, summary and constants from its syntax tree, without executing the file.
+    """Read a strategy's name, summary and constants from the source, without executing the file.
 
     Raises:
         ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has an
@@ -209,7 +207,7 @@ def model_and_checkpoint(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> tuple[ModelSpec, Path | None]:
-    """Return the model that ``name`` stands for, and the model's own checkpoint if ``name`` is a path.
+    """Return the model that ``name`` stands for, and its checkpoint if ``name`` is a path.
 
     ``name`` is, in this order:
 
@@ -219,13 +217,13 @@ def model_and_checkpoint(
     * the path of a GGUF file or of a folder with a GGUF file,
     * the path of any other checkpoint, or "from:PATH" for a checkpoint of any kind.
 
-    A model from the last kind consists of the tensors that ``selection`` selects, and needs no
+    For the last kind, the model consists of the tensors that ``selection`` selects, and needs no
     code. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
         UnknownName: ``name`` is neither a known name nor the path of a file.
-        CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
-            weights; the message names the kind of file.
+        CheckpointError: the path does not exist or is no checkpoint, or the tensors are no weights
+            without other data; the message names the kind of file.
         ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no
             folder, or the folder's own code may not run.
     """
@@ -272,8 +270,8 @@ def library_at(path: Path) -> str:
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder.
 
-    The path of an index stands for the index's folder. A Hub id stands for the folder of this
-    ``revision`` in the local cache.
+    The path of an index of shards stands for the index's folder. A Hub id stands for the folder of
+    this ``revision`` in the local cache.
 
     Raises:
         UnknownName: no built-in model has this name, and it is neither a path nor a builder.
@@ -317,7 +315,7 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 
     Raises:
         CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.
-        ConfigError: ``choice`` names a variant or a revision, and the path has none.
+        ConfigError: ``choice`` names a variant or a revision, which this path cannot have.
     """
     path = pretrained_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
@@ -332,7 +330,7 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 def notes_on(
     checkpoint: Path, choice: FolderChoice = AS_SAVED, selection: Selection = WHOLE
 ) -> tuple[str, ...]:
-    """Return notes on a checkpoint: its shards, and the class and the unloaded parts of its folder.
+    """Return notes on a checkpoint: its shards, its folder's class, and parts that are not loaded.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -404,7 +402,7 @@ def _third_party(operation: Operation) -> list[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return a module's file. Unlike ``find_spec``, do not import the module's parent packages."""
+    """Return a module's file. Unlike ``find_spec``, this does not import parent packages."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     for part in rest:
@@ -414,7 +412,7 @@ def _file_of(module: str) -> Path | None:
 
 
 _Constants = dict[str, tuple[Any, int]]
-"""The value and the line of each name that a file sets; the value is None if it is no literal."""
+"""The value and line of each name that a file sets; the value is None if it is no literal."""
 
 
 def _constants(tree: ast.Module) -> _Constants:

@@ -1,7 +1,7 @@
 """Find the module of a user's model, and parse the files of strategies and uses.
 
 A model's module is in a file that the user names, in the current folder, or in a folder of
-PYTHONPATH. Nothing here imports or executes a user's code.
+PYTHONPATH. The functions of this module never import or execute a user's code.
 """
 
 import ast
@@ -18,7 +18,7 @@ from weighin.text import printable
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
 _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
-"""The names of modules that a worker has already imported when it imports a model's module."""
+"""Names of modules that the measured process imports before it imports a model's module."""
 
 
 def is_file(name: str) -> bool:
@@ -66,11 +66,9 @@ def of_file(name: str) -> tuple[str, Path]:
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders from which the modules of the models are imported, in the order of the
-    search.
+    """Return the folders in which weighin looks for the models' modules.
 
-    The result of ``import_path`` has the folders of builders in files, the current folder, and the
-    existing folders of PYTHONPATH.
+    In order: the folders of builders in files, the current folder, existing folders of PYTHONPATH.
     """
     folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
@@ -97,8 +95,8 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
 def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str]) -> None:
     """Raise an error for a wrong builder from the source of its module, without running any code.
 
-    The process that builds the model finds errors that the source does not show: in a module that
-    is not a plain file, and for a name that the module imports or computes.
+    Some errors show only when the model is built: in a module that is not a plain file, and for a
+    name that the module imports or computes.
 
     Raises:
         ConfigError: the module or the function is missing, or does not accept ``kwargs``.
@@ -133,11 +131,12 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
 
 
 def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
-    """Return the syntax tree of the file of a strategy or a use, which must define ``function``: "load(job)".
+    """Return the syntax tree of a strategy's or use's file, which must define ``function``:
+    "load(job)".
 
     Raises:
-        ConfigError: the file is missing or not Python, its name cannot be shown, or it has no such
-            function, in which case ``example`` is the repair.
+        ConfigError: the file is missing or not Python, its name cannot be shown, or the function is
+            missing; in the last case, ``example`` is the repair.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))

@@ -1,4 +1,4 @@
-"""Find the uses of a suite by name, or by the path of a user's own file, without importing the file."""
+"""Find uses of a model (what follows a load) by name or by path, without importing the file."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def chosen(names: list[str]) -> dict[str, str]:
 
     Raises:
         UnknownName: weighin has no such use.
-        ConfigError: a file of the user's own has no function ``use``, or the name of another use.
+        ConfigError: a user's file has no function ``use``, or the same name as another use.
     """
     found: dict[str, str] = {}
     for name in names:
@@ -37,9 +37,7 @@ def chosen(names: list[str]) -> dict[str, str]:
 
 
 def obstacle(cell: Cell) -> str:
-    """Return the reason why a cell's use cannot follow the load; empty if the use can, and for
-    forward passes.
-    """
+    """Return the reason why a cell's use cannot follow the load; empty if there is no reason."""
     is_on_gpu = cell.device != "cpu"
     if cell.use and cell.ranks > 1:
         return f"the use {cell.use} is measured in one process: --ranks 1"

@@ -1,5 +1,5 @@
-"""Read a YAML file without validation. weighin.suite.yaml_file avoids pydantic, because an import
-of pydantic slows ``weighin list`` down.
+"""Read a YAML file without validation. This module does not import pydantic, because the import
+would slow ``weighin list`` down.
 """
 
 from pathlib import Path

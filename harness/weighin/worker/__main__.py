@@ -1,10 +1,11 @@
 """Run one cell: import torch, load the model in phases, read every byte, verify and use the model.
 
-For a save: save the model in phases, sync the files, read them back and verify them.
+A cell of a save instead saves the model in phases, syncs the files, reads them back and verifies
+them.
 
 An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
-protocol. Modules that are imported before torch add weighin's own memory to the figures. The worker
-therefore imports even pathlib, which takes 1 MiB, after torch.
+protocol. Modules of weighin that are imported before torch would add weighin's own memory to the
+figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ _TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWorker:
-    """The objects of a worker that exist before the baseline, equal for every strategy."""
+    """The objects of a worker that exist before the load, equal for every strategy."""
 
     job: Job
     lifeline: Lifeline
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
-    """Import torch and the model's code, create the CUDA context and report the baseline."""
+    """Import torch and the model's code, create the CUDA context and report the baseline memory."""
     import_start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch
@@ -189,7 +190,7 @@ def run_strategy(worker: PreparedWorker, argument: Any) -> Any:
 
 
 def save(worker: PreparedWorker, model: "torch.nn.Module") -> None:
-    """Run the save strategy, sync the files that it wrote, and read them back."""
+    """Let the strategy save the model, sync the files that the strategy wrote, and read them back."""
     from pathlib import Path
 
     from weighin.worker import saving
@@ -212,10 +213,10 @@ def save(worker: PreparedWorker, model: "torch.nn.Module") -> None:
 
 
 def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
-    """Read every byte of the model, compare it with the checkpoint's checksums, and run the model.
+    """Read every byte of the model, compare the checksums with the checkpoint's, and run the model.
 
-    If tensors are sharded over ranks, each rank reads its own shards. The ranks compare whole tensors
-    after all of them have reported that they are ready.
+    If tensors are sharded over ranks, each rank reads its own shards. The ranks compare whole
+    tensors only after all ranks have reported that they have read their shards.
     """
     from weighin.worker import touch, verify
 
@@ -244,7 +245,7 @@ def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
 
 
 def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
-    """Run the cell's use or forward passes, and return their time in ns; None if there are none."""
+    """Run the cell's use or forward passes; return the time in ns, or None if there are none."""
     from weighin.worker import verify
 
     job, marks, cell, inputs = worker.job, worker.marks, worker.job.cell, worker.inputs
@@ -264,7 +265,7 @@ def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
 
 
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
-    """Send the events that the allocator recorded, if any, in lines of at most 10,000 events."""
+    """Send the events that the CUDA allocator recorded, if any, in lines of at most 10,000 events."""
     if (trace := cuda.take_trace()) is None:
         return
     events = trace.pop("events")

@@ -11,7 +11,7 @@ _ORPHANED = 125
 
 
 class Lifeline(Parent):
-    """The worker's connection to its parent, which acknowledges events with empty lines."""
+    """The worker's connection to its parent (weighin), which acknowledges events with empty lines."""
 
     def __init__(self) -> None:
         # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
@@ -21,16 +21,14 @@ class Lifeline(Parent):
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line of standard input. After ``receive_job``, the worker ends when its
-        standard input ends.
-        """
+        """Return the first line of stdin. From then on, the worker ends when its stdin ends."""
         if (line := self.receive()) is None:
             os._exit(_ORPHANED)
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
         return line
 
     def send_and_wait(self, event: str, **fields: Any) -> None:
-        """Send one event and wait until the parent has read and reset the cgroup's high-water mark."""
+        """Send one event and wait until weighin has read and reset the cgroup's high-water mark."""
         self.send(event, **fields)
         self._acknowledged.acquire()
 

@@ -2,9 +2,9 @@
 
 Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
 to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also
-samples the memory in use that the driver reports. Page-locked host memory has an allocator of its
-own, which keeps a peak of its own. The worker synchronises the device before each reading, so that
-memory and time include pending copies.
+samples the driver's figure of the memory in use. Page-locked host memory has another allocator,
+which keeps its own peak. The worker synchronises the device before each reading, so that memory and
+time include pending copies.
 """
 
 import math
@@ -26,8 +26,8 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 class CudaMemory:
     """The memory of one CUDA device, as counted by this process's allocator.
 
-    The constructor creates the CUDA context, so that the baseline includes the context's memory, and
-    the load does not.
+    The constructor creates the CUDA context before the load, so that the context's memory does not
+    count as memory of the load.
 
     Raises:
         ValueError: ``limit_bytes`` is more than the device's memory.
@@ -106,7 +106,7 @@ class CudaMemory:
         return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
 
     def summary(self) -> str:
-        """Return the allocator's own table of its state."""
+        """Return PyTorch's text table of the allocator's state."""
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
@@ -144,7 +144,9 @@ class CudaMemory:
         return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return a warning for each other GPU with allocated memory, which no figure includes."""
+        """Return a warning for each other GPU on which this process has allocated memory, because
+        no figure includes that memory.
+        """
         peaks = {
             index: torch.cuda.max_memory_allocated(index)
             for index in range(torch.cuda.device_count())
@@ -158,7 +160,7 @@ class CudaMemory:
         ]
 
     def _limit(self, limit_bytes: int) -> None:
-        """Limit the bytes that the allocator may reserve; the limit does not include the CUDA context."""
+        """Limit the bytes that the allocator may reserve, which do not include the CUDA context."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(

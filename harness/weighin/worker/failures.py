@@ -1,4 +1,4 @@
-"""Turn an error into a cell's outcome and message, report it to the parent, and end the worker."""
+"""Turn an error into a cell's outcome and message, report both to weighin, and end the worker."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ class UseFailed(Exception):
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return the outcome and the message for an error during load, touch or verification."""
+    """Return the outcome and the message for an error while the model is loaded, read or verified."""
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
@@ -40,8 +40,8 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 def describe(error: BaseException, strategy: str = "") -> str:
     """Describe an error in one line, with the file and the line of code that raised the error.
 
-    If the traceback contains the file ``strategy``, the result names the innermost line of this file
-    instead, which tells the strategy's author more than a line of torch.
+    If the traceback contains the file ``strategy``, the result names the innermost line of this
+    file instead. That line tells the strategy's author more than a line of torch.
     """
     from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Run a function in several forked processes at once, and read their private memory.
+"""Run a function in several forked processes at the same time, and read their private memory.
 
 The resident set size of a forked process includes pages that it shares with its parent. The private
-dirty memory is the memory of which the child has a copy, because the child wrote to it.
+dirty memory is the memory that the child has copied, because the child wrote to it.
 """
 
 import os
@@ -19,8 +19,8 @@ _NUMBER_BYTES = 8
 class _Fork:
     """A forked process that runs a function and reports its private memory.
 
-    The process ends when the parent closes ``end``, the write end of the pipe whose read end is
-    ``until``.
+    The process ends when its parent closes the pipe: ``end`` is the write end, ``until`` the read
+    end.
     """
 
     def __init__(self, function: Callable[[], object], until: int, end: int) -> None:

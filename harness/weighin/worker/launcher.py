@@ -1,8 +1,9 @@
-"""Start one worker for each rank of a cell, and pass messages between these workers and the parent.
+"""Start one process (rank) for each copy of the model to load, and pass messages between the ranks
+and weighin.
 
-The launcher runs inside the cell's isolation, and replaces torchrun for two reasons. torchrun would import
-torch into the cell's cgroup. torchrun also ends all ranks before a parent can see which rank the kernel
-killed. Each rank gets the environment variables that torchrun sets.
+The launcher runs inside the cell's container or cgroup, and replaces torchrun for two reasons.
+torchrun would import torch into the cell's cgroup. torchrun also ends all ranks before weighin can
+see which rank the kernel killed. Each rank gets the environment variables that torchrun sets.
 """
 
 import os
@@ -22,9 +23,7 @@ _GRACE_S = 0.5  # between the ends of ranks that fail because one of them failed
 
 
 def launch(job: Job, lifeline: Lifeline) -> NoReturn:
-    """Run all ranks of a cell to their end. If a rank fails, report the failure and end the other
-    ranks.
-    """
+    """Run all ranks of a cell. If a rank fails, report the failure and end the other ranks."""
     ranks = _Ranks(job, lifeline)
     if (failed := ranks.wait_for_failure()) is None:
         os._exit(0)
@@ -65,7 +64,7 @@ class _Ranks:
             each.send(encode_job(replace(job, rank=rank)))
 
     def wait_for_failure(self) -> tuple[int, int] | None:
-        """Return (rank, exit status) of the first rank that fails; None if all ranks end well."""
+        """Return (rank, exit status) of the first rank that fails; None if no rank fails."""
         while self._left:
             if failed := self.failed():
                 return failed
@@ -98,7 +97,7 @@ class _Ranks:
             )
 
     def _relay(self, rank: int) -> None:
-        """Pass a rank's events to the parent, and the parent's acknowledgements to the rank."""
+        """Pass a rank's events to weighin's own process, and the acknowledgements back to the rank."""
         while (line := self._ranks[rank].receive()) is not None:
             if (event := decode_event(line)) is None:
                 continue
@@ -116,7 +115,7 @@ class _Ranks:
                 self._ranks[rank].send(ACKNOWLEDGEMENT)
 
     def _meet(self) -> None:
-        """Acknowledge an event to all ranks after the last rank has sent the event."""
+        """Acknowledge an event to all ranks, after every rank has sent the event."""
         self._arrived = (self._arrived + 1) % len(self._ranks)
         if not self._arrived:
             for each in self._ranks:

@@ -15,14 +15,14 @@ from weighin.worker.phases import named_by_strategy
 
 
 class Phases(Protocol):
-    """An object that records the peaks of phases: ``Marks`` in a worker, ``Ledger`` in a prediction."""
+    """An object that measures phases: ``Marks`` in a worker, ``Ledger`` in a prediction."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """``weighin.strategy.Load`` inside the measured process."""
+    """The implementation of ``weighin.strategy.Load`` in the measured process."""
 
     checkpoint: Path
     device: torch.device

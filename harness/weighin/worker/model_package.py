@@ -1,7 +1,7 @@
 """Import the package that defines a model's class before the load, in a phase of its own.
 
-transformers and diffusers import a module when a class in it is first used. Without a phase of its own,
-this import would be part of the phase "prepare", which includes other work.
+transformers and diffusers import a module when a class in it is first used. Without the separate
+phase, this import would be part of the phase "prepare".
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Measure phases: read and reset the high-water marks of the kernel and the allocator.
 
-At the end of a phase the worker reads and resets its VmHWM. The worker then waits until the parent has
-read and reset the cgroup's peak. The worker subtracts the time of these readings from the load time.
+At the end of a phase the worker reads and resets VmHWM, its peak RSS. The worker then waits until
+weighin has read and reset the cgroup's peak. The worker subtracts the time of these readings from
+the load time.
 """
 
 import re
@@ -23,7 +24,9 @@ _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the s
 
 
 def named_by_strategy(name: object) -> str:
-    """Return the name of a strategy's phase; raise ValueError for weighin's own names and unsafe ones."""
+    """Return a strategy's name of a phase; raise ValueError if weighin uses it itself, or it is
+    unsafe.
+    """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
         raise ValueError(
             f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
@@ -65,9 +68,7 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase's end as phase "other", unless this time is below 1
-        ms.
-        """
+        """Report the time since the last phase as phase "other", unless this time is below 1 ms."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self.close(UNNAMED)
 
@@ -77,7 +78,7 @@ class Marks:
             raise RuntimeError(f"phase {self._current!r} began and never ended")
 
     def restart(self) -> None:
-        """Begin the next phase now, so that no phase includes weighin's own work since the last one."""
+        """Begin the next phase now, so that no phase includes weighin's own work before it."""
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 
@@ -86,9 +87,7 @@ class Marks:
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 
     def close(self, name: str) -> None:
-        """Report the time since the last phase's end as a phase with the given name, even if the
-        time is short.
-        """
+        """Report the time since the last phase as a phase of the given name, however short."""
         if self.cuda:
             self.cuda.synchronize()
         end_ns = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The worker measures the baseline just before the body, after the setup of the test's fixtures, so that
-peaks above the baseline belong to the body. Before the baseline, the worker returns freed memory to the
-kernel, because a body that reuses freed memory would not raise the peak.
+The worker measures the baseline just before the body, after the setup of the test's fixtures, so
+that peaks above the baseline belong to the body. Just before, the worker returns freed memory to
+the kernel, because a body that reuses freed memory would not raise the peak.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ from weighin.worker.phases import Marks
 from weighin.worker.warmup import report_baseline
 
 BODY = "body"
-"""The name of the phase for those parts of a body that are in no phase of its own."""
+"""The name of the phase for the parts of a test's body that are in no other phase."""
 
 Measuring = Callable[[], AbstractContextManager[None]]
 
 
 def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
-    """Run the body, send its outcome and its phases to the parent, and end this process."""
+    """Run the body, send its outcome and its phases to weighin, and end this process."""
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (torch is part of every body's baseline)
@@ -53,9 +53,7 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 @contextmanager
 def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
-    """Report the baseline, run the test's body, and end the body's last phase, even if the body
-    raises an error.
-    """
+    """Report the baseline, run the test's body, and end its last phase, even if the body raises."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if device.startswith("cuda"):
@@ -85,7 +83,7 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
     reports: list[Any] = []
 
     class Plugin:
-        """Measures only the call of the test, and collects reports for the parent's pytest."""
+        """Measures only the test's call, and collects reports for the pytest outside the worker."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
             config.pluginmanager.register(marks, BODY_PLUGIN)

@@ -1,4 +1,6 @@
-"""Join the process group of a cell's ranks, and compute checksums of tensors sharded over the ranks."""
+"""Join the process group of the ranks (the processes that load one model), and compute checksums of
+tensors sharded over the ranks.
+"""
 
 from datetime import timedelta
 

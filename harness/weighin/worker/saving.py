@@ -1,7 +1,8 @@
 """Load the model that a worker saves, sync the saved files, and verify them.
 
-The worker loads the model before the baseline, so that peaks above the baseline belong to the save.
-The time of a save includes the sync of the written files, but not their verification.
+The worker loads the model before it measures its baseline memory, so that peaks above the baseline
+belong to the save. The time of a save includes the sync of the written files, but not their
+verification.
 """
 
 import os
@@ -29,7 +30,7 @@ from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
 @dataclass(frozen=True, slots=True)
 class WorkerSave:
-    """``weighin.strategy.Save`` inside the measured process."""
+    """The implementation of ``weighin.strategy.Save`` in the measured process."""
 
     model: torch.nn.Module
     target: Path
@@ -42,7 +43,7 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Load the model to save, and drop the checkpoint's pages from the page cache."""
+    """Load the model that is to be saved, and drop its checkpoint's pages from the page cache."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model
@@ -77,8 +78,8 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The RAM limit of the save applies to the check too. The check of a save therefore holds only a
-    few pieces of 16 MiB in memory.
+    The RAM limit of the save also applies to this check, so that the check holds only a few pieces
+    of 16 MiB in memory.
     """
     page_cache.drop(files_in(target))
     try:

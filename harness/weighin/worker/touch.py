@@ -1,4 +1,4 @@
-"""Read every byte of a model once to compute checksums; this also completes lazy loads."""
+"""Read every byte of a model to compute checksums; the reads also complete lazy loads."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +12,8 @@ from weighin.construction import module_tree
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer by its full name; a tied tensor appears under each name.
 
-    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict.
-    ``named_tensors`` looks there because the modules of bitsandbytes add their scales only to the
-    state dict.
+    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict, because the
+    modules of bitsandbytes add their scales only to the state dict.
     """
     tensors = module_tree.named_tensors(model)
     if others := set(wanted) - tensors.keys():
@@ -24,7 +23,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor, and return the checksums; read tied tensors once.
+    """Read every byte of every tensor, and return the checksums; read tied tensors only once.
 
     Of a sharded tensor, only this process's shard is read.
     """
@@ -46,8 +45,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key of a tensor's view of its memory; two tensors have one key only if they view the
-    same memory in the same way.
-    """
+    """Return a key that only tensors with the same view of the same memory have in common."""
     tensor = local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,7 +1,8 @@
-"""Use a ready model in a phase of its own: write it, train it, convert it, copy it, save it, or fork.
+"""Use a loaded model in a phase of its own: write it, train it, convert it, copy it, save it, or
+fork.
 
-A use runs after the verification of all weights, so that it may change them. The objects that a use
-makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
+A use runs after the verification of all weights, and so may change the weights. The objects that a
+use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Done:
 
 
 def prepare(use: str) -> None:
-    """Train one weight, so that torch imports the optimizer's modules and starts autograd's threads."""
+    """Train one weight before the use, so that torch imports the optimizer and starts its threads."""
     if use in TRAINING:
         weight = torch.nn.Parameter(torch.ones(1))
         weight.sum().backward()
@@ -111,7 +112,7 @@ def train(use: str, model: torch.nn.Module, given: Given) -> Done:
 
 
 def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
-    """Run one forward and one backward pass; return whether the output depends on a parameter."""
+    """Run a forward and a backward pass; return False if no output depends on a parameter."""
     model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
     outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
     sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]

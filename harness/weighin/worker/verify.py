@@ -21,8 +21,8 @@ def check_structure(
 ) -> None:
     """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    The check of the structure runs before the phase "touch", because the values of a tensor on the
-    meta device cannot be read.
+    The structure is checked before the values are read (phase "touch"), because a tensor on the
+    meta device has no values to read.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -51,8 +51,9 @@ def check_values(
 ) -> tuple[str, ...]:
     """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
 
-    ``from_pretrained`` changes some tensors after reading them. For these, both the values in the file
-    and the changed values are right. The function returns notes that name these tensors.
+    ``from_pretrained`` changes some tensors after reading them. For such a tensor, both the values
+    in the file and the changed values are right. ``check_values`` returns notes that name these
+    tensors.
     """
     wrong, changed, of_file = [], [], []
     for entry in manifest.tensors:
@@ -76,7 +77,7 @@ def check_values(
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Run the model once; raise WrongWeights if the model's output has a value that is not finite.
+    """Run one forward pass; raise WrongWeights if the output has a value that is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """
@@ -88,7 +89,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 
 
 def complain(what: str, names: Iterable[str]) -> None:
-    """Raise WrongWeights with the text ``what`` if there are ``names`` of tensors."""
+    """Raise WrongWeights with the text ``what`` and the tensors' ``names``, if there are names."""
     faulty = sorted(names)
     if faulty:
         plural = "s" * (len(faulty) > 1)

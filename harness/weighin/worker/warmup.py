@@ -1,7 +1,8 @@
-"""Prepare a worker for its baseline, and report the environment that only the worker can see.
+"""Prepare a worker for its baseline (its memory before the load), and report the environment that
+only the worker can see.
 
-``weighin.worker.warmup`` imports torch inside its functions, because the import of torch is a phase
-of its own.
+The functions of this module import torch, and not the module itself, because the import of torch is
+a separate phase.
 """
 
 import os
@@ -22,11 +23,11 @@ _WARM_PIECE_BYTES = 1024**2
 
 
 def settle_math() -> None:
-    """Call MKL's vector functions once on one thread, so that MKL selects its kernels.
+    """Call MKL's vector functions on one thread, so that MKL selects its kernels there.
 
     If two threads make the first calls at the same time, MKL sometimes computes a part of the
-    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines was
-    wrong by 1.5e-4 (torch 2.13, MKL 2024.2). The cell would blame the strategy for this error.
+    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines
+    was wrong by 1.5e-4 (torch 2.13, MKL 2024.2). weighin would blame the strategy for this error.
     """
     import torch
 
@@ -35,9 +36,7 @@ def settle_math() -> None:
 
 
 def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that the kernel charges the checkpoint's cached pages
-    to the cell's cgroup.
-    """
+    """Read every file of the checkpoint, so that its cached pages count for the cell's cgroup."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
         from weighin import formats
@@ -65,8 +64,8 @@ def check_preloaded() -> None:
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the baseline, which is the worker's memory before the load; figures "above import" are
-    later figures minus the baseline.
+    """Send the baseline, the worker's memory before the load, to weighin. Figures "above import"
+    are later figures minus the baseline.
     """
     lifeline.send_and_wait(
         "baseline",

@@ -1,7 +1,7 @@
 """Connect the standard streams of a container with descriptors of this process.
 
 If standard input, output and error are all terminals, the container gets a terminal of its own.
-weighin then sets its own terminal to raw mode, so that each key, also Ctrl-C, reaches the command
+weighin then sets its own terminal to raw mode, so that each key, even Ctrl-C, reaches the command
 at once. If one of the three streams is no terminal, the streams of the container stay separate.
 """
 
@@ -50,7 +50,7 @@ class Standard:
 
 
 class _Output:
-    """The output of one stream, up to the mark that the keeper writes after the output."""
+    """The output of one stream, up to the mark that the container's first process writes."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
@@ -68,13 +68,13 @@ class _Output:
         return output[: len(output) - held]
 
     def rest(self) -> bytes:
-        """Return the bytes that ``feed`` kept back, when the mark will not come."""
+        """Return the bytes that ``feed`` kept back; for a stream that ended without the mark."""
         held, self._held = self._held, b""
         return held
 
 
 def _overlap(data: bytes, mark: bytes) -> int:
-    """Return how many bytes at the end of ``data`` are the beginning of the mark."""
+    """Return how many bytes at the end of ``data`` are also the beginning of ``mark``."""
     longest = min(len(data), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if data.endswith(mark[:n])), 0)
 
@@ -83,7 +83,8 @@ class Attachment:
     """The streams of one container, from ``begin`` until ``finish``.
 
     Attributes:
-        mark: the bytes that the keeper writes after the last output; they are not passed on.
+        mark: the bytes that the container's first process writes after the last output; not passed
+            on.
         interrupted: is called with SIGPIPE when the reader of the command's output has closed it.
     """
 
@@ -224,7 +225,7 @@ class Attachment:
 
 
 def _copied(standard: int, given: int | None) -> int | None:
-    """Return a copy of a descriptor; without ``given``, of the standard stream unless it was closed at start."""
+    """Return a copy of ``given``, else of the standard stream; None if that was always closed."""
     if given is not None:
         return os.dup(given)
     # Another file may have got the number of a closed standard stream by now.
@@ -237,7 +238,7 @@ def _is_terminal(descriptor: int | None) -> bool:
 
 
 def _in_background(descriptor: int) -> bool:
-    """Tell whether a read would stop this process, because another process group has its terminal."""
+    """Tell whether a read would stop this process, because it is in the background of its terminal."""
     try:
         return os.tcgetpgrp(descriptor) != os.getpgrp()
     except OSError:  # no terminal, or not that of this session

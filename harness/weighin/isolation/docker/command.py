@@ -1,4 +1,4 @@
-"""A command in a container: its processes and its cgroup on this machine, its exit, its removal."""
+"""A command in a container, as the child of the keeper, which is the container's first process."""
 
 import contextlib
 import os
@@ -44,9 +44,7 @@ class DockerCommand:
         *,
         on_close: Callable[[], None],
     ) -> None:
-        """``container`` is a container that exists and has not started; ``attachment`` has the
-        container's streams.
-        """
+        """``container`` exists but has not started; ``attachment`` has the container's streams."""
         self._client, self._container = client, container
         self._keeper, self._attachment = keeper, attachment
         self._on_close = on_close
@@ -60,9 +58,6 @@ class DockerCommand:
 
     def begin(self, *, limited: bool) -> None:
         """Start the container, find its processes, and let the command begin.
-
-        If the RAM limit is too small for the command to start, no error is raised: ``reap`` returns
-        the exit of a killed command.
 
         Raises:
             IsolationUnavailable: the engine runs on another machine, or could not start the keeper.
@@ -97,7 +92,7 @@ class DockerCommand:
         self._wait_for_program(keeper)
 
     def _wait_for_program(self, keeper: int) -> None:
-        """Wait until the keeper's child runs the command, because a sample would show the keeper's name."""
+        """Wait until the keeper's child runs the command; until then, it has the keeper's name."""
         deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
         while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -106,7 +101,7 @@ class DockerCommand:
         return dict(self._client.inspect_container(self._container)["State"])
 
     def end_at_birth(self) -> None:
-        """Record that the engine could not start the container under its RAM limit."""
+        """Record that the RAM limit was too small for the engine to start the container."""
         self._exit = KILLED_AT_BIRTH
         self.cgroup = None
 
@@ -142,7 +137,7 @@ class DockerCommand:
         return self._exit
 
     def _exit_of_container(self) -> Exit:
-        """Return the exit that the engine reports when the keeper was killed with the command."""
+        """Return the exit that the engine reports, because the keeper was killed, too."""
         self.unseen = (
             "the container was killed with its command, so that the last counters are lost"
         )
@@ -156,13 +151,13 @@ class DockerCommand:
                 signal_each([self.pid], number)
 
     def members(self) -> list[int]:
-        """Return the pids in the container, except those of the keeper and the watcher."""
+        """Return the pids in the container, except those of weighin's helpers (keeper, watcher)."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes of the container except weighin's helpers; if another user owns the
-        processes, kill the whole container.
+        """Kill all processes of the container except weighin's helpers. If this user may not kill
+        them, kill the whole container.
         """
         killed: set[int] = set()
         try:
@@ -183,7 +178,7 @@ class DockerCommand:
 
 
 def _pid_inside(pid: int) -> int | None:
-    """Return the pid of a process in its own pid namespace; None if it has ended."""
+    """Return the pid that a process has in its own pid namespace; None if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Make the container of a command: that of ``docker run``, with a keeper and a RAM limit."""
+"""Make a command's container, as ``docker run`` does, with a RAM limit and weighin's first process."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
     """Return the command and the variables of a cell's container.
 
     As with ``docker run IMAGE COMMAND``, the command follows the image's entrypoint. Of this
-    process's variables, a container gets only TERM. An entry without "=" removes the image's
+    process's variables, a container gets only TERM. A variable without "=" removes the image's
     variable of that name.
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)

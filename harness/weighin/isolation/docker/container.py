@@ -116,8 +116,8 @@ class DockerRunning:
     def kill(self) -> None:
         """Kill the worker and its children.
 
-        If this machine does not see these processes, kill the container, whose last counters are
-        then lost.
+        If weighin cannot see these processes, kill the whole container; its last counters are then
+        lost.
         """
         try:
             signal_each(self._members())
@@ -163,7 +163,7 @@ class DockerRunning:
         self.pid, self.unseen = members[0], ""
 
     def _members(self) -> list[int]:
-        """Return the pids in the container, except that of the keeper, oldest first."""
+        """Return the pids in the container, oldest first, without the first process (keeper)."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return sorted(pid for pid in pids if pid != self._keeper)
 
@@ -213,8 +213,8 @@ def is_here(container: str, pid: int) -> bool:
 def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
     """Remove a container and all processes in it; return when the container is gone.
 
-    ``certain`` means that the container exists. If ``certain`` is False, the engine may still be
-    creating the container, and the function tries again for 1 s.
+    ``certain`` tells whether the container certainly exists. If not, the engine may still be
+    creating the container, and ``remove`` tries again for 1 s.
     """
     with explained(f"remove the container {container}"):
         for attempt in range(1, _REMOVE_ATTEMPTS + 1):

@@ -1,12 +1,12 @@
-"""Observe a worker from inside its container, if the parent cannot see the container's processes.
+"""Observe a worker from inside its container, if weighin cannot see the container's processes.
 
 ``DockerRunning.observe_inside`` starts this module beside the worker as ``python -m
-weighin.isolation.docker.container_observer SECONDS``. The observer in the container uses the
-parent's code (``weighin.probes.observer``) and imports no torch. The kernel charges the observer's
-memory to the cell, and the observer's last event reports this memory. weighin sends one word per
-line to the observer. The observer answers each word on its standard input with one event: the event
-has the word as its name, and one field, ``answer``. The observer sends nothing before the first
-word, because the Docker SDK loses what arrives together with the engine's own answer:
+weighin.isolation.docker.container_observer SECONDS``. The observer uses the code of
+``weighin.probes.observer`` and imports no torch. The kernel counts the observer's memory as the
+cell's, and the observer's last event reports this memory. weighin sends one word per line to the
+observer. The observer answers each word with one event, which has the word as its name and one
+field, ``answer``. The observer sends nothing before the first word, because the Docker SDK loses
+bytes that arrive together with the engine's own answer:
 
 ========  ======================================================================================
 event     answer
@@ -39,7 +39,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def main() -> None:
-    """Observe the keeper's child, the worker, until the parent sends ``end`` or closes stdin."""
+    """Observe the worker, the first process's child, until weighin sends ``end`` or closes stdin."""
     parent = Parent()
     parent.receive()
     pid = next((pid for pid in _others() if parent_of(pid) == _KEEPER), None)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def watch(observer: LocalObserver, parent: Parent) -> None:
-    """Answer each word that the parent sends; send samples every 0.25 s, so that few stay in memory."""
+    """Answer each word that weighin sends; send samples every 0.25 s, so that few stay in memory."""
     answers: dict[bytes, Callable[[], Any]] = {
         b"look": lambda: asdict(observer.look()),
         b"reset": observer.reset_peak,
@@ -81,9 +81,7 @@ def _send_samples(parent: Parent, samples: list[Sample]) -> None:
 
 
 def _others() -> list[int]:
-    """Return the pids of the container's processes, the oldest first, without the first process and
-    the observer.
-    """
+    """Return the container's pids, oldest first, without the first process and the observer."""
     return sorted(pid for pid in all_pids() if pid not in (_KEEPER, os.getpid()))
 
 

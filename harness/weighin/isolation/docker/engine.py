@@ -60,7 +60,9 @@ def connect() -> docker.APIClient:
 
 
 def _knock(address: str) -> None:
-    """Connect to the engine's Unix socket once: after a failure, the SDK would leave its socket open."""
+    """Try to connect to the engine's Unix socket before the SDK does, because after a failure the
+    SDK leaves its socket open.
+    """
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.connect(address.removeprefix("unix://"))
@@ -95,7 +97,7 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine cannot enforce a RAM limit; ``info`` is that of ``docker info``."""
+    """Raise IsolationUnavailable if an engine cannot limit RAM; ``info`` is from ``docker info``."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers",
@@ -115,17 +117,17 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify a container's owner: this process, its host, and the lock file of runs.
+    """Return labels that identify a container's owner: this process, this host and the lock file of
+    runs.
 
-    The host's label contains the path of the lock file only if the user chose another lock file
-    than the usual one.
+    The path of the lock file is in the host's label only if the user chose another lock file.
     """
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
 
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn an error of the SDK into IsolationUnavailable: "the Docker engine could not {doing}"."""
+    """Turn an SDK error into IsolationUnavailable: "the Docker engine could not {doing}"."""
     try:
         yield
     except ENGINE_ERRORS as error:
@@ -170,9 +172,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether the kernel killed a container at its start, because the container's RAM limit is
-    too small.
-    """
+    """Tell whether the kernel killed a container at its start, because its RAM limit is too small."""
     text = str(getattr(error, "explanation", None) or error)
     return any(message in text for message in _OOM_AT_BIRTH)
 
@@ -184,9 +184,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error of the Docker SDK and the error's causes; urllib3 keeps some causes only in
-    ``args``.
-    """
+    """Yield an error of the Docker SDK and its causes, some of which are only in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

@@ -74,7 +74,7 @@ def _limits_and_mounts(
 
 
 def user(info: Mapping[str, Any]) -> str | None:
-    """Return this user's uid:gid; None for a rootless engine, in which root is this user."""
+    """Return this user's uid:gid; None for a rootless engine, whose root is this user."""
     options = info.get("SecurityOptions") or []
     if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
         return None
@@ -82,7 +82,7 @@ def user(info: Mapping[str, Any]) -> str | None:
 
 
 def worker_environment(of_cell: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's variables: the cell's, and those of this process that affect the figures."""
+    """Return a worker's variables: the cell's, and those of this process that affect figures."""
     passed = {
         name: value
         for name, value in environment.settings().items()

@@ -44,8 +44,8 @@ class Recipe:
     """Everything that an image is built from. ``pins`` are requirements such as
     "torch==2.13.0+cpu".
 
-    ``packages`` are the names of pinned packages that a strategy needs, and the worker itself does
-    not.
+    ``packages`` are the names of pinned packages that only a strategy needs, and not the worker
+    itself.
     """
 
     base: str
@@ -89,9 +89,8 @@ def find_image(
 ) -> str:
     """Return the ID of a Docker image; pull the image if the engine does not have the image.
 
-    ``is_base`` tells whether weighin's own image is built on it. The repair in an error names
-    another option for a base image (WEIGHIN_BASE_IMAGE) than for an image that is used as it is
-    (--image).
+    ``is_base`` tells whether weighin builds its own image on this image. The repair in an error
+    names WEIGHIN_BASE_IMAGE for such a base image, and --image for an image that is used as it is.
 
     Raises:
         IsolationUnavailable: the engine does not have the image and cannot pull it.

@@ -1,9 +1,9 @@
-"""Run the worker, or any command, in a Docker container, under the limits of a deployment.
+"""Run the worker (the measured process), or any command, in a Docker container with a RAM limit.
 
 A worker's container has no network, no capabilities, no swap and a read-only root. The worker is a
-child of a small shell (``stream.KEEPER``), so that the cgroup exists until the parent has read its
-counters. ``/tmp``, which is also HOME, and ``/dev/shm`` are small tmpfs mounts, whose files are
-charged to the cell.
+child of a small shell (``stream.KEEPER``), so that the cgroup exists until weighin has read its
+counters. ``/tmp`` (also HOME) and ``/dev/shm`` are small tmpfs mounts, whose files count as the
+cell's memory.
 """
 
 import atexit
@@ -170,9 +170,9 @@ class DockerIsolation:
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
-        The container sees ``mounts`` read-only. Apart from the limit and the user, the container is
-        that of ``docker run``. If the RAM limit is too small for the container to start, no error
-        is raised: ``reap`` returns the exit of a killed command.
+        The container sees ``mounts`` read-only. Except for the limit and the user, the container
+        equals that of ``docker run``. If the RAM limit is too small for the container to start, no
+        error is raised: ``reap`` returns the exit of a killed command.
 
         Raises:
             IsolationUnavailable: the engine refused a request, or runs on another machine.
@@ -196,7 +196,7 @@ class DockerIsolation:
             )
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove the containers whose owner, a process of this machine, is dead."""
+        """Remove the containers whose owner, a weighin process of this machine, has ended."""
         removed = []
         here = owner_labels()[HOST_LABEL]
         wanted = HOST_LABEL if any_lock else f"{HOST_LABEL}={here}"

@@ -57,7 +57,7 @@ exit "$code"
 command.
 
 After the command's end, the keeper writes the command's exit code. If a signal killed the command,
-the shell writes a word such as "Killed" before the code, which tells a signal from an exit code.
+the shell writes a word such as "Killed" before the code. The word tells a signal from an exit code.
 The second line from ``hold`` is a mark. The keeper writes the mark after the last output, because
 the engine does not report the end of output while a container runs. The keeper ends when ``hold``
 is closed. A second child kills all processes when ``life`` is closed, at the latest when weighin
@@ -67,8 +67,10 @@ ends. The keeper ignores Ctrl-C, which a terminal also sends to the keeper.
 NOT_FOR_KEEPER: Final = frozenset(
     {"LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL"}
 )
-"""Variables that the keeper sets for the command only. The keeper's own loader would obey LD_PRELOAD
-and the like, whose libraries may not fit the loader. A shell sets PWD, OLDPWD and SHLVL itself."""
+"""Variables that the keeper sets for the command only. The keeper's own dynamic loader would obey
+variables such as LD_PRELOAD, whose libraries may not fit that loader. A shell sets PWD, OLDPWD and
+SHLVL itself.
+"""
 
 # Signals for which some shells write no word.
 _SILENT: Final = {signal.SIGINT, signal.SIGPIPE, signal.SIGTERM}
@@ -99,14 +101,12 @@ class Keeper:
             raise
 
     def binds(self) -> list[Bind]:
-        """Return what a container has to mount so that its keeper can run: the pipes and the
-        shell's files.
-        """
+        """Return what a container must mount for its keeper: pipes and the shell's files."""
         pipes = Bind(Path(self._folder), _PIPES, writable=True)
         return [pipes, *(Bind(path, f"{_SHELL}/{name}") for name, path in _files(SHELL).items())]
 
     def command(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-        """Return the container's command; the keeper sets ``variables`` for ``command`` only."""
+        """Return the container's command; the keeper sets ``variables`` only for ``command``."""
         loader, *others = (f"{_SHELL}/{name}" for name in _files(SHELL))
         start = [loader, "--library-path", _SHELL, others[0]] if others else [loader]
         settings = [f"{name}={value}" for name, value in variables.items()]
@@ -137,7 +137,7 @@ class Keeper:
         os.write(self._hold, b"\n")
 
     def exit(self, timeout_s: float) -> Exit | None:
-        """Return how the command ended; None if the keeper was killed too, or did not answer in time."""
+        """Return how the command ended; None if the keeper was killed, or did not answer in time."""
         deadline = monotonic() + timeout_s
         while self._told in self._open and ready([self._told], deadline - monotonic()):
             if not self._read():
@@ -145,7 +145,7 @@ class Keeper:
         return parse(self._said)
 
     def end_output(self, mark: bytes) -> None:
-        """Let the keeper write ``mark`` after the last output of the command, which has ended."""
+        """Let the keeper write ``mark`` after all output of the command, which has already ended."""
         with contextlib.suppress(OSError):  # the keeper was killed
             os.write(self._hold, mark + b"\n")
 
@@ -172,7 +172,7 @@ class Keeper:
 
 
 def parse(said: bytes) -> Exit | None:
-    """Return the exit that a keeper reported: the last word is the code, after words of the shell."""
+    """Return the exit that a keeper reported: the report's last word is the exit code."""
     *words, code = said.split() or [b""]
     if not code.isdigit():
         return None
@@ -184,7 +184,8 @@ def parse(said: bytes) -> Exit | None:
 
 @cache
 def _files(shell: Path) -> dict[str, Path]:
-    """Return a shell's loader, the shell itself and its libraries, by file name; a static shell is one file.
+    """Return a shell's dynamic loader, the shell and its libraries, by file name; of a static
+    shell, only itself.
 
     Raises:
         IsolationUnavailable: ``ldd`` is not installed.

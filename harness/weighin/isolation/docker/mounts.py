@@ -35,7 +35,7 @@ class Bind:
 
 
 def place(job: Job) -> tuple[Job, list[Bind]]:
-    """Return the job with the paths inside the container, and the binds that provide these paths."""
+    """Return the job with its paths inside the container, and the mounts that provide these paths."""
     code = [
         Bind(Path(weighin.__file__).resolve().parent, f"{CODE}/weighin"),
         Bind(data_folder("strategies").resolve(), f"{CODE}/strategies"),

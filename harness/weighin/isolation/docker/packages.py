@@ -26,9 +26,10 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The installed packages to mount: their files and folders, and a line for each package.
+    """The installed packages to mount: their files and folders, and a line of text for each
+    package.
 
-    A required package with compiled code is not mounted, but has a line that says so.
+    A required package with compiled code is not mounted; its line says so.
     """
 
     paths: tuple[Path, ...] = ()
@@ -39,8 +40,8 @@ def lacking(job: Job) -> Lacking:
     """Return the installed package of a job's model, and the packages that it requires, as far as
     the image lacks them.
 
-    The result of ``lacking`` is empty if the model's module is part of weighin or of the image,
-    lies in a folder of ``job.python_path`` or in ``job.mounts``, or does not exist here.
+    The result is empty if the model's module is part of weighin or of the image, lies in a folder
+    of ``job.python_path`` or in ``job.mounts``, or does not exist here.
 
     Raises:
         ConfigError: the package contains compiled code.

@@ -1,4 +1,4 @@
-"""Let weighin's own process ask the watcher process inside a container (``container_observer``)."""
+"""Ask the watcher, a process of weighin in a worker's container (``container_observer``)."""
 
 import queue
 import threading
@@ -17,13 +17,14 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 class InsideObserver:
-    """Observes a worker through the watcher process at the other end of ``channel``.
+    """Observes a worker through the watcher, a process in the worker's container that ``channel``
+    connects.
 
-    After the watcher has died, every figure is None and every action returns False.
+    When the watcher has died, every figure is None and every action returns False.
     """
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
-        """``lift`` asks the engine to lift the cell's RAM limit, which the watcher may not do."""
+        """``lift`` asks the Docker engine to lift the RAM limit, which the watcher may not do."""
         self._lift, self._is_lifted = lift, False
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
@@ -41,9 +42,7 @@ class InsideObserver:
         return replace(seen, escape="") if self._is_lifted else seen
 
     def raise_limit(self) -> None:
-        """Ask the engine to lift the limit. Later observations then report no escape for the new
-        limit.
-        """
+        """Ask the engine to lift the limit; later observations do not report that as an escape."""
         self._is_lifted = True
         self._lift()
 

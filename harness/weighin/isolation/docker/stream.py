@@ -18,22 +18,21 @@ STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN. The keeper writes it after the worker's end; it invalidates the text before it in its
-line.
-"""
+"""ASCII CAN, which the keeper writes after the worker's end; text before it is invalid."""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
     r"""printf '\030%d\n' "$code"; printf '\030' >&2; """
     'while read -r _; do :; done; exit "$code"'
 )
-"""The shell script of the keeper: a container's first process, with the worker as its only child.
+"""The shell script of the keeper: the first process of a container, with the worker as its only
+child.
 
-The keeper keeps the container and its cgroup alive until the parent has read the cgroup's counters.
+The keeper keeps the container and its cgroup alive until weighin has read the cgroup's counters.
 After the worker's end, the keeper writes CAN and the exit code to stdout; CAN invalidates an
 incomplete line of a killed worker. The keeper also writes CAN to stderr, to mark the end of stderr.
-The keeper ends when its stdin closes, at the latest when the parent ends. The shell (dash) needs
-0.1 MiB of anonymous memory. With the container's start, 0.9 MiB is charged to the cgroup before the
+The keeper ends when its stdin closes, at the latest when weighin ends. The shell (dash) needs 0.1
+MiB of anonymous memory. With the container's start, 0.9 MiB is charged to the cgroup before the
 worker starts (measured on Debian 12, cgroup v1).
 """
 
@@ -70,7 +69,8 @@ class FrameBuffer:
 
 
 class StreamChannel:
-    """A channel over the attached stream of a container whose first process is the keeper.
+    """A channel over the attached stream of a container, whose first process (keeper) reports the
+    worker's end.
 
     Attributes:
         stderr_tail: the last 64 KiB that the worker and its strategy printed to stderr.
@@ -119,7 +119,7 @@ class StreamChannel:
             self._socket.sendall(line)
 
     def end(self) -> None:
-        """Expect no more data; for a container that did not start."""
+        """Expect no more data, because the container did not start."""
         self._over = self._quiet = True
 
     def close(self) -> None:

@@ -23,16 +23,16 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The Python and platform that wheels must fit. ``glibc`` is the minor version: 36 for glibc
-    2.36.
-    """
+    """The Python and platform that wheels must fit. ``glibc`` is 36 for glibc 2.36."""
 
     python: str
     machine: str
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return pip's flags to fetch wheels for this target; ``host`` is this machine, None if not Linux."""
+        """Return pip's flags to fetch wheels for this target; ``host`` is this machine if it has
+        Linux.
+        """
         same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
@@ -80,8 +80,8 @@ PROBE = (
 def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    The result of ``installed_pins`` includes ``packages`` and all dependencies, so that the image
-    has the versions of this environment.
+    The pins include ``packages`` and all dependencies, so that the image has the versions of this
+    environment.
     """
     lines = requirements.read_text().splitlines()
     roots = [*packages, *(line for line in lines if line and not line.startswith("#"))]
@@ -93,8 +93,8 @@ def installed(
 ) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
     """Yield installed packages by name and, transitively, the packages that they require.
 
-    The result of ``installed`` leaves out the packages in ``without``, packages that only these
-    require, and extras.
+    ``installed`` leaves out the packages in ``without``, packages that only these require, and
+    extras.
     """
     todo, seen = [*requirements], {*without}
     while todo:
@@ -117,7 +117,7 @@ def name_of(requirement: str) -> str:
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
-    """Return the size in bytes of the files that ``pins`` install, here and in the image."""
+    """Return the size in bytes of all files of the packages in ``pins``."""
     size = 0
     for pin in pins:
         try:
@@ -140,7 +140,7 @@ def download(
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
     ``packages`` are the packages that strategies need. Every 10 s, ``say`` gets a text with the
-    size of what pip has fetched.
+    size of the fetched files.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -164,9 +164,7 @@ def download(
 
 
 def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip with a temporary folder of its own; return pip's exit code and the errors that pip
-    printed.
-    """
+    """Run pip with its own temporary folder; return the exit code and the errors that pip printed."""
     with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
         while True:
             try:

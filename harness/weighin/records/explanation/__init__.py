@@ -1,4 +1,6 @@
-"""Explain how a command ended and which memory it needed, in at most three lines, from the record alone."""
+"""Explain in at most three lines, from a record alone, how a command ended and what memory it
+needed.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ def answer(run: Path, result: Result) -> list[str]:
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    """Return the cause of a command's memory; None if the record proves no cause."""
+    """Return what caused a command's memory use; None if the record proves no cause."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
 
 
@@ -59,7 +61,7 @@ def _ending(result: Result) -> str:
 
 
 def _killed(result: Result, kills: Sequence[Kill]) -> str:
-    """Name the limit that was reached and the killed processes, and say if the first one lived on."""
+    """Name the limit that was reached and the killed processes; say if the first one lived on."""
     assert result.ran
     commands = {process.pid: process.command for process in result.ran.processes}
     victims = [
@@ -140,7 +142,9 @@ def _where(facts: Facts, place: Place | None) -> str:
 
 
 def _cache(facts: Facts) -> str:
-    """Name the largest page cache and the files in it, and say whether files were cold at the start."""
+    """Name the largest page cache and its files, and say if files were uncached (cold) at the
+    start.
+    """
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)

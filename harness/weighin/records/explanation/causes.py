@@ -1,8 +1,8 @@
-"""Find the cause of a command's memory with a table of rules, which test the command's record.
+"""Find the cause of a command's memory use with a table of rules, which test the command's record.
 
-The answer is the first rule of the table that holds, so that more specific rules come first in the
-table. For each rule, tests/unit/test_causes.py has a record for which the rule holds and a record
-for which it does not.
+The answer is the first rule in the table that holds. More specific rules therefore come first. For
+each rule, tests/unit/test_causes.py has a record for which the rule holds and a record for which it
+does not.
 """
 
 import re
@@ -32,7 +32,7 @@ Evidence = Mapping[str, str]
 """The words that replace the {names} in a rule's sentences."""
 
 LEAST_BYTES: Final = 48 * MIB
-"""Less memory needs no explanation, because Python with a few libraries takes as much."""
+"""A smaller peak gets no explanation, because Python with a few libraries needs as much."""
 
 _LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
 _READS: Final = ("torch/serialization.py", "safetensors/torch.py")
@@ -54,10 +54,10 @@ _MOST_STACKS: Final = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A possible cause of a command's memory: the test ``when``, and the sentences about the cause.
+    """A possible cause of a command's memory use: a test ``when``, and sentences about the cause.
 
-    ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` finds the line of
-    code that took the memory.
+    ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` finds the line
+    of code that allocated the memory.
     """
 
     name: str
@@ -87,7 +87,9 @@ def find(facts: Facts) -> Cause | None:
 
 
 def _two_copies(facts: Facts) -> Evidence | None:
-    """The weights were read, not mapped, and a model has or gets memory of its own for the weights."""
+    """The weights were read into memory (not mapped), and the model has a second copy of the
+    weights.
+    """
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
     if place is None or not files or facts.anon_bytes < LEAST_BYTES:
@@ -127,8 +129,8 @@ def _whole_file(facts: Facts) -> Evidence | None:
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     """Return the line that reads a whole file, and the file.
 
-    While a file's position is not at the end, the read goes on, so that a stack read far below the peak
-    counts too.
+    While the position in the file is before its end, the read goes on. Then, a stack counts even if
+    it was read long before the peak.
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
@@ -163,7 +165,7 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Forked processes have more memory together than the parent, which they did not allocate."""
+    """Forked processes have copied pages of their parent, because they wrote to these pages."""
     for parent in facts.ran.processes:
         children = [
             one
@@ -228,7 +230,7 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the innermost line that at least two thirds of a process's stacks have in common."""
+    """Return the innermost line that occurs in at least two thirds of a process's stacks."""
     last = facts.place
     if last is None:
         return None

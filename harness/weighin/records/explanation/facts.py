@@ -1,4 +1,4 @@
-"""Find in a command's record the kinds of memory at the peak, and the process and line that took it."""
+"""Find the kinds of memory at a command's peak, and the process and line that allocated it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from weighin.text import few, one_line
 from weighin.units import GIB, MIB, format_bytes
 
 _NEAR: Final = 0.75
-"""A stack shows which line took the memory only if the command used this share of its need then."""
+"""A stack counts only if the command then used at least this share of its highest memory."""
 _SHORT_CODE: Final = 48
 _COMMAND_LENGTH: Final = 72
 _WAITING: Final = re.compile(r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept")
@@ -51,7 +51,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts from the record of one command. Sizes are those when the command used most memory."""
+    """Facts from the record of one command. Sizes are at the time when the command used most
+    memory.
+    """
 
     result: Result
     ran: Ran
@@ -116,7 +118,7 @@ class Facts:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The lines of all stacks; the line at which the command used most memory is the last."""
+        """The lines of all stacks; the last one is the line at the command's highest memory."""
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
@@ -132,8 +134,7 @@ class Facts:
         """Return the growth of the command's memory, in bytes, while ``holds`` was true.
 
         The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``.
-        The growth at a place in the code is a lower bound, because growth just before and after the
-        stacks is left out.
+        The result is a lower bound, because growth just before and after the stacks is left out.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -149,7 +150,8 @@ class Facts:
     def grown_since(self, file: OpenFile) -> int:
         """Return the growth of anonymous memory, in bytes, from the first sample with a file to the peak.
 
-        The growth since the file was opened is at least as large. Without samples, return 0.
+        The result is a lower bound of the growth since the file was opened. Without samples, return
+        0.
         """
         if file.seen_ns is None or not self.samples:
             return 0

@@ -1,4 +1,4 @@
-"""Parse the frames of a ``Stack``, "function (path/of/file.py:14)", and recognise those of libraries."""
+"""Parse the frames of a Python stack, "function (path/of/file.py:14)", and recognise libraries."""
 
 import re
 from collections.abc import Iterable

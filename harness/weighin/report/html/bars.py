@@ -15,7 +15,7 @@ _PER_CENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A marker on a bar at an exact figure, with its range; positions are in per cent of the axis."""
+    """A marker on a bar: an exact figure, and the range of the repeats, in per cent of the axis."""
 
     kind: str
     at: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLine:
-    """A line across all bars, at the size of the model or at the RAM limit; ``at`` is None beyond the axis."""
+    """A line across all bars at the model's size or the RAM limit; ``at`` is None off the axis."""
 
     kind: str
     text: str

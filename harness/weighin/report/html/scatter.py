@@ -43,7 +43,9 @@ class Plot:
 
 
 def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
-    """Return plots with titles: one per memory figure of a group with two or more rows that are wholly ok."""
+    """Return plots with titles: one per memory figure of a group in which all repeats of two or
+    more rows ended ok.
+    """
     plots = []
     for title, group in style.scenes(rows):
         good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]

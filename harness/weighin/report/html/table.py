@@ -23,7 +23,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row; ``outcome`` is the first word of its outcome, which selects its colour and the filter."""
+    """One row; ``outcome`` is the first word of its outcome, for the colour and the filter."""
 
     id: str
     colour: str
@@ -33,7 +33,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter of the table: a column, and the values from which the reader chooses."""
+    """A filter of the table: a column, and the values from which the reader of the page chooses."""
 
     heading: str
     column: int
@@ -51,7 +51,7 @@ class Table:
 
 
 def ids(rows: Sequence[Row]) -> dict[str, str]:
-    """Return an HTML id for each measurement; its row, bar and timeline in the page have this id."""
+    """Return an HTML id for each measurement, which its row, bar and timeline have in the page."""
     return {row["group"]: f"s{index}" for index, row in enumerate(rows)}
 
 

@@ -62,7 +62,7 @@ class Timeline:
 def build(
     run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
 ) -> list[tuple[str, list[Timeline]]]:
-    """Return drawings in titled groups; the drawings of one model and device share their axes."""
+    """Return drawings in titled groups; drawings of one model and device have the same axes."""
     tracks = timeline_data.choose(run, results, rows)
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
     changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
@@ -187,7 +187,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, result: Resul
 
 
 def _cut(track: timeline_data.Track, time: Axis, memory: Axis) -> tuple[float, float] | None:
-    """Return the position at which a measurement was cut off; None if no such position is drawn."""
+    """Return the position at which a kill or timeout ended a measurement; None if not drawn."""
     is_off = track.end_s > time.top
     if not track.samples or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
