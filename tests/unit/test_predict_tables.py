@@ -46,8 +46,8 @@ def test_a_summary_counts_the_series_that_their_predicted_floor_would_kill() -> 
     summary = summarised([*checked, unknown])
     assert summary is not None
     assert summary_line(summary) == (
-        "3 series. Anonymous peak: median error 1.00%, largest 3.00%. A RAM limit equal to the predicted"
-        " floor would have killed the loads of 1 series (33.3%)."
+        "3 series. Anonymous peak: median error 1.00%, largest 3.00%. A RAM limit of the predicted"
+        " floor would have killed 1 (33.3%)."
     )
     assert summarised([unknown]) is None
 

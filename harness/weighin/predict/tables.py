@@ -184,8 +184,8 @@ def summary_line(summary: Summary) -> str:
     share = summary.killed / summary.series
     return (
         f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"
-        f" {summary.largest_error:.2%}. A RAM limit equal to the predicted floor would have"
-        f" killed the loads of {summary.killed} series ({share:.1%})."
+        f" {summary.largest_error:.2%}. A RAM limit of the predicted floor would have killed"
+        f" {summary.killed} ({share:.1%})."
     )
 
 
