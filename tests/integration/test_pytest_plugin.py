@@ -174,10 +174,10 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2, failed=5)
     text = result.stdout.str()
     assert (
-        "AssertionError: above_import_bytes of fail, which did not end ok: strategy_failed: KeyError: 'gone' ("
+        "AssertionError: above_import_bytes cannot be read, because fail did not end ok: strategy_failed: KeyError: 'gone' ("
     ) in text
     assert (
-        'a run that did not end ok has no complete peaks: if the outcome is intended, assert run.outcome == "..." and read no peaks'
+        'the peaks of such a run are incomplete: if the outcome is intended, assert run.outcome == "..." and read no peaks'
         in text
     )
     assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size

@@ -51,7 +51,7 @@ _OF_MODELS = {
 @click.option(
     "--thrashing",
     is_flag=True,
-    help="Find the smallest limit under which the load ends at all, even if the load thrashes"
+    help="Find the smallest limit under which the load ends ok, even if the load thrashes"
     " (reads the same pages from the disk again and again). A search with --thrashing takes"
     " longer, because weighin lets a thrashing load run until --timeout.",
 )

@@ -194,7 +194,7 @@ def _read_direct(path: Path) -> None:
 
 
 def _read_mapped(path: Path) -> None:
-    """Copy a mapped file with one thread per processor, as weighin reads a loaded model."""
+    """Copy a mapped file into memory with one thread per processor, as weighin does after a load."""
     threads = os.cpu_count() or 1
     with (
         path.open("rb") as file,
