@@ -92,13 +92,22 @@ def broken(**changes: object) -> dict[str, object]:
     [
         (broken(version=2), "index of version 2, but this weighin reads 1"),
         (broken(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
-        (broken(files={"no.pt": ["a"]}), "file 'no.pt' of a module is missing"),
-        (broken(files={"../x": ["a"]}), "the file of a module lies outside the folder: '../x'"),
+        (broken(files={"no.pt": ["a"]}), "the file 'no.pt', which holds a module, is missing"),
+        (
+            broken(files={"../x": ["a"]}),
+            "the file that holds a module lies outside the folder: '../x'",
+        ),
         (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),
         (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
         (broken(files={"emb.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
-        (broken(order=["emb.weight"]), "'order' must name each tensor of 'files' exactly once, and no other"),
-        (broken(order=["emb.weight"] * 2), "'order' must name each tensor of 'files' exactly once, and no other"),
+        (
+            broken(order=["emb.weight"]),
+            "'order' must name each tensor of 'files' exactly once, and no other",
+        ),
+        (
+            broken(order=["emb.weight"] * 2),
+            "'order' must name each tensor of 'files' exactly once, and no other",
+        ),
         (
             broken(shared={"head.weight": "x"}),
             "'head.weight' is tied to 'x' but is in another file",

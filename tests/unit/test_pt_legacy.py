@@ -168,7 +168,9 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: damaged: the pickle from byte ")
-    assert caught.value.message.endswith("cannot be read at byte 60: truncated: the file ends")
+    assert caught.value.message.endswith(
+        "cannot be read at byte 60: truncated: the file ends inside the pickle"
+    )
 
 
 def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ def _cold(path: Path, read: Callable[[Path], None]) -> float:
     cached_bytes = page_cache.drop([path])
     if cached_bytes is None:
         raise ConfigError(
-            f"cannot calibrate in {cache.folder()}: this kernel does not report cached file pages",
+            f"cannot calibrate in {cache.folder()}: this kernel does not report which file pages"
+            " are cached",
             "run weighin doctor --calibrate on the Linux host, outside of this sandbox",
         )
     if cached_bytes:

@@ -267,7 +267,7 @@ def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
         return f"fails even under {format_bytes(failing)}" if failing else "not searched"
     is_wide = limit - failing > max(finest_step(ours[0].cell), int(limit * COARSEST))
     if is_wide or bounds.passed < PASSES:
-        between = f"above {format_bytes(failing)}, not above {format_bytes(limit)}"
+        between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
         return f"{between}: the search is not finished"
     return ""
 
