@@ -177,7 +177,7 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
         "AssertionError: above_import_bytes cannot be read, because fail did not end ok: strategy_failed: KeyError: 'gone' ("
     ) in text
     assert (
-        'the peaks of such a run are incomplete: if the outcome is intended, assert run.outcome == "..." and read no peaks'
+        'the peaks of such a load are incomplete: if the outcome is intended, assert run.outcome == "..." and read no peaks'
         in text
     )
     assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size

@@ -136,6 +136,6 @@ def test_a_tie_that_the_file_does_not_have_is_named(folder: Path) -> None:
 def test_a_file_with_other_keys_is_named(folder: Path) -> None:
     torch.save({"layers.1.c": torch.zeros(3)}, folder / "layers.1.pt")
     with pytest.raises(
-        CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json lists"
+        CheckpointError, match=r"layers\.1\.pt: its keys differ from those that index\.json lists"
     ):
         per_module.read(folder)
