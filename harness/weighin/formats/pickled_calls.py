@@ -1,4 +1,4 @@
-"""Return a record for the result of each call in a pickled checkpoint, without calling anything.
+"""Describe what each call in a pickled checkpoint would return, without making the call.
 
 This module compares the names of functions and classes in a pickle with the names that
 ``torch.save`` writes for tensors.

@@ -57,8 +57,8 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
 
-    ``auto`` takes the first isolation that works: a Docker engine that has the base image, a
-    cgroup, a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
+    ``auto`` takes the first of these that works: Docker, if its engine has the base image; then a
+    cgroup; then a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
     limit. Without ``containers``, ``auto`` does not take Docker.
 
     Raises:
