@@ -1,9 +1,7 @@
 """Compare ``load_pretrained`` with ``from_pretrained`` for types of transformers drawn at random.
 
-``make model-types ARGS="--all"`` draws the types of ``CONFIG_MAPPING`` beyond those of the page in an order
-that the seed decides. For each type, a process of its own makes a small model with random weights, saves it in
-float32 and in bfloat16, one of them in shards, and loads both folders in two dtypes with both functions. Each
-type is compared or counted with the reason; none is dropped.
+The types are those of ``CONFIG_MAPPING`` that ``model_types.py`` does not name, in an order that the
+seed decides. ``section`` says what is compared, and counts the other types with their reasons.
 """
 
 import contextlib
@@ -61,14 +59,14 @@ _TENSOR_MARKS: Final = ("_is_hf_initialized", "_is_buffer", "persistent")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One type: the loads that were compared and their differences, or the reason why there are none.
+    """One type: the differences between its loads, or why there are none.
 
     Attributes:
-        loads: the number of pairs of loads that were compared.
+        loads: the number of compared pairs of loads.
         unequal: each difference, with its folder and dtype.
-        storage: differences in strides and in the sharing of storage, which leave the values equal.
+        storage: differences in strides and shared storage, which leave the values equal.
         outputs: "equal", or why no forward pass was compared.
-        reason: why nothing was compared; empty if it was.
+        reason: why nothing was compared, or empty.
     """
 
     name: str
@@ -81,7 +79,7 @@ class Tried:
     reason: str = ""
 
     def row(self) -> list[str]:
-        """Return the cells of the page's table; a type that was not compared has its reason."""
+        """Return the type's row of the page's table."""
         compared = "; ".join(self.unequal[:2]) or self.reason or "equal"
         return [
             self.name, self.architecture, f"{self.parameters:,}", str(self.loads), _cell(compared),
@@ -90,7 +88,7 @@ class Tried:
 
 
 def drawn(seed: int, without: Sequence[str]) -> list[str]:
-    """Return the names of all types but ``without``, in the seed's order."""
+    """Return all types but ``without``, in the seed's order."""
     _prepare()
     from transformers import CONFIG_MAPPING
 
@@ -100,10 +98,7 @@ def drawn(seed: int, without: Sequence[str]) -> list[str]:
 
 
 def section(tried: Sequence[Tried], seed: int, known: int) -> str:
-    """Return the page's part: counts, a table of the compared types, and all that differs or is missing.
-
-    ``known`` is the number of types from which ``tried`` were drawn.
-    """
+    """Return the page's part about ``tried``, which were drawn from ``known`` types."""
     import transformers
 
     compared = [one for one in tried if not one.reason]
@@ -116,10 +111,10 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
             f" transformers {transformers.__version__}. `--all` draws further types in a random order (--seed {seed}), and shrinks"
-            " their default configurations. weighin saves one model class of each type with random weights in two folders, in float32 and in"
-            " bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load each folder in two dtypes. A type is equal"
-            " if both models have the same names, values (bit by bit), dtypes, buffers, tied weights, modules and their attributes,"
-            " training mode, configuration, generation configuration and gradients. The outputs of a forward pass are compared if simple inputs suffice.",
+            " their default configurations. It saves a model of one class of each type, with random weights, in float32 and in bfloat16,"
+            " one of them in shards. `load_pretrained` and `from_pretrained` load both in two dtypes. A type is equal if the models of both"
+            " functions have the same names, values (bit by bit), dtypes, buffers, tied weights, modules and their attributes, training mode,"
+            " configuration, generation configuration and gradients. The outputs of a forward pass are also compared if simple inputs suffice.",
             "",
             f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
             f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
@@ -135,7 +130,7 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
             "### Strides and shared storage",
             "",
-            *(_storage(compared) or ["No difference."]),
+            *(_storage(compared) or ["Strides and shared storage are equal in all loads."]),
             "",
             "### How many types were not compared, and why",
             "",
@@ -149,24 +144,24 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
 
 
 def _equal(compared: Sequence[Tried]) -> list[str]:
-    """Return the equal types in two lists: with an equal forward pass, and without any."""
+    """Return two lists of the equal types: with and without a compared forward pass."""
     equal = [one for one in compared if not one.unequal]
     with_outputs = sorted(one.name for one in equal if one.outputs == "equal")
     without = sorted(one.name for one in equal if one.outputs != "equal")
     return [
-        f"* equal, and so are the outputs: {', '.join(with_outputs) or 'none'}",
-        f"* equal; outputs were not compared: {', '.join(without) or 'none'}",
+        f"* models and outputs are equal: {', '.join(with_outputs) or 'none'}",
+        f"* models are equal, outputs were not compared: {', '.join(without) or 'none'}",
     ]
 
 
 def _shared(reason: str) -> str:
-    """Return a reason without what differs between types: their classes, sizes and exceptions."""
+    """Return a reason without the class, size and exception of its type."""
     if re.fullmatch(r"\w+ has [\d,]+ parameters", reason):
-        return f"more than {_MOST_PARAMETERS:,} parameters"
+        return f"the small model has more than {_MOST_PARAMETERS:,} parameters"
     if package := re.search(r"requires the (\w+) library", reason):
         return f"needs the package {package[1]}"
     reason = re.sub(r"^(no default configuration|from_pretrained fails): .*", r"\1", reason)
-    return re.sub(r"^\w+: \w+: .*", "the class fails with the small configuration", reason)
+    return re.sub(r"^\w+: \w+: .*", "the model class fails with the small configuration", reason)
 
 
 def _storage(compared: Sequence[Tried]) -> list[str]:
@@ -184,11 +179,7 @@ def _cell(text: str) -> str:
 
 
 def run(names: Sequence[str], seed: int, seconds: float, kept: Path) -> Iterator[Tried]:
-    """Try each type in a process of its own, one after the other; ``kept`` has those already tried.
-
-    Args:
-        seconds: the limit of processor time for each type.
-    """
+    """Try each type in its own process, for ``seconds`` of processor time; ``kept`` has old tries."""
     known = {one.name: one for one in _read(kept)}
     kept.parent.mkdir(parents=True, exist_ok=True)
     _prepare()
@@ -285,7 +276,7 @@ def _tried(name: str, seed: int) -> Tried:
 def _compared(
     kind: Any, folder: Path, dtype: torch.dtype | str | None, *, with_outputs: bool
 ) -> tuple[list[str], str]:
-    """Load a folder with both functions; return the differences, and what came of a forward pass."""
+    """Return the differences between both functions' models, and what came of a forward pass."""
     torch.manual_seed(0)
     try:
         reference = kind.from_pretrained(folder, dtype=dtype)
@@ -404,7 +395,7 @@ def _conversions(model: Any) -> list[tuple[Any, ...]]:
 
 
 def _forget_marks(model: Any) -> None:
-    """Remove the marks by which from_pretrained knows what it has initialised, and how it loaded."""
+    """Remove the marks in which from_pretrained notes what it initialised, and how it loaded."""
     for module in model.modules():
         for attribute in _MARKS:
             vars(module).pop(attribute, None)

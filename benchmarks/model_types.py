@@ -1,15 +1,9 @@
 """Load a small model of each type of transformers with every strategy: ``make model-types``.
 
-Makes a folder per type with ``save_pretrained``: few layers, random weights. Then runs ``weighin bench
-FOLDER --strategies all``, whose loads are verified against ``from_pretrained``, and compares
-``load_pretrained`` with ``from_pretrained``: parameters, buffers, dtypes, ties, outputs. Folders and runs
-stay in --work, and are not made again. --predict also predicts every load, as ``weighin predict --check``
-does, and compares the anonymous peaks. Exits with 1 if a load is wrong or fails, or if a RAM limit of the
-predicted floor would have killed a load.
-
---all compares ``load_pretrained`` with ``from_pretrained`` for all other types of transformers, in the order
-of --seed: see ``drawn_types.py``. --types N then draws N of them. Each part of the page is written by its own
-command, which leaves the other part as it is.
+The page says what is saved and compared. Folders and runs stay in --work, and are not made again. The
+exit code is 1 if a load is wrong or fails, or if a RAM limit of the predicted floor would have killed
+a load. --all compares all other types (``drawn_types.py``) in the order of --seed, and --types N only
+N of them. Each of the two commands writes its own part of the page.
 """
 
 import argparse
@@ -81,8 +75,8 @@ _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
 _SAYS_PREDICTED: Final = (
-    "`weighin predict --check` predicted every load that was ok, except loads by packages that `predict` cannot follow,"
-    " and compared the predicted with the measured peaks of anonymous memory. The imports need most of this memory, because the models are small. "
+    "`weighin predict --check` predicted the peak of anonymous memory of every load that was ok, and compared it with the measured peak."
+    " Loads by packages that `predict` cannot follow were left out. Imports need most of this memory, because the models are small. "
 )
 HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
 
@@ -102,7 +96,7 @@ class Tried:
         return ended and self.compared == "equal"
 
     def row(self) -> list[str]:
-        """Return the name, and what came of the loads; types with the same cells share a row."""
+        """Return the name, and what came of the loads."""
         count = Counter(one.outcome for one in self.results)
         wrong = [
             f"{one.cell.strategy}: {one.outcome}"
@@ -173,7 +167,7 @@ def _try_drawn(options: argparse.Namespace, known: list[str]) -> int:
 
 
 def _parts(page: Path) -> tuple[str, str]:
-    """Return a page's part about the known types, and the part about types drawn at random."""
+    """Return a page's parts about the known types, and about types drawn at random."""
     text = page.read_text() if page.exists() else ""
     known, heading, drawn = text.partition(drawn_types.HEADING)
     return known, heading + drawn
@@ -188,7 +182,7 @@ def rows(types: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
-    """Return the page: a table of the types, the predictions, and the reasons of the skipped loads."""
+    """Return the page's part about the known types."""
     import transformers
 
     cells = [result for one in tried for result in one.results]
@@ -201,12 +195,12 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
     lines = [
         "# Model types of transformers",
         "",
-        f"With torch {torch.__version__} and transformers {transformers.__version__}, `make model-types` saved a small model"
-        f" of each type with random weights, ran `weighin bench FOLDER` with {len(strategies)} strategies, and wrote this page."
-        " Decoders and mixtures of experts are saved in bfloat16, and the other types in float32. weighin compares every loaded model with that of `from_pretrained`."
-        ' `load_pretrained` is "equal" if its parameters, buffers, dtypes, tied weights and outputs are those of `from_pretrained`, bit by bit.',
+        f"`make model-types` wrote this page with torch {torch.__version__} and transformers {transformers.__version__}."
+        " It saved a small model of each type with random weights, in bfloat16 (decoders and mixtures of experts) or float32, and"
+        f" ran `weighin bench FOLDER` with {len(strategies)} strategies (ways to load). weighin compares every loaded model with that of `from_pretrained`."
+        ' `load_pretrained` is "equal" if its model has the parameters, buffers, dtypes, tied weights and outputs of that of `from_pretrained`, bit by bit.',
         "",
-        f"{len(tried)} types, {len(cells)} loads: "
+        f"The outcomes of the {len(cells)} loads of {len(tried)} types are: "
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
         + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)} types.",
         "",
@@ -233,7 +227,7 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
 
 
 def _predicted(work: Path, types: list[str]) -> check.Summary | None:
-    """Predict every load of the types, several types at a time, and compare with the measurements."""
+    """Compare the loads with predictions, several types at a time."""
     checked: list[check.Checked] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [work / name / "run" for name in types]

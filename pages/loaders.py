@@ -1,8 +1,6 @@
 """Print docs/loaders.md, which helps to choose a loader: ``python -m pages.loaders RUN...``.
 
-The page has a table for each model, with a row for each strategy and a time for each run. The fastest
-strategy of the first run comes first. RAM floors are predicted; every other figure is the median of
-the repeats that ended ok.
+The page has a table for each model, sorted by the times of the first run.
 """
 
 import sys
@@ -36,20 +34,20 @@ _NAMES: Final = 2
 INTRODUCTION: Final = """\
 # Loaders
 
-`make peers MODEL=gpt2-small` measures all strategies that can load a model, and writes this page from the records. Figures are medians of the
-repeats. A strategy that cannot read the format of a Hugging Face folder reads a copy in the first format that it supports.
+`make peers MODEL=gpt2-small` measures all strategies that can load a model, and writes this page. Figures are medians of the repeats. A
+strategy that cannot read the format of a Hugging Face folder reads a copy in the first format that it supports.
 
-* **peak RSS**: the highest resident memory of the process, including torch.
-* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": `predict` cannot
-  predict this strategy. `weighin floor` measures the floor.
-* **private memory left**: the anonymous memory when the model is ready, minus that after `import torch`. Without swap, the kernel cannot
+* **peak RSS**: the highest resident memory of the loading process, including torch.
+* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": `predict`
+  cannot predict this strategy.
+* **private memory left**: the process's anonymous memory with the loaded model, minus that after `import torch`. Without swap, the kernel cannot
   reclaim private memory. The pages of a mapped file are not private: the kernel can drop and read them again.
-* **ready**: the time until every byte of the model was read. At the start, the page cache holds no page of the checkpoint (cold) or all
-  pages (warm). A strategy that maps the file returns the model before it reads the weights.
+* **ready**: the time from the start of the load until every byte of the loaded model was read. A strategy that maps the file returns the
+  model before this reading. At the start, the page cache holds no page of the checkpoint (cold) or all of its pages (warm).
 
-How to choose: if the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the
-kernel drops pages of the file, take the fastest strategy of those that hold one copy of the weights. The time of a load also
-grows with the number of tensors: [Many tensors](many-tensors.md).
+If the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the kernel drops pages of
+the file, take the fastest strategy that holds one copy of the weights. [Many tensors](many-tensors.md) shows how the time of a load grows with the
+number of tensors.
 """
 
 
@@ -60,9 +58,9 @@ class _Row:
 
 
 def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
-    """Return the page for ``runs``, each of which is the list of a run's results.
+    """Return the page for ``runs``, each a list of results.
 
-    ``floors`` has the predicted RAM floor of each measurement in bytes, by ``cell.series``.
+    ``floors`` has the predicted RAM floors in bytes, by ``cell.series``.
     """
     models: dict[str, list[list[Result]]] = {}
     for results in runs:
@@ -102,7 +100,7 @@ def _cache(run: Sequence[Result]) -> str:
 def _rows(
     results: Sequence[Result], floors: Mapping[str, int | None]
 ) -> Iterator[tuple[tuple[str, str], _Row]]:
-    """Yield the name, the format and the row of each strategy with at least one repeat that ended ok."""
+    """Yield the name, format and row of each strategy with a repeat that ended ok."""
     for name in dict.fromkeys(result.cell.series for result in results):
         good = [
             result
@@ -123,7 +121,7 @@ def _rows(
 
 
 def _repeats(measured: Sequence[Result]) -> str:
-    """Return the number of repeats that ended ok as text: "3 repeats", "1 to 2 repeats"."""
+    """Return how many repeats ended ok: "3 repeats", "1 to 2 repeats"."""
     good = Counter(result.cell.series for result in measured if result.outcome is Outcome.OK)
     least, most = min(good.values(), default=0), max(good.values(), default=0)
     return f"{least} to {most} repeats" if least != most else f"{most} repeat{'s' * (most != 1)}"

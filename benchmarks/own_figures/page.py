@@ -19,61 +19,61 @@ from weighin.units import GIB, MIB, format_bytes
 _PAGE: Final = """\
 # What the instrument costs, and how true its figures are
 
-`make self-bench` wrote this page about the time that weighin adds to a load, the cost of weighin's samplers, and the errors of weighin and of other tools for programs
-whose memory is known.
+`make self-bench` measured weighin itself, and wrote this page.
 
 {machine}
 
-{how_often}. In the minute before the measurement, the
-machine's load average was {load_average:.2f}.
+{how_often}. In the minute before the
+measurements, the machine's load average was {load_average:.2f}.
 
 ## What weighin adds to a load
 
-weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. The first load in each isolation
-is not counted, because weighin then imports its modules.
+weighin loaded {model} ({model_gib:.3f} GiB) with the strategy `{strategy}`, from a cold page cache and without a RAM limit. "isolation" tells
+how weighin ran the measured process. The first load in each isolation is not counted, because weighin then imports its modules.
 
 {cells}
 
-* **before**: the time until the measured process imports torch. weighin evicts the checkpoint from the page cache, and starts the process, alone, in a cgroup or in a
-  container. An empty Python program takes {python} s here.
-* **checks**: the time in which the process reads every byte of the model (a part of `ready`, and never of `load`), compares the checksums, and waits between phases.
-  This time grows with the model's size.
-* **after**: the time from the end of the last phase until the process, cgroup or container is removed, and the record and the samples are written.
+* **before**: the time until the measured process imports torch. weighin first evicts the checkpoint from the page cache, and starts the process.
+  For comparison, an empty Python program takes {python} s.
+* **checks**: the time in which the process reads every byte of the model, compares checksums, and waits between phases (parts). The figure `ready`
+  of other pages includes the reading, and `load` does not. This time grows with the model's size.
+* **after**: the time from the end of the last phase until weighin has removed the process, cgroup or container, and written the figures.
 * **added**: the sum of "before", "checks" and "after".
-* **the load itself**: the import of torch, the load, and the forward pass.
-* **processor**: the processor time of weighin's own process, with its sampler, but without the measured process and the Docker engine.
+* **the load itself**: the time of importing torch, the load, and the forward pass.
+* **processor**: the processor time of weighin's own process, with its sampler, without the measured process and the Docker engine.
 
 ## The samplers
 
-A sampler reads the memory of a process at each interval. Here, each sampler read a sleeping process of {held_mib} MiB for {seconds:g} s. By default, weighin samples a
-load every 5 ms and a command every 20 ms. A container on the same machine is sampled like a cgroup.
+A sampler reads the memory of a process at regular intervals: by default every 5 ms for a load, and every 20 ms for a command. Here, each sampler
+watched a sleeping process of {held_mib} MiB for {seconds:g} s.
 
 {samplers}
 
-* **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, the memory of a command is a sum of proportional set sizes
-  (PSS), for which the kernel walks through all pages of a process.
-* **median, 99 %, largest**: the gaps from the beginning of one sample to the beginning of the next. 99 % of the gaps are no longer than the second figure.
-* Of two figures in one field, the first was measured on an idle machine, and the second beside one busy program for each processor.
+* **share**: the processor time of the sampler, as a share of one processor. Without a cgroup, a command's memory is the sum of its processes' PSS
+  (proportional set sizes), for which the kernel walks through all pages.
+* **median, 99 %, largest**: the gaps from the beginning of one sample to that of the next. 99 % of the gaps are at most as long as "99 %".
+* Of two figures in one field, the first is from an idle machine, and the second from one whose processors were all busy.
 
-A peak that is shorter than a gap can fall between two samples. weighin therefore reads peaks from the kernel's high-water marks, which have no gaps.
+Because a short memory peak can fall between two samples, weighin reads peaks from the kernel's high-water marks.
 
 ## Programs whose memory is known
 
-C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory, which the kernel cannot take back without swap. All figures are in MiB.
+C programs take a [known amount](../tests/known_commands.py) of anonymous and shared memory. All figures are in MiB.
 
 {amounts}
 
-* `spend 256 MS` has 64 MiB from its start to its end. It holds 256 MiB more for MS milliseconds, and for the time in which the kernel clears these pages.
-* `forks 128 3 2000` has 128 MiB, and forks three processes for 2 s. Each of the three overwrites half of the memory.
-* `maps FILE` maps a file of 128 MiB twice, shared and private, reads both mappings, and overwrites half of the private one: 64 MiB of private copies.
-* `shares 48 2000` are two processes that share 96 MiB, for 2 s.
-* `child 256 2000` has 8 MiB, and starts another program with 256 MiB, for 2 s.
+* `spend 256 MS` holds 64 MiB, and 256 MiB more for MS milliseconds plus the time in which the kernel clears these pages.
+* `forks 128 3 2000` holds 128 MiB, and forks three processes for 2 s, of which each overwrites half of this memory.
+* `maps FILE` maps a file of 128 MiB twice, shared and private, reads both mappings, and overwrites half of the private one, which makes private
+  copies of 64 MiB.
+* `shares 48 2000` is two processes, which share 96 MiB for 2 s.
+* `child 256 2000` holds 8 MiB, and starts another program, which holds 256 MiB for 2 s.
 
-The tools:
+Each further column shows what a tool measured:
 
 {tools}
 
-The row "errors" has the lowest and the highest error of all repeats, as shares of the known amount.
+The row "errors" has each tool's lowest and highest error in all repeats, as a share of the known amount.
 """
 _PARTS: Final = ("before_ns", "checks_ns", "after_ns", "added_ns", "load_ns", "cpu_ns")
 _CELL_HEADS: Final = ("isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s")  # fmt: skip
@@ -88,18 +88,20 @@ _SAMPLER_HEADS: Final = (
 )
 _TOOLS: Final = {
     amounts.WEIGHIN["cgroup"]: """\
-the need according to `weighin run --isolation cgroup`, without page cache and the kernel's own memory. This is the largest sample (every 20 ms), or, if it is higher, the cgroup's exact peak minus the largest page cache and kernel memory.""",
+the need according to `weighin run --isolation cgroup`: the larger of the largest sample (every 20 ms), and the exact peak minus
+  the largest page cache and kernel memory.""",
     amounts.WEIGHIN["process"]: """\
 the need according to `weighin run --isolation process`: the largest sample (PSS, every 20 ms), which misses shorter peaks.""",
     amounts.MAX_RSS: """\
-the maximum resident set size (`wait4`), which `/usr/bin/time -v` prints: the kernel's exact peak of the largest single process.
+the maximum resident set size, which `wait4` returns and `/usr/bin/time -v` prints: the kernel's exact peak of the largest process.
   `ru_maxrss` counts mapped page cache, and does not add up processes.""",
     amounts.NOTEBOOK: """\
-the largest RSS of the command's first process, read with psutil every 100 ms, as in
-  [the notebook](predicting.md#the-notebooks-gpu-column) with which weighin began. The notebook's thread waits for the GIL of the measured process. Here, the thread
-  runs in another process, so its gaps are shorter.""",
+the largest RSS of the command's first process, sampled as in [the notebook](predicting.md#the-notebooks-gpu-column) with which
+  weighin began. The notebook samples in a thread of the measured process, which waits for the GIL. Here, the thread runs in another process, so its
+  gaps are shorter.""",
     amounts.OPTIMUM: """\
-the `MemoryTracker` of {optimum}, unchanged, in a process of its own. The tracker follows only the command's first process.""",
+the `MemoryTracker` of {optimum}, unchanged, in its own process. It follows only
+  the command's first process.""",
 }
 
 

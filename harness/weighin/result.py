@@ -305,7 +305,8 @@ class Track:
     """The phases of a process of a command, other than the main process; the peaks are of this
     process alone.
 
-    The main process, which began the first phase, has no track: its phases are ``Result.phases``.
+    The main process is the process that began the first phase. It has no track: its phases are
+    ``Result.phases``.
     """
 
     pid: int

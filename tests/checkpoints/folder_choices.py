@@ -257,7 +257,10 @@ LAYOUTS: Final = [
         {"class": "BertForSequenceClassification"},
     ),
     Layout(
-        "no architectures", GROUP, _without_class(), notes=_noted("BertModel, as AutoModel chooses")
+        "no architectures",
+        GROUP,
+        _without_class(),
+        notes=_noted("BertModel, which AutoModel chooses"),
     ),
     Layout(
         "no architectures, and a model type that is not known",

@@ -145,7 +145,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "DeepSpeed ZeRO 2 without optimizer states": (
         _no_optimizer,
-        r"has no files \*_optim_states\.pt, in which[\s\S]*--key module",
+        r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
     ),
     "DeepSpeed, tensor parallelism": (
         _beside("mp_rank_01_model_states.pt"),

@@ -32,15 +32,15 @@ RAISED = {
     "exits_with_a_word": "SystemExit: enough",
 }
 ENDED = {
-    "exits_at_once": "the worker ended with exit code 3 in phase 'bad'",
-    "exits_at_once_as_if_all_were_well": "the worker ended with exit code 0 in phase 'bad'",
+    "exits_at_once": "the measured process ended with exit code 3 in phase 'bad'",
+    "exits_at_once_as_if_all_were_well": "the measured process ended with exit code 0 in phase 'bad'",
     "exits_after_a_word": (
-        "the worker ended with exit code 4 in phase 'bad': "
+        "the measured process ended with exit code 4 in phase 'bad': "
         + "?[31mcannot? go on?[0m \ufffd".ljust(197, "!")
         + "..."
     ),
-    "segfaults": "the worker was ended by SIGSEGV in phase 'bad'",
-    "kills_itself": "the worker was ended by SIGKILL in phase 'bad'",
+    "segfaults": "the measured process was ended by SIGSEGV in phase 'bad'",
+    "kills_itself": "the measured process was ended by SIGKILL in phase 'bad'",
     "returns_none": "load() returned None, not a torch.nn.Module",
     "returns_a_state_dict": "load() returned a dict, not a torch.nn.Module",
 }
@@ -153,7 +153,7 @@ def test_an_end_that_leaves_a_child_is_seen_at_once(bench: Bench, isolation: Wat
     result = bench("bad_ends", isolation, how="leaves_a_child_and_kills_itself")
     assert time.monotonic() - start < 60
     assert result.outcome is Outcome.STRATEGY_FAILED
-    assert result.message == "the worker was ended by SIGKILL in phase 'bad'"
+    assert result.message == "the measured process was ended by SIGKILL in phase 'bad'"
 
 
 @pytest.mark.parametrize(

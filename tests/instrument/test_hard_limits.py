@@ -21,7 +21,7 @@ LIMIT = 256 * MIB
 # The kernel ends the largest process: a child of the worker's has its own share beside the worker's
 # anonymous memory, and must outgrow what is mapped of torch's libraries, which the worker alone has.
 LIMIT_OF_A_CHILD = 448 * MIB
-KILLED_CHILD = "the kernel killed a process of the worker for lack of memory"
+KILLED_CHILD = "the measured process lost a child, killed by the kernel for lack of memory"
 
 
 @pytest.mark.parametrize("limit_mib", [8, 96, *nightly(32)])
@@ -42,7 +42,7 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
     result = bench("children", limiting, how="each_takes_its_share", mib=100)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     (warning,) = result.warnings
-    alone = r"peak RSS and anonymous memory are the worker's alone: it started \d process"
+    alone = r"peak RSS and anonymous memory are those of the measured process alone; it started \d process"
     assert re.match(alone, warning)
     phase = phases_of(result)["children"]
     assert result.baseline and result.baseline.cgroup_bytes
@@ -72,15 +72,15 @@ def test_children_that_do_not_fit_together_are_killed(bench: Bench, limiting: Wa
 
 def without_children(warnings: Sequence[str]) -> list[str]:
     """Return the warnings but the one about the child's memory, which a quick kill leaves unsampled."""
-    alone = "peak RSS and anonymous memory are the worker's alone: it started 1 process"
+    alone = "peak RSS and anonymous memory are those of the measured process alone; it started 1 process"
     return [text for text in warnings if not text.startswith(alone)]
 
 
 def without_whom(message: str) -> tuple[str, float]:
     """Return a message without the names of the killed children, and the cell's peak in MiB."""
     found = re.fullmatch(
-        r"(.*?)(; killed: \S+ \(process \d+\) with \d+\.\d+ MiB of anonymous memory)*"
-        r"; the cell's peak was (\d+\.\d+) MiB",
+        r"(.*?)(; the kernel killed \S+ \(process \d+\) with \d+\.\d+ MiB of anonymous memory)*"
+        r"; the peak of the cgroup was (\d+\.\d+) MiB",
         message,
     )
     assert found, message
@@ -95,7 +95,7 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
     assert (result.outcome, result.oom_kills) == (Outcome.CHILD_KILLED, 1)
     assert without_children(result.warnings) == []
     why, peak_mib = without_whom(result.message)
-    assert why == "the kernel killed 1 process of this cell for lack of memory"
+    assert why == "the kernel killed 1 process of this measurement for lack of memory"
     assert peak_mib * MIB == pytest.approx(LIMIT_OF_A_CHILD, abs=MIB)
 
 
@@ -121,13 +121,10 @@ def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
         assert result.outcome == Outcome.OOM_KILLED
         assert result.oom_kills
         assert (result.last_phase, without_children(result.warnings)) == ("children", [])
-        if ", and then" in result.message:
+        if "; then it" in result.message:
             break  # else the kernel killed the worker too: a child ends late on a busy machine
-    then = end if end.startswith("it") else f": {end}"
-    assert (
-        without_whom(result.message)[0]
-        == f"{KILLED_CHILD}, and then{' ' if then == end else ''}{then}"
-    )
+    then = end if end.startswith("it") else f"it failed: {end}"
+    assert without_whom(result.message)[0] == f"{KILLED_CHILD}; then {then}"
 
 
 @pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
@@ -141,7 +138,7 @@ def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
     )
     assert (result.outcome, result.oom_kills) == (Outcome.TIMEOUT, 1)
     assert result.message == f"still running after {timeout_s} s, in phase 'children'"
-    killed = "the kernel killed 1 process of this cell for lack of memory"
+    killed = "the kernel killed 1 process of this measurement for lack of memory"
     assert without_children(result.warnings) == [killed]
 
 

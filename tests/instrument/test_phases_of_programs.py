@@ -74,7 +74,7 @@ def test_the_peaks_of_phases_are_the_amounts_that_were_taken(tmp_path: Path) -> 
         phases, (child,) = listener.close()
     *of_group, of_child = listener.warnings
     assert of_child == (
-        f"process {child.pid} ended inside its phase 'child': the peak RSS of this phase is sampled"
+        f"process {child.pid} ended inside its phase 'child', whose peak RSS is therefore sampled"
     )
     assert (not of_group) == keeps_marks_of_phases()
     start = phases[0].end.rss_bytes

@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
         (
             "exits as if all were well",
             "strategy_failed",
-            "rank 1: the worker ended with exit code 0 in phase 'bad'",
+            "rank 1: the measured process ended with exit code 0 in phase 'bad'",
         ),
         (
             "is wrong",

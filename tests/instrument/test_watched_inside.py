@@ -73,8 +73,8 @@ def test_the_watchers_own_memory_is_recorded_and_shown(result: Result) -> None:
     (warning,) = result.warnings
     weights = (result.watcher.rss_bytes / MIB, result.watcher.anon_bytes / MIB)
     assert warning == (
-        f"{ELSEWHERE}: a watcher in the container measured the worker, and the cell was charged its "
-        "{:.3f} MiB (anonymous: {:.3f} MiB)".format(*weights)
+        f"{ELSEWHERE}: a watcher in the container measured the load; the cgroup's memory includes"
+        " the watcher's {:.3f} MiB (anonymous: {:.3f} MiB)".format(*weights)
     )
 
 

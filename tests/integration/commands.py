@@ -15,7 +15,7 @@ from typing import Any
 import leftovers
 
 ROOT = Path(__file__).parents[2]
-NOT_LIMITED = "note: nothing is limited: weighin measures peaks, but only --ram shows whether a strategy fits\n"
+NOT_LIMITED = "note: this run has no RAM limit: weighin measures peaks, but only a run with --ram shows whether a strategy fits\n"
 
 
 @dataclass(frozen=True, slots=True)

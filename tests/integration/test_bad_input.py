@@ -95,8 +95,8 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a module that is not there": (
         "bench --model nowhere.nets:build --isolation process",
         2,
-        "error: builder 'nowhere.nets:build': there is no module 'nowhere.nets'\n"
-        "correct the builder's name, or install the package that contains the module\n",
+        "error: builder 'nowhere.nets:build': there is no module 'nowhere.nets'\ncorrect the"
+        " builder's name, or install the module's package\n",
     ),
     "arguments that the model does not take": (
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
@@ -108,26 +108,26 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "resuming what is no run": (
         "bench --resume .",
         2,
-        "error: . contains no plan.json, so that it is not the folder of a run\n"
-        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+        "error: . contains no plan.json, so it is not the folder of a run\nname the folder that"
+        " weighin bench printed at its end, such as results/RUN\n",
     ),
     "resuming what is not there": (
         "bench --resume nowhere",
         2,
-        "error: nowhere contains no plan.json, so that it is not the folder of a run\n"
-        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+        "error: nowhere contains no plan.json, so it is not the folder of a run\nname the folder"
+        " that weighin bench printed at its end, such as results/RUN\n",
     ),
     "reporting what is no run": (
         "report .",
         2,
-        "error: . contains no records.jsonl, so that it is not the folder of a run\n"
-        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+        "error: . contains no records.jsonl, so it is not the folder of a run\nname the folder that"
+        " weighin bench printed at its end, such as results/RUN\n",
     ),
     "results where no folder can be": (
         "bench gpt2-tiny --isolation process --out /proc/run",
         2,
-        "error: cannot write /proc/run/plan.json: No such file or directory\n"
-        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
+        "error: cannot write /proc/run/plan.json: No such file or directory\nfree disk space, or"
+        " name a writable folder: weighin bench ... --out FOLDER\n",
     ),
     "listing what there is no list of": (
         "list stratgies",
@@ -160,7 +160,7 @@ def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
         Ended(ended.code, ended.out, text, ended.left),
         2,
         "error: --ram 900TiB is more than this machine has (ALL)\n"
-        "give a smaller limit, or leave out --ram for no limit\n",
+        "give a smaller limit, or leave out --ram\n",
     )
 
 
@@ -178,10 +178,9 @@ def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolatio
         *("--isolation", isolation, "--out", "run"),
     )
     assert re.sub(r"\d+\.\d{3} MiB", "N MiB", ended.err) == (
-        f"preparing {isolation}\n"
-        "importing torch once, to measure the memory that an import needs\n"
-        "error: --ram 80MiB is less than `import torch` alone needs here (N MiB)\n"
-        "give at least N MiB plus the size of the weights\n"
+        f"preparing {isolation}\nimporting torch, to measure the memory that the import"
+        " needs\nerror: --ram 80MiB is less than `import torch` alone needs here (N MiB)\ngive at"
+        " least N MiB plus the size of the weights\n"
     )
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert not (command.folder / "run").exists()
@@ -197,9 +196,8 @@ def test_a_limit_that_nothing_would_hold_is_refused(command: CommandLine) -> Non
         command,
         ended,
         3,
-        "error: --isolation process cannot enforce a RAM limit\n"
-        "use --isolation cgroup; without a limit, these work: recommend, predict, and bench without"
-        " --ram\n",
+        "error: --isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a"
+        " RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
     )
 
 
@@ -213,9 +211,9 @@ def test_no_engine_is_an_error_where_docker_was_asked_for(command: CommandLine) 
         command,
         ended,
         3,
-        "error: no Docker engine answers at unix:///nonexistent\n"
-        "set DOCKER_HOST to the address of an engine that runs, or unset it, or use --isolation"
-        " cgroup; without a limit, these work: recommend, predict, and bench without --ram\n",
+        "error: no Docker engine answers at unix:///nonexistent\nset DOCKER_HOST to the address of"
+        " an engine that runs, or unset it, or use --isolation cgroup; without a RAM limit, these"
+        " work: weighin recommend, predict, and bench without --ram\n",
     )
 
 
@@ -240,8 +238,8 @@ def test_a_file_where_results_shall_go_stays(command: CommandLine) -> None:
             command,
             ended,
             2,
-            f"error: cannot write {out}/plan.json: {why}\n"
-            "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
+            f"error: cannot write {out}/plan.json: {why}\nfree disk space, or name a writable"
+            " folder: weighin bench ... --out FOLDER\n",
         )
     assert (command.folder / "taken").read_text() == "mine"
 
@@ -286,11 +284,9 @@ def test_a_full_disk_is_found_before_anything_is_written(
     printed = capsys.readouterr()
     assert (caught.value.code, printed.out) == (2, "")
     assert re.sub(r"needs \d\.\d+ MiB", "needs N MiB", printed.err) == (
-        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\n"
-        f"error: the pt checkpoint of gpt2-tiny needs N MiB in {empty}, "
-        "where 1000.000 KiB are free\n"
-        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., "
-        "or empty it: weighin cache clear\n"
+        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\nerror: the pt checkpoint of gpt2-tiny"
+        f" needs N MiB in {empty}, but only 1000.000 KiB are free\nput the cache on another disk:"
+        " WEIGHIN_CACHE=/path weighin ..., or empty the cache: weighin cache clear\n"
     )
     assert not (command.folder / "run").exists()
     assert [path for path in empty.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
@@ -309,10 +305,10 @@ def test_a_strategy_that_crashes_is_a_result_and_exits_with_5(command: CommandLi
     )
     assert (ended.code, ended.left) == (5, [])
     assert ended.err.splitlines()[-1] == (
-        "error: crashing: strategy_failed: the worker was ended by SIGSEGV in phase 'read'"
+        "error: crashing: strategy_failed: the measured process was ended by SIGSEGV in phase 'read'"
     )
     (line,) = (line for line in ended.err.splitlines() if line.startswith("gpt2-tiny crashing"))
     assert re.sub(r"peak RSS \S+ MiB", "peak RSS N MiB", line) == (
         "gpt2-tiny crashing     no limit   strategy_failed  peak RSS N MiB"
-        "  the worker was ended by SIGSEGV in phase 'read'"
+        "  the measured process was ended by SIGSEGV in phase 'read'"
     )

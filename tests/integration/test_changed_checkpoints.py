@@ -28,5 +28,5 @@ def test_only_the_strategy_that_changes_the_checkpoint_fails(command: CommandLin
     assert ended.left == []
     mine, baseline = command.records("run")
     assert (mine["outcome"], baseline["outcome"]) == ("strategy_failed", "ok")
-    who = "the strategy changed the checkpoint's files during the cell: model.pt; it ended with "
+    who = "the strategy changed the checkpoint's files during the measurement: model.pt; it ended with "
     assert mine["message"].startswith(who)

@@ -370,7 +370,7 @@ def test_an_image_and_a_cgroup_contradict_each_other(command: CommandLine) -> No
     ended = command.run("run", "--isolation", "cgroup", "--image", IMAGE, "--", "true")
     assert ended.code == 2
     assert (
-        f"--image {IMAGE} is a Docker image, which needs --isolation docker, but the command line has --isolation cgroup"
+        f"--image {IMAGE} needs --isolation docker, but the command line has --isolation cgroup"
         in ended.err
     )
 
@@ -394,7 +394,7 @@ def test_a_container_that_another_program_kills_is_told_from_a_lack_of_memory(
     assert (ended.code, ended.left) == (137, [])
     found = record(command)
     assert (found["outcome"], found["ran"]["signal"]) == ("command_failed", signal.SIGKILL)
-    lost = "the container was killed with its command, so that the last counters are lost"
+    lost = "the container was killed with its command, so the last counters are lost"
     assert lost in found["warnings"]
 
 

@@ -84,8 +84,8 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     refused = command.run("bench", "--resume", "found", "--trust")
     assert (refused.code, refused.err) == (
         2,
-        "error: found is a search for floors\n"
-        "the search can be resumed: weighin floor --resume found\n",
+        "error: found contains a search for floors (weighin floor)\nto resume the search: weighin"
+        " floor --resume found\n",
     )
     ended = command.run("floor", "--resume", "found", "--trust", "--json", "-", patience_s=400)
     assert (ended.code, ended.left) == (0, [])

@@ -76,7 +76,7 @@ def test_the_jobs_of_slurms_script_measure_the_suite_together(command: CommandLi
     assert len(records.read_text().splitlines()) == 2
     merged = command.run("merge", "runs/shard-1", "runs/shard-2", "--out", "runs/whole")
     assert (merged.code, merged.err) == (0, "")
-    assert merged.out == "runs/whole: 3 of 3 cells have a record\n"
+    assert merged.out == "runs/whole: 3 of 3 cells (measurements) are measured\n"
     results = run_folder.read(command.folder / "runs/whole").results
     assert {result.cell.strategy for result in results} == {"baseline", "sequential", "streaming"}
     assert {result.outcome for result in results} == {"ok"}

@@ -141,9 +141,12 @@ def test_limits_are_tried_near_the_need(weighin: CommandLine) -> None:
     [
         (
             ["-s", "baseline", "--", "true"],
-            "weighin searches the floor of the command: --strategies",
+            "weighin searches the smallest limit for a command, and loads no model: --strategies",
         ),
-        (["gpt2-tiny", "--ready", "x"], "weighin searches the floor of a model: --ready"),
+        (
+            ["gpt2-tiny", "--ready", "x"],
+            "weighin searches the smallest limit for a model, and runs no command: --ready",
+        ),
         (["gpt2-tiny", "true"], "Got unexpected extra arguments (true)"),
         (["--"], "no command was given"),
     ],

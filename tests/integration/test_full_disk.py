@@ -88,8 +88,8 @@ def test_a_disk_that_fills_up_in_a_cell_loses_no_record_and_the_run_goes_on_afte
     # The third cell finds no room for its record, and is not measured in vain.
     assert error == "error: cannot write small disk/run/records.jsonl: No space left on device"
     assert repair == (
-        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER;"
-        " then resume: weighin bench --resume 'small disk/run' --trust"
+        "free disk space, or name a writable folder: weighin bench ... --out FOLDER; then resume:"
+        " weighin bench --resume 'small disk/run' --trust"
     )
     assert measured(small / "run") == {"baseline": "ok", "filling": "ok"}
     (small / "filler").unlink()
@@ -109,8 +109,8 @@ def test_a_full_disk_is_told_before_a_cell_is_measured_in_vain(
     assert full == Ended(
         2,
         "",
-        "error: cannot write small disk/run/plan.json: No space left on device\n"
-        "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER\n",
+        "error: cannot write small disk/run/plan.json: No space left on device\nfree disk space, or"
+        " name a writable folder: weighin bench ... --out FOLDER\n",
         [],
     )
     assert [path.name for path in small.iterdir()] == ["filler"]
@@ -127,6 +127,6 @@ def test_a_report_that_finds_no_room_is_an_error_and_a_repair(
     ended = command.run("report", "small disk/run", "--format", "bmf")
     assert (ended.code, ended.left) == (2, [])
     assert ended.err == (
-        "error: cannot write small disk/run/bmf.json: No space left on device\n"
-        "free some space, or copy the run to a folder that you can write to\n"
+        "error: cannot write small disk/run/bmf.json: No space left on device\nfree some space, or"
+        " copy the run to a writable folder\n"
     )

@@ -67,7 +67,7 @@ def in_the_folder(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None
     ("nets", "how"),
     [
         (BROKEN, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x8 and 4x8)"),
-        (INFINITE, "the forward pass gives values that are not finite"),
+        (INFINITE, "the forward pass returns values that are not finite"),
         (KILLED, "it ends with SIGABRT"),
     ],
 )
@@ -81,11 +81,11 @@ def test_the_model_is_blamed_once_for_all_strategies(
     assert {record["message"] for record in records} == {""}
     (warning,) = {text for record in records for text in blames(record)}
     assert warning.startswith(
-        "the forward pass of nets:build fails, after the reference load as well"
+        "the forward pass of nets:build fails, also after a load without the strategy"
     )
     assert how in warning
     assert warning.endswith("To measure the load alone: --use none")
-    assert out.count("after the reference load as well") == 1
+    assert out.count("also after a load without the strategy") == 1
 
 
 def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) -> None:

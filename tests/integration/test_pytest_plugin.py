@@ -119,8 +119,8 @@ def test_bodies_whose_peaks_are_limited(
     assert "weighin: phases under process" in text
     assert "E       assert 2 == 1" in text
     assert (
-        "the test's process ended before pytest could report: strategy_failed:"
-        " the worker ended with exit code 3 in phase 'body'"
+        "the process of the test ended before pytest could report: strategy_failed: the worker"
+        " ended with exit code 3 in phase 'body'"
     ) in text
 
 
@@ -174,17 +174,17 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2, failed=5)
     text = result.stdout.str()
     assert (
-        "AssertionError: above_import_bytes of fail, which did not end ok: strategy_failed: KeyError: 'gone' ("
+        "AssertionError: above_import_bytes cannot be read, because fail did not end ok: strategy_failed: KeyError: 'gone' ("
     ) in text
     assert (
-        'a run that did not end ok has no complete peaks: if the outcome is intended, assert run.outcome == "..." and read no peaks'
+        'the peaks of such a load are incomplete: if the outcome is intended, assert run.outcome == "..." and read no peaks'
         in text
     )
     assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size
     assert re.search(r"^touch +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
     assert "'60MB' is ambiguous: MB is 1000-based for some tools and 1024-based for others" in text
     assert "no metric is called 'rs'\ndid you mean 'rss'? known: anon, cgroup, cuda, rss" in text
-    assert "cgroup was not measured under the isolation process: needs the cgroup isolation" in text
+    assert "cgroup was not measured under the isolation process: needs the isolation cgroup" in text
 
 
 def test_the_build_of_an_image_is_told_while_it_goes_on(user: pytest.Pytester) -> None:
@@ -222,8 +222,8 @@ def test_a_body_can_be_held_to_a_limit_by_the_kernel(user: pytest.Pytester) -> N
     result = user.runpytest_subprocess("--weighin-isolation", "cgroup")
     result.assert_outcomes(passed=1, failed=1)
     assert (
-        "the test's process ended before pytest could report: oom_killed: killed by the kernel for"
-        " lack of memory in phase 'body'"
+        "the process of the test ended before pytest could report: oom_killed: killed by the kernel"
+        " for lack of memory in phase 'body'"
     ) in result.stdout.str()
 
 
@@ -292,10 +292,12 @@ def test_a_function(weighin):
     result.assert_outcomes(failed=3)
     text = result.stdout.str()
     killed = (
-        r"; killed: python\S* \(process \d+\) with \d+\.\d+ MiB of anonymous memory;"
-        r" the cell's peak was 600\.000 MiB$"
+        r"; the kernel killed python\S* \(process \d+\) with \d+\.\d+ MiB of anonymous memory;"
+        r" the peak of the cgroup was 600\.000 MiB$"
     )
-    child_killed = "child_killed: the kernel killed 1 process of this cell for lack of memory"
+    child_killed = (
+        "child_killed: the kernel killed 1 process of this measurement for lack of memory"
+    )
     assert re.search(rf"^{child_killed}{killed}", text, re.MULTILINE)
     assert re.search(rf"^E +AssertionError: peaks of child, .*{killed}", text, re.MULTILINE)
 

@@ -55,4 +55,4 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     assert sorted(names) == sorted(one["strategy"] for one in found["candidates"])
     nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
-    assert "No strategy is sure to fit." in nothing.out
+    assert "No strategy certainly fits." in nothing.out

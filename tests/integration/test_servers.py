@@ -104,8 +104,8 @@ def test_a_server_that_does_not_end_is_killed_after_the_grace(
 @pytest.mark.parametrize(
     ("command", "timeout", "code", "message"),
     [
-        (["sh", "-c", "echo almost; exit 3"], "60", 3, "exit code 3 before it was ready"),
-        (["true"], "60", 1, "exit code 0 before it was ready"),
+        (["sh", "-c", "echo almost; exit 3"], "60", 3, "exit code 3 before the server was ready"),
+        (["true"], "60", 1, "exit code 0 before the server was ready"),
         (["sleep", "60"], "1", 137, "not ready after 1 s"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_is_resumed_where_it_was(
     said = assert_resumes(command, hold)
     assert started.left() == []
     if isolation == "cgroup":  # the empty group is all that is left, and the next run removes it
-        assert "removed a leftover of a dead run: cgroup " in said
+        assert "removed a leftover of a killed run: cgroup " in said
 
 
 @pytest.mark.slow
@@ -172,15 +172,15 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     second = command.run("bench", "tied-tiny", "--isolation", "process", "--out", "second")
     assert (second.code, second.out) == (4, "")
     assert second.err == (
-        f"{NOT_LIMITED}"
-        f"error: another run is measuring on this machine (it holds {os.environ['WEIGHIN_LOCK']})\n"
-        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures\n"
+        f"{NOT_LIMITED}error: another run is measuring on this machine (it holds the lock file"
+        f" {os.environ['WEIGHIN_LOCK']})\nwait for its end: weighin bench --wait; parallel runs"
+        " would distort each other's figures\n"
     )
     assert not (command.folder / "second").exists()
     waiting = command.start(
         *("bench", "tied-tiny", "--isolation", "process", "--out", "third", "--wait")
     )
-    line = f"waiting for another run on this machine to end (it holds {os.environ['WEIGHIN_LOCK']})"
+    line = f"waiting for another run on this machine to end (it holds the lock file {os.environ['WEIGHIN_LOCK']})"
     assert waiting.process.stderr
     while waiting.process.stderr.readline() != f"{line}\n":
         assert waiting.process.poll() is None

@@ -12,7 +12,7 @@ from weighin.run import request, resuming, runner
 from weighin.run.task import Progress
 from weighin.suite.config import check_suite
 
-STUCK = StillRunning("the worker, process 5, does not end, not even after SIGKILL")
+STUCK = StillRunning("the measured process 5 does not end, not even after SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
 
 

@@ -103,7 +103,7 @@ def make_killed(cell: Cell | None = None) -> Result:
     return make_ran(
         cell,
         Outcome.OOM_KILLED,
-        message="the kernel killed python (pid 4711) for lack of memory: its limit of 600 MiB was met",
+        message="the kernel killed python (pid 4711) for lack of memory: the command reached its RAM limit of 600 MiB",
         oom_kills=1,
         exit_code=137,
         ran=replace(RAN, signal=9, survived=False, kills=(kill,)),

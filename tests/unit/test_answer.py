@@ -177,7 +177,7 @@ def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> 
 
 def test_a_smaller_dtype_is_no_advice_for_a_model_that_has_it() -> None:
     assert printed(advised(64 * MIB, dtype="bfloat16")).endswith(
-        "No strategy is sure to fit. A higher limit may help.\n"
+        "No strategy certainly fits. A higher limit may help.\n"
     )
 
 
@@ -201,7 +201,7 @@ def test_where_nothing_fits_no_code_is_given() -> None:
     assert (advice.best, advice.code) == (None, "")
     text = printed(advice)
     assert text.endswith(
-        "No strategy is sure to fit. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
+        "No strategy certainly fits. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
     )
 
 

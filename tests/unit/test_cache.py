@@ -184,8 +184,8 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")
     assert f"in {root}, where " in caught.value.message
     assert caught.value.repair == (
-        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., "
-        "or empty it: weighin cache clear"
+        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
+        " weighin cache clear"
     )
     assert names(root / "models") == []
     assert cache.ensure(TIED, "pt").made

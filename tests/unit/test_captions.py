@@ -31,7 +31,10 @@ def of_commit(result: Result, commit: str | None, day: str, **environment: objec
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        ([of_commit(make_result(), FIRST, "2026-11-23")], "measured 2026-11-23 with weighin commit d71778a29d"),
+        (
+            [of_commit(make_result(), FIRST, "2026-11-23")],
+            "measured 2026-11-23 with weighin commit d71778a29d",
+        ),
         (
             [of_commit(make_result(), FIRST, day) for day in ("2026-11-23", "2026-11-21")],
             "measured 2026-11-21 to 2026-11-23 with weighin commit d71778a29d",
@@ -45,7 +48,10 @@ def of_commit(result: Result, commit: str | None, day: str, **environment: objec
             "measured 2026-11-23 with weighin commit d71778a29d with changes",
         ),
         ([make_result()], "measured 2025-01-02 with weighin commit unknown"),
-        ([of_commit(make_result(), FIRST, "")], "measured on an unknown day with weighin commit d71778a29d"),
+        (
+            [of_commit(make_result(), FIRST, "")],
+            "measured on an unknown day with weighin commit d71778a29d",
+        ),
         (
             [of_commit(make_result(), FIRST, "2026-11-23"), make_skipped()],
             "measured 2026-11-23 with weighin commit d71778a29d",
@@ -78,12 +84,16 @@ def test_every_table_says_commit_and_day(
 
 def test_the_table_of_passes_says_them() -> None:
     results = [of_commit(swept("mmap_assign", None, (9, 0), passes=2), FIRST, "2026-11-23")]
-    assert markdown(passes.found(results)).endswith(" · measured 2026-11-23 with weighin commit d71778a29d")
+    assert markdown(passes.found(results)).endswith(
+        " · measured 2026-11-23 with weighin commit d71778a29d"
+    )
 
 
 def test_the_notebooks_table_says_them_too() -> None:
     results = [of_commit(gpu_cell("baseline", 12.832), FIRST, "2026-11-23")]
-    assert markdown_notebook(results).endswith(" · measured 2026-11-23 with weighin commit d71778a29d")
+    assert markdown_notebook(results).endswith(
+        " · measured 2026-11-23 with weighin commit d71778a29d"
+    )
 
 
 @pytest.mark.parametrize("records", PUBLISHED, ids=lambda path: path.parent.name)

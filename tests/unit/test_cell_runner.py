@@ -129,8 +129,8 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         (
             None,
             (
-                "unknown whether the checkpoint was dropped from the page cache: Linux reports"
-                " cached pages only to a user who owns the files or may write them",
+                "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
+                " reports cached pages only to a user who owns the files or may write them",
             ),
         ),
     ],
@@ -154,7 +154,8 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
     result = measure(setting, JOB, [], None)
     assert (result.outcome, result.message) == (
         Outcome.STRATEGY_FAILED,
-        "the worker left its cgroup, so neither its figures nor its limit hold; it ended with ok",
+        "the measured process left its cgroup, so its figures and its limit are not valid; it ended"
+        " with ok",
     )
 
 
@@ -190,7 +191,7 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     assert measured.changed == (checkpoint,)
     assert measured.result.outcome is outcome
     assert measured.result.message == (
-        f"{who} changed the checkpoint's files during the cell: model.pt; it ended with ok"
+        f"{who} changed the checkpoint's files during the measurement: model.pt; it ended with ok"
     )
 
 
@@ -204,7 +205,8 @@ def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: 
     script: list[Any] = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
     result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, files, None).result
     assert result.message == (
-        f"the strategy changed the checkpoint's files during the cell: {named}; it ended with ok"
+        f"the strategy changed the checkpoint's files during the measurement: {named}; it ended"
+        " with ok"
     )
 
 

@@ -90,8 +90,9 @@ def test_a_kernel_that_does_not_count_swap_limits_only_without_swap(
         with pytest.raises(IsolationUnavailable) as caught:
             CgroupIsolation().check()
         assert str(caught.value) == (
-            f"the kernel does not count swap for each cgroup ({file} is missing), so that a limited process could swap\n"
-            "sudo swapoff -a, or boot with swapaccount=1"
+            f"the kernel does not count swap for each cgroup ({file} is missing), so a process"
+            " under a RAM limit could swap\nturn swap off (sudo swapoff -a), or boot with"
+            " swapaccount=1"
         )
         assert kernel.groups() == []
         kernel.swaps.write_text("Filename Type Size Used Priority\n")
@@ -109,8 +110,8 @@ def test_a_machine_without_a_memory_controller(kernel: Kernel) -> None:
     with pytest.raises(IsolationUnavailable) as caught:
         CgroupIsolation().check()
     assert str(caught.value) == (
-        "this machine has no memory controller (neither cgroup v2 nor v1)\n"
-        "boot with cgroup_enable=memory"
+        "this machine has no cgroup memory controller (neither v2 nor v1)\nboot with"
+        " cgroup_enable=memory"
     )
 
 
@@ -406,8 +407,8 @@ def test_cells_that_leave_a_limited_group_are_announced(kernel: Kernel) -> None:
     cgroup.limit(own, 64 * MIB)
     CgroupIsolation().prepare(said.append)
     assert said == [
-        f"the cells run outside this process's cgroup {own}: its limit of 64.000 MiB does not hold"
-        " for them"
+        f"weighin measures outside its own cgroup {own}, whose limit of 64.000 MiB does not apply"
+        " there"
     ]
 
 

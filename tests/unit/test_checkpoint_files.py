@@ -62,7 +62,7 @@ def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path: Pat
     ("text", "problem"),
     [
         ("{", "damaged manifest: JSONDecodeError"),
-        ('{"schema": 2}', "the manifest is of another version of weighin"),
+        ('{"schema": 2}', "another version of weighin wrote this manifest"),
         ('{"schema": 1, "tensors": [{}]}', "damaged manifest: "),
     ],
 )
@@ -171,7 +171,8 @@ def nested(path: Path) -> None:
         (
             lambda p: p.write_text("\n<!DOCTYPE html><html>Sign in</html>"),
             "an HTML page, not a checkpoint",
-            "download the checkpoint again, with the link of the file, because the link that was used leads to a web page",
+            "download the checkpoint again with the file's own link: the used link leads to a web"
+            " page",
         ),
         (
             nested,

@@ -120,7 +120,7 @@ def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    with pytest.raises(ConfigError, match="mine has weights of its own, so that --key=a"):
+    with pytest.raises(ConfigError, match="mine has its own checkpoint, but --key=a"):
         choose(check_suite({"models": ["gpt2-tiny", mine]}), selection=Selection("a"))
 
 
@@ -143,7 +143,7 @@ def test_a_selection_needs_a_checkpoint() -> None:
     torch.save({"net": TENSORS}, "train.pt")
     found = chosen("train.pt", selection=Selection("net"))
     assert found.specs == (registry.model("from:train.pt", None, Selection("net")),)
-    with pytest.raises(ConfigError, match="select the weights in a checkpoint of your own"):
+    with pytest.raises(ConfigError, match="select weights in your own checkpoint"):
         chosen("gpt2-tiny", selection=Selection("net"))
 
 

@@ -67,8 +67,8 @@ def test_where_nobody_can_answer_nothing_is_deleted() -> None:
     assert isinstance(result.exception, HarnessError)
     assert result.exception.exit_code == 2
     assert str(result.exception) == (
-        "2 checkpoints (3.906 KiB) would be deleted, but without a terminal nobody can confirm it\n"
-        "to delete the checkpoints without a question, add --yes"
+        "2 checkpoints (3.906 KiB) would be deleted, but without a terminal weighin cannot ask you"
+        " first\nto delete them without a question, add --yes"
     )
     assert names() == ALL
 

@@ -66,7 +66,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("gpt2-xl", "--model", "b"), "the model is given twice: 'gpt2-xl' and 'b'\ngive one of the two models, or list both models in a suite file: --suite FILE"),
+        (("gpt2-xl", "--model", "b"), "two models are given in place of one: 'gpt2-xl' and 'b'\ngive one of the two models, or list both models in a suite file: --suite FILE"),
         (
             ("--kwargs", "{width: 64}"),
             "--kwargs is not JSON: Expecting property name enclosed in double quotes:"
@@ -77,7 +77,7 @@ def test_an_error_is_two_lines_and_an_exit_code(
         (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
         (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
         (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
-        (("--resume", "gone"), "gone contains no plan.json, so that it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--resume", "gone"), "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_used(
@@ -91,8 +91,8 @@ def test_options_that_cannot_be_used(
     [
         (
             ("gpt2-xl", "--suite", "x.yaml", "--ram", "8g", "-s", "baseline"),
-            "a suite sets the whole matrix: MODEL, --ram, --strategies would be ignored\n"
-            "write these settings into the suite file, or leave --suite out",
+            "a suite sets all models and limits: MODEL, --ram, --strategies would be ignored\nwrite"
+            " these settings into the suite file, or leave --suite out",
         ),
         (
             ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
@@ -111,9 +111,9 @@ def test_options_that_would_be_ignored_are_refused(
     ("arguments", "text"),
     [
         (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
-        (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--resume", "gone"), "gone contains no plan.json, so that it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a percentage in this range, such as --within 1%"),
+        (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a percentage in this range, such as --within 1%"),
+        (("--resume", "gone"), "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
         (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its settings: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
     ],
 )  # fmt: skip
@@ -130,8 +130,7 @@ def test_a_floor_needs_an_isolation_that_can_enforce_a_limit(
     assert run("floor", "--isolation", "process") == (
         3,
         "error: --isolation process cannot enforce a RAM limit\nuse --isolation docker; without a"
-        " limit,"
-        " these work: recommend, predict, and bench without --ram\n",
+        " RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
     )
 
 
@@ -146,8 +145,8 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
 def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, str]]) -> None:
     assert run("report", "gone") == (
         2,
-        "error: gone contains no records.jsonl, so that it is not the folder of a run\n"
-        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+        "error: gone contains no records.jsonl, so it is not the folder of a run\nname the folder"
+        " that weighin bench printed at its end, such as results/RUN\n",
     )
 
 
@@ -192,8 +191,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     assert code == 2
     assert error == [
         f"error: {records}, line 2: {said}",
-        f"delete the line and measure its cell again: sed -i 2d {records} && weighin bench"
-        f" --resume {tmp_path}",
+        f"delete the line and repeat its measurement: sed -i 2d {records} && weighin bench --resume"
+        f" {tmp_path}",
     ]
     for name in ("report.md", "report.html"):
         report = (tmp_path / name).read_text()

@@ -231,8 +231,8 @@ def test_every_verb_writes_json_in_the_same_way(verb: tuple[str, ...]) -> None:
     _, text = shown(*verb, "--help")
     words = " ".join(text.split())
     assert (
-        "--json FILE Write the result as JSON to this file. With --json -, weighin writes the"
-        " JSON to standard output, and prints no tables." in words
+        "--json FILE Write the result as JSON to this file. With --json -, weighin prints the JSON"
+        " in place of the tables." in words
     )
 
 

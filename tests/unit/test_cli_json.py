@@ -124,6 +124,6 @@ def test_annotations_and_data_do_not_share_standard_output() -> None:
     with pytest.raises(ConfigError) as caught:
         typed(*VERBS["check"], "--github", "--json", "-")
     assert str(caught.value) == (
-        "--github and --json - would both write to standard output, and mix their lines\n"
+        "--github and --json - would both write to standard output\n"
         "give --json a file: --json check.json"
     )

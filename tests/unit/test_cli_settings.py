@@ -191,7 +191,8 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
         ),
         (
             "[tool.weighin]\ntrust = true\n",
-            "pyproject.toml: tool.weighin.trust cannot be set in pyproject.toml, because it allows or confirms something\ngive the option on the command line: --trust",
+            "pyproject.toml: tool.weighin.trust cannot be set in pyproject.toml, because it gives a"
+            " permission or a confirmation\ngive the option on the command line: --trust",
         ),
         (
             "[tool.weighin]\nsteady = 1\n",
@@ -205,7 +206,7 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
             "[tool.weighin]\nram = [[1]]\n",
             "pyproject.toml: tool.weighin.ram: not a text, not a number, and not a list of texts or numbers",
         ),
-        ("[tool]\nweighin = 3\n", "pyproject.toml: tool.weighin is not a table\n"),
+        ("[tool]\nweighin = 3\n", "pyproject.toml: tool.weighin is not a TOML table\n"),
         ("[tool.weighin\n", "pyproject.toml: not TOML: "),
     ],
 )

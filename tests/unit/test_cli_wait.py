@@ -72,7 +72,7 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     result = typed(verb, "--wait")
     thread.join(30)
     assert isinstance(result.exception, LockIsFree)
-    line = f"waiting for another run on this machine to end (it holds {tmp_path / 'lock'})"
+    line = f"waiting for another run on this machine to end (it holds the lock file {tmp_path / 'lock'})"
     assert line in result.stderr.splitlines()
 
 

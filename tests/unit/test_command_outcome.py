@@ -60,9 +60,13 @@ def test_a_kill_has_the_size_of_its_limit_where_it_is_known(
 @pytest.mark.parametrize(
     ("limit_of", "limit_bytes", "words"),
     [
-        (AROUND, 800 * MIB, f"the limit of 800.000 MiB of the cgroup {AROUND} around it was met"),
-        ("/user.slice", None, "the limit of the cgroup /user.slice around it was met"),
-        ("unknown", None, "its limit of 600.000 MiB was met"),  # by the peak
+        (
+            AROUND,
+            800 * MIB,
+            f"the command reached the limit of 800.000 MiB of the outer cgroup {AROUND}",
+        ),
+        ("/user.slice", None, "the command reached the limit of the outer cgroup /user.slice"),
+        ("unknown", None, "the command reached its RAM limit of 600.000 MiB"),  # by the peak
         ("machine", None, "the machine had no memory left"),
     ],
 )

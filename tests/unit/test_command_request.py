@@ -138,7 +138,7 @@ def test_commands_of_a_suite_keep_their_own_marks_and_files(here: Path) -> None:
         ),
         (
             asked(how={"image": "a:b"}),
-            "--image a:b is a Docker image, which needs --isolation docker, but the command line has --isolation process",
+            "--image a:b needs --isolation docker, but the command line has --isolation process",
         ),
         (asked(limits=(None, 17 * GIB)), "--ram 17GiB is more than this machine has (16.000 GiB)"),
         (asked(limits=(GIB,)), "--isolation process cannot enforce a RAM limit"),

@@ -131,7 +131,8 @@ def test_memory_of_a_command_is_sampled(result_of: Callable[..., Result]) -> Non
         ("kill -TERM $$", "ended by SIGTERM", 143, 15),
         (
             "kill -KILL $$",
-            "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another process sent it",
+            "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another"
+            " process sent SIGKILL",
             137,
             9,
         ),
@@ -199,7 +200,7 @@ def test_files_are_dropped_from_the_page_cache_before_the_start(
     assert [each.cached_bytes_at_start for each in results] == [0, 5 * MIB, None]
     assert [each.warnings[1:] for each in results] == [
         (),
-        ("5.000 MiB of the files to drop stayed in the page cache",),
+        ("5.000 MiB of the --cold files stayed in the page cache",),
         (),
     ]
     assert results[0].ran and results[0].ran.cold == cold
@@ -220,7 +221,7 @@ def test_a_path_to_drop_that_does_not_exist_is_an_error(
     [
         (3, 3, ()),
         (1000, 1000, ()),
-        (1001, 1000, ("1,001 lines matched: the newest 1,000 are kept",)),
+        (1001, 1000, ("1,001 lines matched --mark; the record keeps the newest 1,000",)),
     ],
 )
 def test_the_newest_marks_of_the_output_are_kept(
@@ -334,8 +335,8 @@ def test_folders_of_killed_runs_are_removed(temporary: Path) -> None:
         ("echo up; exec sleep 60", Outcome.OK, "", 143),
         ("trap '' TERM; echo up; while :; do sleep 60; done", Outcome.OK, "", 137),
         ("sleep 60", Outcome.TIMEOUT, "not ready after 0.5 s", 137),
-        ("exit 2", Outcome.COMMAND_FAILED, "exit code 2 before it was ready", 2),
-        ("exit 0", Outcome.COMMAND_FAILED, "exit code 0 before it was ready", 0),
+        ("exit 2", Outcome.COMMAND_FAILED, "exit code 2 before the server was ready", 2),
+        ("exit 0", Outcome.COMMAND_FAILED, "exit code 0 before the server was ready", 0),
     ],
 )
 def test_a_server_is_measured_until_it_is_ready(
@@ -421,8 +422,8 @@ def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
     result = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
     assert (result.outcome, result.message) == (
         Outcome.OOM_KILLED,
-        "the kernel killed a process for lack of memory: its limit of 64.000 MiB was met;"
-        " the first process lived on",
+        "the kernel killed a process for lack of memory: the command reached its RAM limit of"
+        " 64.000 MiB; the command's first process lived on",
     )
     assert result.oom_kills == 1
     assert result.limit_events == (None if is_v1 else {"max": 3, "oom": 1, "oom_kill": 1})

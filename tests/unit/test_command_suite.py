@@ -60,7 +60,7 @@ def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: P
     ("text", "expected"),
     [
         ("ram: 8g", f"commands: missing\n{KEYS}"),
-        ("commands: []", "commands: empty\nname at least one, or leave the key out"),
+        ("commands: []", "commands: empty\nwrite at least one value, or leave the key out"),
         ("commands: {name: a}", f"commands.command: missing\n{KEYS_OF_A_COMMAND}"),
         ("commands: {command: a}", f"commands.name: missing\n{KEYS_OF_A_COMMAND}"),
         (
@@ -74,7 +74,7 @@ def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: P
         ),
         (
             "commands: {name: a, command: ''}",
-            "commands.command: empty\nname at least one, or leave the key out",
+            "commands.command: empty\nwrite at least one value, or leave the key out",
         ),
         (
             "commands: [{name: a, command: x}, {name: a, command: y}]",

@@ -167,10 +167,10 @@ def test_one_value_stands_for_a_list_of_one() -> None:
         ("models: a\nzzz: 1", f"zzz: unknown key\n{SUITE_KEYS}"),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
         ("models: 3", "models.name: input should be a valid string, got 3"),
-        ("models: []", "models: empty\nname at least one, or leave the key out"),
+        ("models: []", "models: empty\nwrite at least one value, or leave the key out"),
         (
             "strategies: []\nmodels: a",
-            "strategies: empty\nname at least one, or leave the key out",
+            "strategies: empty\nwrite at least one value, or leave the key out",
         ),
         (
             "models: a\nstrategies: [{nme: x}]",
@@ -209,7 +209,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
         ),
         (
             "models: a\nram: []",
-            "ram: empty\nname at least one, or leave the key out",
+            "ram: empty\nwrite at least one value, or leave the key out",
         ),
         ("models: a\ndevice: gpu", "device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
         (

@@ -210,8 +210,9 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
     with pytest.raises(ConfigError) as caught:
         convert_request.convert(wish(source, target, fmt=fmt), Console())
     assert str(caught.value) == (
-        f"{target}: {suffix} is the suffix of format {format_of_suffix}, and --format says {fmt}\n"
-        f"to write {format_of_suffix}, leave --format out; to write the format of --format, name the target {other}"
+        f"{target}: {suffix} is the suffix of format {format_of_suffix}, but --format says"
+        f" {fmt}\nto write {format_of_suffix}, leave --format out; for the format of --format, name"
+        f" the target {other}"
     )
     assert names(source.parent) == ["model.pt"]
 

@@ -124,11 +124,11 @@ def split(metadata: Metadata) -> None:
     [
         (
             lambda m: place(m, relative_path="../x"),
-            "the file of 'b' lies outside the folder: '../x'",
+            "the file that holds 'b' lies outside the folder: '../x'",
         ),
         (
             lambda m: place(m, relative_path="/etc/passwd"),
-            "the file of 'b' lies outside the folder: ",
+            "the file that holds 'b' lies outside the folder: ",
         ),
         (lambda m: place(m, relative_path="no"), "no: cannot be read: No such file or directory"),
         (lambda m: place(m, relative_path="x" * 10_000), "cannot be read: File name too long"),

@@ -195,8 +195,9 @@ def test_each_pace_is_tested_once_and_again_if_other_work_disturbed_it(folder: P
     with pytest.raises(IsolationUnavailable) as caught:
         check(Probed(bad, bad, bad), [job(folder, RATE)])
     assert str(caught.value) == (
-        "this machine cannot provide a disk of 100MB/s: a direct read measured 50.0 MB/s through the"
-        " kernel's throttle\nstop other work on this machine, or give --disk a slower rate"
+        "this machine cannot provide a disk of 100MB/s: direct reads (O_DIRECT) measured 50.0 MB/s"
+        " through the kernel's throttle\nstop other work on this machine, or give --disk a slower"
+        " rate"
     )
 
 
@@ -204,7 +205,7 @@ def test_each_pace_is_tested_once_and_again_if_other_work_disturbed_it(folder: P
     ("script", "why"),
     [
         ("echo one >&2; echo 'OSError: no O_DIRECT' >&2; exit 1", "OSError: no O_DIRECT"),
-        ("exec sleep 60", "it did not end in 0 s"),
+        ("exec sleep 60", "the read did not end in 0 s"),
     ],
 )
 @pytest.mark.usefixtures("disk", "dropped")
@@ -215,6 +216,6 @@ def test_a_disk_that_cannot_be_read_directly(
     with pytest.raises(IsolationUnavailable) as caught:
         prove(Probed(script), job(folder, RATE))
     assert str(caught.value) == (
-        f"a disk of 100MB/s could not be tested by a direct read: {why}\n"
-        "put the checkpoint on a disk that allows direct reads: --storage FOLDER"
+        f"a disk of 100MB/s could not be tested by direct reads (O_DIRECT): {why}\nput the"
+        " checkpoint on a disk that allows direct reads: --storage FOLDER"
     )

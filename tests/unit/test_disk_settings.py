@@ -115,11 +115,13 @@ def test_a_suite_lists_rates_and_latencies() -> None:
         ),
         (
             {"disk": "50MB/s", "operation": "save"},
-            "--disk: weighin slows the disk down only for a load, not for a save\nleave the slow disk out",
+            "--disk: weighin slows the disk down only for a load, not for a save\nleave out disk"
+            " and disk_latency",
         ),
         (
             {"disk_latency": "5ms", "cache": "warm"},
-            "--disk-latency: a warm load reads the page cache, so that the speed of the disk does not matter\nleave cache out, or leave the slow disk out",
+            "--disk-latency: a warm load reads the page cache, so that the speed of the disk does"
+            " not matter\nleave out cache, or disk and disk_latency",
         ),
     ],
 )

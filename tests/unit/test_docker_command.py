@@ -174,7 +174,7 @@ def test_a_keeper_that_was_killed_too_leaves_the_exit_to_the_engine(
     cell.stream.close()
     assert cell.running.reap() == reaped
     assert cell.running.unseen == (
-        "the container was killed with its command, so that the last counters are lost"
+        "the container was killed with its command, so the last counters are lost"
     )
 
 

@@ -230,7 +230,10 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
     assert running.wait(0)
     assert running.reap() == Exit(None, signal=9, oom_killed=True)
     assert (running.cgroup, list(running.members())) == (None, [])
-    assert running.unseen == "its limit killed the container before the command started"
+    assert (
+        running.unseen
+        == "the kernel killed the container at its RAM limit, before the command started"
+    )
     running.close()
     assert len(engine.removed) == 1
 
@@ -247,8 +250,9 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
         (
             Engine(pid=os.getpid()),  # a process, but none of the container
             None,
-            "weighin run needs a Docker engine on this machine: the processes that the current Docker engine starts are not visible on this machine\nrun weighin on the engine's machine, unset DOCKER_HOST, or use"
-            " --isolation cgroup or process",
+            "weighin run needs a Docker engine on this machine: the processes of the current Docker"
+            " engine are not visible here\nrun weighin on the engine's machine, unset DOCKER_HOST,"
+            " or use --isolation cgroup or process",
         ),
         (
             Engine(running=False),

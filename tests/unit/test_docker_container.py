@@ -168,7 +168,7 @@ def test_a_worker_that_ended_before_it_was_seen(
     stream.ends(0)
     running = DockerRunning(client, CONTAINER, StreamChannel(attached), on_close=lambda: None)
     assert (running.pid, running.cgroup) == (None, group)
-    assert running.unseen == "the worker ended before it could be observed"
+    assert running.unseen == "the measured process ended before weighin could observe it"
     running.close()
     stream.close()
     client.close()
@@ -180,7 +180,7 @@ def test_a_container_that_has_ended_is_not_looked_for(
     engine.state(Pid=0, Running=False)
     running = started().running
     assert (running.pid, running.cgroup) == (None, None)
-    assert running.unseen == "the worker ended before it could be observed"
+    assert running.unseen == "the measured process ended before weighin could observe it"
     assert running.observe_inside(0.01) is None
 
 
@@ -345,7 +345,7 @@ def test_a_watcher_without_a_worker_observes_nothing(
     thread.start()
     assert running.observe_inside(0.25) is None
     thread.join(10)
-    assert "found no worker" in running.unseen
+    assert "found no measured process" in running.unseen
     assert running.unseen.endswith(why)
 
 

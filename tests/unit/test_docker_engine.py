@@ -143,8 +143,8 @@ def test_an_engine_that_can_limit() -> None:
         ),
         (
             "no space left on device",
-            "the Docker engine could not run a container: no space left on device\n"
-            "look for the reason in the log of the Docker engine: sudo journalctl -u docker",
+            "the Docker engine could not run a container: no space left on device\nsee the log of"
+            " the Docker engine: sudo journalctl -u docker",
         ),
     ],
 )

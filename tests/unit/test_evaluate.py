@@ -289,8 +289,8 @@ def test_a_budget_whose_pattern_matches_nothing_names_the_strategies_of_the_run(
     [line] = evaluate(None, rules, {}, series).failed
     assert (line.verdict, line.text) == (
         LineVerdict.MISSING,
-        "mine_loader: peak_rss <= 8GiB: no series matches 'mine_loader'; the run has baseline,"
-        " streaming, ./mine.py",
+        "mine_loader: peak_rss <= 8GiB: no series matches 'mine_loader'; the run's strategies are"
+        " baseline, streaming, ./mine.py",
     )
 
 
@@ -354,13 +354,15 @@ def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
     judgement = evaluate(None, rules, {}, summarise([SeriesRun([*found.results, *lost], True)]))
     [line] = judgement.failed
     assert (line.verdict, line.series.split(" ")[1]) == (LineVerdict.MISSING, "lost")
-    assert line.text.startswith("no floor was found: above 4.688 GiB, not above 6.641 GiB")
+    assert line.text.startswith("no floor was found: above 4.688 GiB, at most 6.641 GiB")
 
 
 def test_a_budget_names_the_series_of_which_there_is_no_such_figure() -> None:
     rules = Rules({}, (budgets.parse("peak_cgroup <= 8GiB"),))
     series = one_series(peak_cgroup=1) | {"t": Series("ok", 1)}
-    assert evaluate(None, rules, {}, series).notes == ("peak_cgroup <= 8GiB: no such figure for t",)
+    assert evaluate(None, rules, {}, series).notes == (
+        "peak_cgroup <= 8GiB: not judged, because there is no such figure, for t",
+    )
 
 
 def test_a_cell_that_was_skipped_from_the_start_passes_where_that_is_expected() -> None:
@@ -512,7 +514,9 @@ def test_a_limit_in_a_budget_that_some_series_do_not_have() -> None:
     rules = Rules({}, (budgets.parse("peak_rss <= limit"),))
     judgement = evaluate(None, rules, {}, series)
     assert [(line.series, line.verdict) for line in judgement.lines] == [("a", LineVerdict.SAME)]
-    assert judgement.notes == ("peak_rss <= limit: no such figure for b, c",)
+    assert judgement.notes == (
+        "peak_rss <= limit: not judged, because there is no such figure, for b, c",
+    )
     none = {name: one for name, one in series.items() if name != "a"}
     [line] = evaluate(None, rules, {}, none).failed
     assert line.text == "peak_rss <= limit: no measured series has this figure"

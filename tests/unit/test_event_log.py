@@ -63,7 +63,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"",
             Outcome.USE_FAILED,
-            "the worker was ended by SIGSEGV in phase 'use: mine'",
+            "the measured process was ended by SIGSEGV in phase 'use: mine'",
         ),
         (
             (*READY, fakes.failed("use_failed", "fork: a forked process was ended by SIGKILL")),
@@ -71,8 +71,8 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             1,
             b"",
             Outcome.OOM_KILLED,
-            "the kernel killed a process of the worker for lack of memory, "
-            "and then: fork: a forked process was ended by SIGKILL",
+            "the measured process lost a child, killed by the kernel for lack of memory; then it"
+            " failed: fork: a forked process was ended by SIGKILL",
         ),
         (
             (*BASELINE, fakes.begin("read")),
@@ -88,8 +88,8 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             1,
             b"Traceback",
             Outcome.OOM_KILLED,
-            "the kernel killed a process of the worker for lack of memory, "
-            "and then: BrokenProcessPool (mine.py:3)",
+            "the measured process lost a child, killed by the kernel for lack of memory; then it"
+            " failed: BrokenProcessPool (mine.py:3)",
         ),
         (
             (*LOADED, fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")),
@@ -105,8 +105,8 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             2,
             b"no child",
             Outcome.OOM_KILLED,
-            "the kernel killed a process of the worker for lack of memory, "
-            "and then it ended with exit code 3 after phase 'read': no child",
+            "the measured process lost a child, killed by the kernel for lack of memory; then it"
+            " ended with exit code 3 after phase 'read': no child",
         ),
         (
             BASELINE,
@@ -130,7 +130,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"",
             Outcome.STRATEGY_FAILED,
-            "the worker was ended by SIGKILL in phase 'read'",
+            "the measured process was ended by SIGKILL in phase 'read'",
         ),
         (
             (*BASELINE, fakes.begin("read")),
@@ -138,7 +138,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             None,
             b"",
             Outcome.STRATEGY_FAILED,
-            "the worker was ended by SIGKILL in phase 'read'",
+            "the measured process was ended by SIGKILL in phase 'read'",
         ),
         (
             (*BASELINE, fakes.begin("read")),
@@ -146,7 +146,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             1,  # a child was killed, the worker itself was not
             b"Loading\nSegmentation fault\n\n",
             Outcome.STRATEGY_FAILED,
-            "the worker was ended by SIGSEGV in phase 'read': Loading",
+            "the measured process was ended by SIGSEGV in phase 'read': Loading",
         ),
         (
             LOADED,
@@ -154,7 +154,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"\xff!",
             Outcome.STRATEGY_FAILED,
-            "the worker ended with exit code 3 after phase 'read': \ufffd!",
+            "the measured process ended with exit code 3 after phase 'read': \ufffd!",
         ),
         (
             (),
@@ -162,7 +162,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"python: not found",
             Outcome.MEASUREMENT_FAILED,
-            "the worker ended with exit code 127 before its first phase: python: not found",
+            "the measured process ended with exit code 127 before its first phase: python: not found",
         ),
         (
             BEFORE,
@@ -170,7 +170,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"",
             Outcome.MEASUREMENT_FAILED,
-            "the worker ended with exit code 1 in phase 'prepare'",
+            "the measured process ended with exit code 1 in phase 'prepare'",
         ),
         (
             (*LOADED, fakes.failed("wrong_weights", "1 tensor missing from the model: a")),
@@ -210,10 +210,25 @@ def test_the_outcome_of_a_worker_that_ended(
             Outcome.OOM_KILLED,
             "killed by the kernel when the whole machine ran out of memory, in phase 'read'",
         ),
-        (None, 0, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
-        (None, None, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
+        (
+            None,
+            0,
+            Outcome.STRATEGY_FAILED,
+            "the measured process was ended by SIGKILL in phase 'read'",
+        ),
+        (
+            None,
+            None,
+            Outcome.STRATEGY_FAILED,
+            "the measured process was ended by SIGKILL in phase 'read'",
+        ),
         # Another process was killed: this cell's own counter says so.
-        (0, 1, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
+        (
+            0,
+            1,
+            Outcome.STRATEGY_FAILED,
+            "the measured process was ended by SIGKILL in phase 'read'",
+        ),
     ],
 )
 def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(

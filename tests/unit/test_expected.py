@@ -75,7 +75,7 @@ def test_a_killed_a_wrong_and_a_failed_series_pass_no_gate_that_covers_them(
         assert f"not ok {named}" in text
     assert "gate failed: 3 not ok, " in text
     assert text.splitlines()[-1] == (
-        "note: wrong weights and failed strategies cannot be accepted: mend them first"
+        "note: no check accepts wrong weights or failed strategies: repair them first"
     )
 
 
@@ -119,7 +119,7 @@ def test_the_published_run_under_8_gib_fails_by_its_killed_strategies_unless_the
         "not ok meta_copy: oom_killed",
     ]
     repair = "baseline=oom_killed,sequential=oom_killed,meta_copy=oom_killed"
-    assert lines[-1] == f"note: if these outcomes are intended: --expect {repair}"
+    assert lines[-1] == f"note: if these outcomes are intended, add --expect {repair}"
     code, text = typed("check", run, *BUDGET, "--expect", repair)
     assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 within budget")
 
@@ -219,7 +219,8 @@ def test_what_expect_says() -> None:
         ),
         (
             "x=measurement_failed",
-            "--expect x=measurement_failed: measurement_failed cannot be an expected outcome: it says nothing of the strategy",
+            "--expect x=measurement_failed: measurement_failed cannot be an expected outcome: this"
+            " outcome says nothing about the strategy",
         ),
     ],
 )
@@ -227,9 +228,8 @@ def test_what_cannot_be_expected(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value) == (
-        f"{message}\nwrite it as in baseline=oom_killed;"
-        " outcomes that can be expected: oom_killed, child_killed, cuda_oom, timeout, thrashing,"
-        " skipped"
+        f"{message}\nwrite an expected outcome as in baseline=oom_killed; outcomes that can be"
+        " expected: oom_killed, child_killed, cuda_oom, timeout, thrashing, skipped"
     )
 
 

@@ -110,17 +110,19 @@ def test_a_kill_that_the_first_process_survived() -> None:
 
 def test_a_kill_without_a_log_gives_the_proof_of_the_counters() -> None:
     result = killed(
-        message="the kernel killed a process for lack of memory: its limit of 600 MiB was met"
+        message="the kernel killed a process for lack of memory: the command reached its RAM limit of 600 MiB"
     )
     assert explain(replace(result, ran=replace(result.ran, kills=())))[0] == (
-        "The kernel killed a process for lack of memory: its limit of 600 MiB was met."
+        "The kernel killed a process for lack of memory: the command reached its RAM limit of 600"
+        " MiB."
     )
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        "killed by SIGKILL, not for lack of memory: 400 MiB of its limit were never used, so another process sent it",
+        "killed by SIGKILL, not for lack of memory: 400 MiB of its limit were never used, so"
+        " another process sent SIGKILL",
         "ended by SIGTERM",
         "exit code 3",
         "still running after 10 s",

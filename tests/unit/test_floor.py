@@ -304,7 +304,7 @@ def test_a_sweep_is_no_search() -> None:
     for limit, outcome in ((4 * GIB, Outcome.OK), (2 * GIB, Outcome.OOM_KILLED)):
         results += [lived(limit, outcome, GIB, repeat) for repeat in range(3)]
     (floor,) = floors(results)
-    assert floor.message == "above 2.000 GiB, not above 4.000 GiB: the search is not finished"
+    assert floor.message == "above 2.000 GiB, at most 4.000 GiB: the search is not finished"
     assert floors(results[1:]) == []
 
 

@@ -69,7 +69,7 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list
     assert len(told) == 12  # after each cell of a search
     assert told[0].startswith("floor of streaming: not known yet; about ")
     assert told[1].startswith("floor of streaming: above 1008.000 MiB; about ")
-    assert told[5].startswith("floor of streaming: above 1008.000 MiB, not above 1016.000 MiB")
+    assert told[5].startswith("floor of streaming: above 1008.000 MiB, at most 1016.000 MiB")
     assert told[-1].startswith("floor of baseline: ")
     assert " left" not in told[-1]
 
@@ -89,7 +89,8 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list
         ),
         (
             search(above(1010 * MIB))[:4],
-            "floor of streaming: above 1008.000 MiB, not above 1016.000 MiB, 8.000 MiB apart, passed 2 times",
+            "floor of streaming: above 1008.000 MiB, at most 1016.000 MiB, 8.000 MiB apart, passed"
+            " 2 times",
         ),
         (
             [replace(FIRST, outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")],
@@ -103,15 +104,16 @@ def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> No
 
 def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
     assert searching().warning == ""
-    what = "weighin does not kill a cell that reads its file again and again"
+    what = "--thrashing lets a measurement run on that reads its file again and again"
     number = 2 * TYPICAL_CELLS
     longest = format_duration(number * 600)
     assert searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0).warning == (
-        f"{what}: each of about {number} cells may take 600 s (--timeout), and the search up to {longest}"
+        f"{what}: each of about {number} measurements may take 600 s (--timeout), and the search up"
+        f" to {longest}"
     )
     assert searching(aim=Aim.ENDS, timeout_s=0.0).warning == (
-        f"{what}: each of about {TYPICAL_CELLS} cells may take 10 times its time without a limit, and"
-        " 30 s more"
+        f"{what}: each of about {TYPICAL_CELLS} measurements may take 10 times as long as without a"
+        " limit, plus 30 s"
     )
 
 
@@ -123,7 +125,7 @@ def test_a_step_must_be_a_share_of_the_floor(within: float) -> None:
         start(request)
     assert str(caught.value) == (
         f"--within {within * 100:g}% is not between 0% and 10%\n"
-        "write a share of the floor, such as --within 1%"
+        "write a percentage in this range, such as --within 1%"
     )
 
 
@@ -151,6 +153,7 @@ def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
     assert str(caught.value) == (
-        "run is not a search for floors\nthe folder's run can be resumed: weighin bench --resume run"
+        "run contains a run that is not a search for floors\nto resume the run: weighin bench"
+        " --resume run"
     )
     assert asked == [(Path("run"), True), (Path("run"), False)]

@@ -229,7 +229,10 @@ def test_a_folder_without_a_class_has_that_of_automodel(
     change(folder, lambda config: config.pop("architectures"))
     assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
     _, err = say("inspect", folder)
-    assert "config.json names no class in 'architectures': BertModel, as AutoModel chooses" in err
+    assert (
+        "config.json names no class in 'architectures', so weighin takes BertModel, which AutoModel chooses"
+        in err
+    )
 
 
 def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
@@ -334,7 +337,7 @@ def test_a_revision_of_a_model_in_the_cache(
 @pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])
 def test_a_revision_that_the_cache_lacks_is_refused(hub: Path, revision: str) -> None:
     for source in ("owner/name", hub):
-        with pytest.raises(CheckpointError, match="the cache of the Hub has no revision"):
+        with pytest.raises(CheckpointError, match="the Hub's cache lacks the revision"):
             load_pretrained(source, revision=revision)
 
 
@@ -344,7 +347,8 @@ def test_a_snapshot_with_only_a_tag_names_the_tag(hub: Path, say: Say) -> None:
     with pytest.raises(CheckpointError) as caught:
         cached_snapshot("owner/name")
     assert caught.value.message == (
-        f"owner/name: the cache of the Hub has no revision main of this model, only: refs/pr/1, v1.0, {'a' * 40}"
+        "owner/name: the Hub's cache lacks the revision main of this model; it has: refs/pr/1,"
+        f" v1.0, {'a' * 40}"
     )
     assert "hf download owner/name" in caught.value.repair
     _, err = say("inspect", "owner/name")
@@ -403,8 +407,8 @@ def test_the_transformer_of_a_sentence_transformers_folder_is_loaded_and_its_oth
     assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
     _, err = say("inspect", folder)
     assert " ".join(err.split()).endswith(
-        "the transformer of a sentence-transformers folder; parts with weights of their own are not"
-        f" loaded with it: {folder}/2_Dense"
+        " is the transformer of a sentence-transformers folder; other parts that have weights are not"
+        f" loaded: {folder}/2_Dense"
     )
     assert registry.model(str(folder / "2_Dense")).builder == SYNTHESISED
     with pytest.raises(ConfigError, match="names neither 'architectures' nor 'model_type'"):

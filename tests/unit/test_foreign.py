@@ -114,7 +114,7 @@ def test_a_record_that_the_reader_would_refuse_is_a_failed_measurement(
     result = replace(make_result(), **changes)  # type: ignore[arg-type]
     appended = run_folder.append(tmp_path, result)
     assert appended.outcome is Outcome.MEASUREMENT_FAILED
-    assert appended.message == f"the worker reported an impossible figure: {message}"
+    assert appended.message == f"the measured process reported an impossible figure: {message}"
     assert list(run_folder.read(tmp_path).results) == [appended]
 
 

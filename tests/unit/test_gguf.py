@@ -153,7 +153,7 @@ def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
         formats.read(first)
     alone = first.rename(tmp_path / "alone.gguf")
     with pytest.raises(
-        CheckpointError, match="one of 3 parts of a model, but the file's name has no number"
+        CheckpointError, match="one of 3 parts of a model, but the file's name does not say"
     ):
         formats.read(alone)
 

@@ -97,7 +97,7 @@ def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert complaint("cuda", [None, 2 * GIB]) == (
         "--vram 2GiB is more than Example has (1.000 GiB)\n"
-        "give a smaller limit, or leave out --vram for no limit"
+        "give a smaller limit, or leave out --vram"
     )
 
 

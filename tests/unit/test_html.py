@@ -191,8 +191,8 @@ def test_cells_of_two_machines_are_a_warning(tmp_path: Path) -> None:
     other = make_result(make_cell("baseline"), environment=ENVIRONMENT | {"kernel": "6.1.0"})
     found = page(tmp_path, [make_result(), other, make_skipped()])
     assert (
-        "the cells were measured on different machines or with different software: kernel (6.18.0,"
-        " 6.1.0). Compare memory figures with care; do not compare times"
+        "the measurements were made on different machines or with different software: kernel"
+        " (6.18.0, 6.1.0). Compare memory figures with care; do not compare times"
     ) in found.words()
     assert len(found.having("div", **{"class": "differs"})) == 1
 
@@ -230,7 +230,9 @@ def test_a_sweep_has_its_survival_matrix_and_the_reasons(tmp_path: Path) -> None
     )
     (thrashing,) = found.having("td", **{"class": "thrashes number"})
     tip = thrashing["data-tip"] or ""
-    assert tip.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
+    assert tip.startswith(
+        "mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the time without a limit: 5.00 s"
+    )
     assert found.having(
         "div", **{"aria-label": "Survival under each limit; arrow keys move between fields"}
     )

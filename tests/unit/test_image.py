@@ -95,9 +95,8 @@ def test_a_build_without_room_is_refused_before_anything_is_fetched(
     with pytest.raises(IsolationUnavailable) as caught:
         built(Engine(here, STEPS))
     assert str(caught.value) == (
-        f"the image of torch 2.13.0 needs 10.000 GiB in {here}, the Docker engine's folder, but only"
-        " 9.000 GiB are free\n"
-        "free some space: docker system df shows what uses it"
+        f"the image of torch 2.13.0 needs 10.000 GiB in {here}, the Docker engine's folder, but"
+        " only 9.000 GiB are free\nfree some disk space: docker system df shows what takes it up"
     )
     assert caught.value.exit_code == 3
 
@@ -114,11 +113,11 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
     said = built(engine)
     assert said[0].startswith("building weighin:")
     assert said[0].endswith(
-        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice as much during the build"
+        " on base, which later runs use again: it takes 5.000 GiB of disk, and twice as much during the build"
     )
     assert said[1:] == [
         "fetching the wheels of torch and its dependencies",
-        "sending 3.000 MiB of wheels to the engine",
+        "sending 3.000 MiB of wheels to the Docker engine",
         "Step 1/2 : FROM base",
         "Step 2/2 : RUN",
     ]
@@ -146,8 +145,8 @@ def test_a_build_has_no_network_and_leaves_no_containers(
     [
         (
             [*STEPS, {"error": "write /opt/venv/x.so: no space left on device"}],
-            "write /opt/venv/x.so: no space left on device (in Step 2/2 : RUN)\n"
-            "free some space: docker system df shows what uses it",
+            "write /opt/venv/x.so: no space left on device (in Step 2/2 : RUN)\nfree some disk"
+            " space: docker system df shows what takes it up",
         ),
         (
             [

@@ -172,13 +172,14 @@ def test_the_checkpoint_that_weighin_would_generate_is_inspected(
     [
         (
             ["nowhere:build"],
-            "builder 'nowhere:build': there is no module 'nowhere'\n"
-            "correct the builder's name, or install the package that contains the module",
+            "builder 'nowhere:build': there is no module 'nowhere'\ncorrect the builder's name, or"
+            " install the module's package",
         ),
         (["gone.pt"], "gone.pt: no such file or folder\ncheck the path"),
         (
             ["m.pt", "--model", "gpt2-tiny"],
-            "the model is given twice: 'm.pt' and 'gpt2-tiny'\nfor your own weights of the model: --model gpt2-tiny --checkpoint m.pt",
+            "two models are given in place of one: 'm.pt' and 'gpt2-tiny'\n"
+            "to load gpt2-tiny with your own weights: --model gpt2-tiny --checkpoint m.pt",
         ),
         (
             ["m.pt", "--kwargs", '{"a": 1}'],

@@ -70,8 +70,10 @@ def test_a_kill_by_a_limit_above_the_cells_own_names_it(
     if limit_bytes == 48 * MIB:
         assert result.message == said
     else:
-        assert result.message.startswith(f"{said}, at a charge of 6")
-        assert result.message.endswith(f" MiB: the limit of {around} is 64.000 MiB")
+        assert result.message.startswith(f"{said}, when its cgroup had 6")
+        assert result.message.endswith(
+            f" MiB: the limit of the outer cgroup {around} is 64.000 MiB"
+        )
 
 
 def test_the_smallest_limit_from_a_cell_to_the_root_is_the_first(around: Path) -> None:
@@ -97,10 +99,9 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
     )
     assert ended.returncode == 2
     assert ended.stderr.endswith(
-        f"error: --ram 2GiB is more than the limit of the cgroup around the cells, {mount}"
-        " (640.000 MiB)\n"
-        "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of"
-        " the container\n"
+        f"error: --ram 2GiB is more than the limit of the cgroup in which weighin measures, {mount}"
+        " (640.000 MiB)\ngive a smaller --ram, or raise the limit of that cgroup, for example the"
+        " memory limit of the container\n"
     )
     assert MemoryCgroup(around).read_oom_kills() == 0
 
@@ -124,6 +125,6 @@ def test_root_on_v1_says_that_cells_leave_its_own_limit(around: Path) -> None:
         check=True,
     )
     assert ended.stdout == (
-        f"the cells run outside this process's cgroup {around}: its limit of 64.000 MiB does not"
-        " hold for them\n"
+        f"weighin measures outside its own cgroup {around}, whose limit of 64.000 MiB does not"
+        " apply there\n"
     )

@@ -24,7 +24,7 @@ from weighin.suite.config import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
 
-TEXT = "importing torch once, to measure the memory that an import needs"
+TEXT = "importing torch, to measure the memory that the import needs"
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +171,19 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
 @pytest.mark.parametrize(
     ("script", "stderr", "said"),
     [
-        ([begin("import")], b"", "a worker under process ended before it had imported torch"),
+        (
+            [begin("import")],
+            b"",
+            "a process under --isolation process ended before it had imported torch",
+        ),
         (
             [begin("import")],
             b"first\nImportError: no torch\n",
-            "a worker under process ended before it had imported torch: ImportError: no torch",
+            "a process under --isolation process ended before it had imported torch: ImportError:"
+            " no torch",
         ),
-        ([failed("measurement_failed", "no torch")], b"", "no cell can run: no torch"),
-        ([TimeoutError], b"", "a worker did not import torch within 120 s"),
+        ([failed("measurement_failed", "no torch")], b"", "nothing can be measured: no torch"),
+        ([TimeoutError], b"", "`import torch` took longer than 120 s"),
     ],
 )
 def test_a_first_worker_that_fails_stops_the_run(
@@ -230,8 +235,8 @@ def test_leftovers_of_dead_runs_are_told() -> None:
     told = Told()
     runner.run(run, told.progress)
     assert told.lines[:2] == [
-        "removed a leftover of a dead run: cgroup x",
-        f"removed a leftover of a dead run: files of a save in {saving}",
+        "removed a leftover of a killed run: cgroup x",
+        f"removed a leftover of a killed run: files of a save in {saving}",
     ]
     assert not saving.exists()
 
@@ -265,8 +270,8 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
     settings = RunSettings(checkpoint=own)
     run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
     assert complaint(run) == (
-        f"{own} changed while baseline was measured\n"
-        "restore the checkpoint from a copy, and change the strategy so that the strategy does not write to the checkpoint"
+        f"{own} changed while baseline was measured\nrestore the checkpoint from a copy, and keep"
+        " the strategy from writing to it"
     )
     assert jobs_of(run)[1].checkpoint == str(own)
     (result,) = run_folder.read(run.folder).results
@@ -333,7 +338,7 @@ def test_a_forward_pass_that_always_fails_is_the_models_fault(
     results = runner.run(run, Progress())
     assert [(each.outcome, each.message) for each in results] == 2 * [(outcome, message)]
     assert tried == [Path(jobs_of(run)[1].checkpoint)]  # once for a model
-    warning = f"the forward pass of gpt2-tiny fails, after the reference load as well: {how}."
+    warning = f"the forward pass of gpt2-tiny fails, also after a load without the strategy: {how}."
     assert [warning in "".join(each.warnings) for each in results] == 2 * [bool(how)]
 
 
@@ -405,7 +410,7 @@ def test_slow_disks_are_tested_before_the_first_cell(monkeypatch: pytest.MonkeyP
     told = Told()
     set_up(run, planned, told.progress)
     assert tested == [["baseline"]]
-    assert told.lines[-1] == "reading directly, to test the slow disks"
+    assert told.lines[-1] == "testing the slowed disks with direct reads"
     set_up(replace(run, is_probed=True), planned, Progress())
     set_up(run, [plain], Progress())  # type: ignore[list-item]
     assert tested == [["baseline"]]

@@ -60,14 +60,21 @@ def test_what_is_not_in_the_table_has_its_reason() -> None:
 
 def test_strategies_that_share_a_reason_are_named_together() -> None:
     others = [
-        skipped("dcp_fsdp", "dcp_fsdp divides a load among several ranks: --ranks 2"),
+        skipped(
+            "dcp_fsdp",
+            "dcp_fsdp divides a load among several processes, so it needs --ranks 2 or more",
+        ),
         skipped("runai", "runai needs x: install y"),
-        skipped("staggered", "staggered divides a load among several ranks: --ranks 2"),
+        skipped(
+            "staggered",
+            "staggered divides a load among several processes, so it needs --ranks 2 or more",
+        ),
         skipped("eager", "needs 3 keys converted, and eager expects the model's own keys"),
     ]
     _, _, reasons = page([[measured("streaming", 3.0), *others]], {}).partition("table:\n\n")
     assert reasons.splitlines()[:3] == [
-        "* dcp_fsdp, staggered: divides a load among several ranks: --ranks 2",
+        "* dcp_fsdp, staggered: divides a load among several processes, so it needs --ranks 2 or"
+        " more",
         "* runai: needs x: install y",
         "* eager: needs 3 keys converted, and expects the model's own keys",
     ]

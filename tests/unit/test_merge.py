@@ -88,10 +88,10 @@ def test_missing_cells_and_shards_are_named() -> None:
     assert records.exists()
     result = CliRunner().invoke(app.app, ["merge", "shard-1-4", "shard-3-4", "--out", "again"])
     assert result.exit_code == 0
-    assert result.stdout == "again: 2 of 4 cells have a record\n"
+    assert result.stdout == "again: 2 of 4 cells (measurements) are measured\n"
     assert result.stderr == (
-        "note: missing: 2 cells; no run of shard 2/4, 4/4 was named;"
-        " weighin bench --resume again measures them\n"
+        "note: missing: 2 cells; no run of shard 2/4, 4/4 was given; weighin bench --resume again"
+        " measures them\n"
     )
     result = CliRunner().invoke(
         app.app, ["merge", "shard-1-4", "shard-3-4", "--out", "json", "--json", "-"]

@@ -77,6 +77,6 @@ def test_a_blamed_load_is_ok_with_a_warning() -> None:
     assert (found.outcome, found.message, found.last_phase) == (Outcome.OK, "", None)
     assert found.warnings == (
         "before",
-        "the forward pass of gpt2-xl fails, after the reference load as well: it ends with SIGSEGV."
-        " Every weight is right. To measure the load alone: --use none",
+        "the forward pass of gpt2-xl fails, also after a load without the strategy: it ends with"
+        " SIGSEGV. Every weight is right. To measure the load alone: --use none",
     )

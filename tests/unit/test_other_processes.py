@@ -90,8 +90,8 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
         (
             (2, 200 * MIB),
             (
-                "peak RSS and anonymous memory are the worker's alone: it started 2 processes, with"
-                " 200.000 MiB of private memory in all (sampled)",
+                "peak RSS and anonymous memory are those of the measured process alone; it started"
+                " 2 processes, with 200.000 MiB of private memory in all (sampled)",
             ),
         ),
     ],

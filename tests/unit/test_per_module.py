@@ -92,13 +92,22 @@ def broken(**changes: object) -> dict[str, object]:
     [
         (broken(version=2), "index of version 2, but this weighin reads 1"),
         (broken(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
-        (broken(files={"no.pt": ["a"]}), "file 'no.pt' of a module is missing"),
-        (broken(files={"../x": ["a"]}), "the file of a module lies outside the folder: '../x'"),
+        (broken(files={"no.pt": ["a"]}), "the file 'no.pt', which holds a module, is missing"),
+        (
+            broken(files={"../x": ["a"]}),
+            "the file that holds a module lies outside the folder: '../x'",
+        ),
         (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),
         (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
         (broken(files={"emb.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
-        (broken(order=["emb.weight"]), "'order' must name each tensor of 'files' exactly once, and no other"),
-        (broken(order=["emb.weight"] * 2), "'order' must name each tensor of 'files' exactly once, and no other"),
+        (
+            broken(order=["emb.weight"]),
+            "'order' must name each tensor of 'files' exactly once, and no other",
+        ),
+        (
+            broken(order=["emb.weight"] * 2),
+            "'order' must name each tensor of 'files' exactly once, and no other",
+        ),
         (
             broken(shared={"head.weight": "x"}),
             "'head.weight' is tied to 'x' but is in another file",
@@ -127,6 +136,6 @@ def test_a_tie_that_the_file_does_not_have_is_named(folder: Path) -> None:
 def test_a_file_with_other_keys_is_named(folder: Path) -> None:
     torch.save({"layers.1.c": torch.zeros(3)}, folder / "layers.1.pt")
     with pytest.raises(
-        CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json lists"
+        CheckpointError, match=r"layers\.1\.pt: its keys differ from those that index\.json lists"
     ):
         per_module.read(folder)

@@ -69,13 +69,19 @@ def tensors(**files: object) -> dict[str, object]:
     ("index", "message"),
     [
         (tensors(), "lists no tensors"),
-        (tensors(c="c.pt"), "file 'c.pt' of 'c' is missing"),
-        (tensors(c="x" * 300), f"file {'x' * 100!r}... (300 characters) of 'c' is missing"),
-        (tensors(c="a\0.pt"), "the file of 'c' lies outside the folder: 'a\\x00.pt'"),
-        (tensors(a="../a.pt"), "the file of 'a' lies outside the folder: '../a.pt'"),
-        (tensors(a="/etc/passwd"), "the file of 'a' lies outside the folder: '/etc/passwd'"),
-        (tensors(a=".."), "file '..' of 'a' is missing"),
-        (tensors(a=3), "the file of 'a' lies outside the folder: 3"),
+        (tensors(c="c.pt"), "the file 'c.pt', which holds 'c', is missing"),
+        (
+            tensors(c="x" * 300),
+            f"the file {'x' * 100!r}... (300 characters), which holds 'c', is missing",
+        ),
+        (tensors(c="a\0.pt"), "the file that holds 'c' lies outside the folder: 'a\\x00.pt'"),
+        (tensors(a="../a.pt"), "the file that holds 'a' lies outside the folder: '../a.pt'"),
+        (
+            tensors(a="/etc/passwd"),
+            "the file that holds 'a' lies outside the folder: '/etc/passwd'",
+        ),
+        (tensors(a=".."), "the file '..', which holds 'a', is missing"),
+        (tensors(a=3), "the file that holds 'a' lies outside the folder: 3"),
         (tensors(a="a.pt", b="a.pt"), "'a' and 'b' are not tied but share 'a.pt'"),
         (
             tensors(a="a.pt", b="b.pt") | {"shared": {"b": "a"}},

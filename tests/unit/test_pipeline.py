@@ -84,8 +84,8 @@ def test_a_verb_that_takes_one_model_names_the_command_for_the_largest(
 ) -> None:
     largest = shlex.join(["weighin", *words, str(folder / "unet"), *more])
     assert run(*words, str(folder), *more) == (
-        f"{folder}: a diffusers pipeline of 2 models: unet (328 B), vae (128 B)\n"
-        f"give the folder of one model; for the largest model: {largest}"
+        f"{folder}: a diffusers pipeline of 2 models: unet (328 B), vae (128 B)\ngive the folder of"
+        f" one part of the pipeline; for the largest part: {largest}"
     )
 
 

@@ -87,7 +87,8 @@ def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path
     (phase,), _ = phases_of(listener, 'import weighin\nwith weighin.phase("one"):\n    pass\n')
     assert phase.peak_cgroup_bytes is None
     assert listener.warnings == (
-        "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2 needs Linux 6.12)",
+        "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs Linux"
+        " 6.12 for it)",
     )
 
 
@@ -226,7 +227,7 @@ with weighin.phase("outer"):
     assert all(phase.peak_rss_bytes > 100 * MIB for phase in phases)
     assert all(phase.end.rss_bytes > 100 * MIB for phase in phases)
     (warning,) = listener.warnings
-    assert warning.endswith("ended inside its phase 'inner': the peak RSS of this phase is sampled")
+    assert warning.endswith("ended inside its phase 'inner', whose peak RSS is therefore sampled")
 
 
 def test_a_program_that_another_one_replaces_ends_its_phase(listener: PhaseListener) -> None:

@@ -118,7 +118,7 @@ def test_phases_that_are_open_end_with_the_watch_and_the_outer_one_comes_first(
     assert [phase.name for phase in track.phases] == ["outer", "inner"]
     assert track.died_in == "inner"
     assert track.warnings == [
-        f"process {child.pid} ended inside its phase 'inner': the peak RSS of this phase is sampled"
+        f"process {child.pid} ended inside its phase 'inner', whose peak RSS is therefore sampled"
     ]
     track.close()
     assert len(track.phases) == 2
@@ -158,8 +158,8 @@ def test_a_mark_of_a_process_that_cannot_be_reset_is_told(
     track.take(end(LATE_NS))
     assert written == [f"/proc/{child.pid}/clear_refs 5"]
     assert track.warnings == [
-        f"the kernel's mark of process {child.pid} could not be reset: the peak RSS of its phases is"
-        " its peak since its start"
+        f"the peak RSS of process {child.pid} could not be reset: the value of each phase is the"
+        " peak since the process started"
     ]
 
 
@@ -173,7 +173,8 @@ def test_a_mark_of_the_group_that_cannot_be_reset_gives_no_peak(
         track.take(end(LATE_NS))
     assert {phase.peak_cgroup_bytes for phase in track.phases} == {None}
     assert track.warnings == [
-        "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2 needs Linux 6.12)"
+        "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs Linux"
+        " 6.12 for it)"
     ]
 
 
@@ -187,6 +188,6 @@ def test_of_more_phases_than_a_thousand_each_name_keeps_its_highest(
     assert len(track.phases) == 1000
     assert {phase.name for phase in track.phases} == {"a"}
     assert track.warnings == [
-        f"process {child.pid} had more than 1000 phases: 3 are not recorded, but the phase"
-        " with the highest peak RSS of each name is"
+        f"process {child.pid} had more than 1000 phases: 3 are not recorded, but for each name, the"
+        " one with the highest peak RSS is"
     ]

@@ -168,7 +168,9 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: damaged: the pickle from byte ")
-    assert caught.value.message.endswith("cannot be read at byte 60: truncated: the file ends")
+    assert caught.value.message.endswith(
+        "cannot be read at byte 60: truncated: the file ends inside the pickle"
+    )
 
 
 def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def pickled(*instructions: bytes) -> bytes:
         (pickled(b"]K\x01K\x02s"), "an item is set on an object that is not a dict"),
         (pickled(b"K\x01K\x02a"), "an item is appended to an object that is not a list"),
         (pickled(b"K\x01Q"), "a persistent id does not describe a storage"),
-        (pickled(b"K\x01)R"), "an object that is not a function is called"),
+        (pickled(b"K\x01)R"), "the pickle calls an object that is not a function"),
         (pickled(b"]Nb"), "a state is set on a list"),
         (pickled(b"ctorch\n" + b"x" * 2000 + b"\n"), "the name of a function or class is too long or truncated"),
         (pickled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "torch._utils._rebuild_tensor_v2 has other arguments than torch.save writes"),

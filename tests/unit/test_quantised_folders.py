@@ -184,7 +184,7 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(tmp_path)
     kind = str(dtype).removeprefix("torch.")
-    words = f"{name}.weight is {kind} in the file, and the model has no {name}.step: the values are quantised codes, which mean nothing without this scale"
+    words = f"{name}.weight is {kind} in the file, but the model has no {name}.step: the values are quantised codes, which mean nothing without this scale"
     assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
     target = tmp_path / "written.safetensors"
     code, text = run(
@@ -271,11 +271,11 @@ def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
     if name in UNREAD:
         assert UNREAD[name] in theirs.skip
     elif name in DEQUANTISED:
-        assert another.skip.endswith("; only --strategies streaming and transformers load them")
+        assert another.skip.endswith("; only streaming and transformers can load them")
         assert not ours.skip
         assert not theirs.skip
     (save,) = cells_of(make(name), "torch_save", operation="save")
-    assert save.skip.endswith("; a save needs the weights themselves")
+    assert save.skip.endswith("; weighin saves only weights that are not quantised")
 
 
 class NoPhases:

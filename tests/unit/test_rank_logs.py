@@ -46,7 +46,7 @@ def test_all_ranks_that_were_killed_are_named() -> None:
 def test_a_kill_that_the_kernel_did_not_count_is_no_lack_of_memory() -> None:
     outcome, message = judged([log(), log()], {1: KILLED}, 0)
     assert outcome == "measurement_failed"
-    assert message == "rank 1: the worker was ended by SIGKILL in phase 'read'"
+    assert message == "rank 1: the measured process was ended by SIGKILL in phase 'read'"
 
 
 def test_a_cell_is_ok_only_if_all_ranks_are_done() -> None:

@@ -29,9 +29,7 @@ def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
 
 
 def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
-    with pytest.raises(
-        ConfigError, match="each of the two options decides when the server is ready"
-    ):
+    with pytest.raises(ConfigError, match="each decides when the server is ready"):
         check(CommandSettings("/", ready="started", ready_url="http://localhost/"))
 
 

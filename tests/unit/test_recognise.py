@@ -128,7 +128,7 @@ def test_only_a_proven_fault_advises_another_copy() -> None:
         ("unknown_file.py", 'AGAIN: Final = "copy or download the file again"'),
         (
             "unknown_file.py",
-            '"download the checkpoint again, with the link of the file, because the link that was"',
+            '"download the checkpoint again with the file\'s own link: the used link leads to a web"',
         ),
         ("gguf.py", '"copy or download the missing part into the folder of the others",'),
         (

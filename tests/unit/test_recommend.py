@@ -77,7 +77,7 @@ def judged(
         (0.0, True, 8 * GIB, FitVerdict.FITS, "keeps 166.0 MiB and mapped pages of the file"),
         (
             0.0, True, 2 * GIB, FitVerdict.THRASHES,
-            "its 4.0 GiB of file pages do not fit: each pass reads them again",
+            "its 4.0 GiB of file pages do not fit: each forward pass reads them again",
         ),
         (2.0, False, None, FitVerdict.FITS, "keeps two copies: 8.2 GiB"),
     ],

@@ -87,7 +87,9 @@ def test_code_that_changed_after_the_plan_is_not_run(folder: Path) -> None:
     kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
     with (folder / "modeling_tiny.py").open("a") as file:
         file.write("raise SystemExit\n")
-    with pytest.raises(ConfigError, match="the model's code changed after this run was planned"):
+    with pytest.raises(
+        ConfigError, match="the model's code was changed after this run was planned"
+    ):
         from_config(**kwargs)
 
 
@@ -181,8 +183,8 @@ def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
     text = said(monkeypatch, capsys, "predict", str(folder))
     assert (
-        "trust-remote-code cannot be set in pyproject.toml, because it allows or confirms something"
-        in text
+        "trust-remote-code cannot be set in pyproject.toml, because it gives a permission or a"
+        " confirmation" in text
     )
 
 

@@ -124,8 +124,8 @@ def test_a_cell_that_a_watcher_looked_at(observer: InsideObserver) -> None:
     assert result.peaks.cgroup_bytes == 95
     assert result.watcher == WATCHER
     assert result.warnings == (
-        "the engine runs elsewhere: a watcher in the container measured the worker, and the cell was charged"
-        " its 12.000 MiB (anonymous: 7.000 MiB)",
+        "the engine runs elsewhere: a watcher in the container measured the load; the cgroup's"
+        " memory includes the watcher's 12.000 MiB (anonymous: 7.000 MiB)",
     )
 
 

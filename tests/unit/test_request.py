@@ -93,10 +93,9 @@ def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) 
     suite = asked(strategies=["./mine.py", "per_module"], format=["pt_legacy"], repeats=2)
     said = complaint(lambda: start(suite))
     assert said == (
-        "weighin skips every cell of the run, so that nothing can be measured: mine does not read pt_legacy, only pt;"
-        " per_module does not read pt_legacy, only per_module\n"
-        "choose another strategy, format or device: weighin list strategies shows the formats"
-        " and devices of each strategy"
+        "weighin skips every measurement of the run: mine does not read pt_legacy, only pt;"
+        " per_module does not read pt_legacy, only per_module\nchoose another strategy, format or"
+        " device: weighin list strategies shows the formats and devices of each strategy"
     )
     assert not Path("run").exists()
     run, _ = start(asked(strategies=["./mine.py", "load_assign"], format=["pt_legacy"]))
@@ -173,7 +172,7 @@ def test_a_folder_that_holds_a_run_is_left_alone() -> None:
 def test_a_limit_above_the_machine_says_nothing() -> None:
     assert complaint(lambda: start(asked(ram=["8g", "16385m"], isolation="cgroup"))) == (
         "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
-        "give a smaller limit, or leave out --ram for no limit"
+        "give a smaller limit, or leave out --ram"
     )
 
 
@@ -181,8 +180,8 @@ def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit,"
-        " these work: recommend, predict, and bench without --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a RAM"
+        " limit, these work: weighin recommend, predict, and bench without --ram"
     )
 
 
@@ -252,8 +251,8 @@ def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> Non
 
 def test_a_folder_that_is_no_run_is_not_resumed() -> None:
     assert complaint(lambda: resume(Path("gone"))) == (
-        "gone contains no plan.json, so that it is not the folder of a run\n"
-        "name the folder that weighin bench printed at its end, such as results/RUN"
+        "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin"
+        " bench printed at its end, such as results/RUN"
     )
 
 
@@ -263,7 +262,7 @@ def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
     (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
-    assert str(caught.value) == "the plan in run has no cell\nstart a new run"
+    assert str(caught.value) == "the run in run plans no measurement\nstart a new run"
 
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"strategy_paths": {}}])
@@ -312,7 +311,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave the option out, because it concerns the GPU"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave the option out"
     )
 
 

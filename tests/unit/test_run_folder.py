@@ -91,8 +91,8 @@ def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, 
     records = run_folder.read(run)
     assert records.results == tuple(mixed_run()[:2])
     assert records.warnings == (
-        f"{path}, line 3 is incomplete, because the run was killed while it wrote the line: the cell of the"
-        f" line counts as not measured; weighin bench --resume {run} measures it again",
+        f"{path}, line 3 is incomplete, because the run was killed while it wrote the line: the"
+        f" measurement of this line counts as missing; weighin bench --resume {run} repeats it",
     )
     run_folder.append(run, make_result())
     assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
@@ -122,7 +122,8 @@ def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
         run_folder.read(run)
     assert caught.value.message.startswith(f"{path}, line 2: not JSON: ")
     assert caught.value.repair == (
-        f"delete the line and measure its cell again: sed -i 2d {path} && weighin bench --resume {run}"
+        f"delete the line and repeat its measurement: sed -i 2d {path} && weighin bench --resume"
+        f" {run}"
     )
 
 
@@ -161,7 +162,7 @@ def test_unknown_keys_are_ignored(run: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
-        RecordError, match=r"contains no records\.jsonl, so that it is not the folder of a run"
+        RecordError, match=r"contains no records\.jsonl, so it is not the folder of a run"
     ):
         run_folder.read(tmp_path)
 
@@ -355,7 +356,7 @@ def test_a_figure_that_reading_would_refuse_is_a_failed_measurement(tmp_path: Pa
         kept = run_folder.append(tmp_path, wrong)
         assert (kept.outcome, kept.message) == (
             Outcome.MEASUREMENT_FAILED,
-            "the worker reported an impossible figure: ready_ns: less than load_ns",
+            "the measured process reported an impossible figure: ready_ns: less than load_ns",
         )
         assert (kept.cell, kept.started_at) == (cell, wrong.started_at)
         assert run_folder.read(tmp_path).results[number] == kept

@@ -37,8 +37,9 @@ def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
             [make_command(ram_limit_bytes=limit) for limit in (GIB, 2 * GIB + MIB)],
         )
     assert str(caught.value) == (
-        f"--ram 2049MiB is more than the limit of the cgroup around the cells, {around} (2.000 GiB)\n"
-        "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of the container"
+        f"--ram 2049MiB is more than the limit of the cgroup in which weighin measures, {around}"
+        " (2.000 GiB)\ngive a smaller --ram, or raise the limit of that cgroup, for example the"
+        " memory limit of the container"
     )
 
 
@@ -54,7 +55,7 @@ def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.Monk
         THIS_MACHINE.check_ram([None, GIB + MIB])
     assert str(caught.value) == (
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
-        "give a smaller limit, or leave out --ram for no limit"
+        "give a smaller limit, or leave out --ram"
     )
 
 

@@ -39,8 +39,8 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.fail("both measured")
     assert caught.value.exit_code == 4
     assert str(caught.value) == (
-        f"another run is measuring on this machine (it holds {path})\n"
-        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures"
+        f"another run is measuring on this machine (it holds the lock file {path})\nwait for its"
+        " end: weighin bench --wait; parallel runs would distort each other's figures"
     )
     first.communicate("\n")
     with run_lock.only_run():
@@ -62,7 +62,9 @@ def test_a_run_waits_for_another_one_that_ends(
         pass
     first.communicate()
     lock = tmp_path / "lock"
-    assert said == [f"waiting for another run on this machine to end (it holds {lock})"]
+    assert said == [
+        f"waiting for another run on this machine to end (it holds the lock file {lock})"
+    ]
 
 
 def test_the_lock_is_where_every_user_finds_it(
@@ -101,7 +103,6 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
     with pytest.raises(ConfigError) as caught, run_lock.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (
-        f"cannot open the lock file {tmp_path / 'lock'}:"
-        " Too many levels of symbolic links\n"
-        "look who owns the lock file (ls -l), or name another lock file: WEIGHIN_LOCK=/path weighin ..."
+        f"cannot open the lock file {tmp_path / 'lock'}: Too many levels of symbolic links\nsee who"
+        " owns the lock file (ls -l), or name another lock file: WEIGHIN_LOCK=/path weighin ..."
     )

@@ -120,7 +120,7 @@ def no_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [fakes.begin("read")],
             Outcome.MEASUREMENT_FAILED,
-            "the worker does not end, not even after SIGKILL, in phase 'read'",
+            "the measured process does not end, not even after SIGKILL, in phase 'read'",
         ),
         (
             [fakes.begin("read"), TimeoutError],
@@ -136,8 +136,9 @@ def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
     isolation: Any = _Isolation(trouble, list(script), hangs=99)
     measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
     assert (measured.result.outcome, measured.result.message) == (outcome, message)
-    assert "the worker was still running when this was recorded: SIGKILL did not end it" in (
-        measured.result.warnings
+    assert (
+        "the measured process was still running when this was recorded: SIGKILL did not end it"
+        in (measured.result.warnings)
     )
     with pytest.raises(StillRunning):
         measured.finish(tmp_path)
@@ -193,8 +194,8 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
     with pytest.raises(StillRunning) as caught:
         running.close()
     assert str(caught.value) == (
-        f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
-        "the process waits in the kernel, for example for a disk or a network share that does not answer:"
+        f"the measured process {running.pid} does not end, not even after SIGKILL\nthe process"
+        " waits in the kernel, for example for a disk or a network share that does not answer:"
         " repair the disk or share, or restart the machine"
     )
     running.close()

@@ -67,8 +67,8 @@ def test_files_that_stay_in_memory_are_told(
     assert found[:2] == [result, result]
     assert found[2].warnings == (
         "before",
-        "3.000 MiB of the written files could not be dropped from the page cache: files on a tmpfs are"
-        " charged to the cell; put the cache on a disk: WEIGHIN_CACHE=/path",
+        "3.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
+        " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path",
     )
 
 

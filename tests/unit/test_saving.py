@@ -208,8 +208,8 @@ def test_files_that_are_memory_are_warned_of(
     (tmp_path / "model.pt").write_bytes(b"x")
     result = save_target.with_warnings(make_result(), tmp_path)
     assert result.warnings[-1] == (
-        "5.000 MiB of the written files could not be dropped from the page cache: files on a tmpfs are"
-        " charged to the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
+        "5.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
+        " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
     )
 
 

@@ -18,7 +18,9 @@ MISSING = {
     "process": IsolationUnavailable("there is no /proc", "run on Linux"),
 }
 
-WITHOUT_LIMIT = "without a limit, these work: recommend, predict, and bench without --ram"
+WITHOUT_LIMIT = (
+    "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
+)
 
 
 @pytest.fixture
@@ -79,8 +81,9 @@ def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., lis
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("auto", limited=True)
     assert str(caught.value) == (
-        "no isolation here can enforce a RAM limit: no engine answers; this user may make no group\n"
-        "run as root; without a limit, these work: recommend, predict, and bench without --ram"
+        "no isolation can enforce a RAM limit here: no engine answers; this user may make no"
+        " group\nrun as root; without a RAM limit, these work: weighin recommend, predict, and"
+        " bench without --ram"
     )
     assert tried == ["docker", "cgroup"]
 
@@ -132,7 +135,8 @@ def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> N
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("process", limited=True)
     assert str(caught.value) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit, these work: recommend, predict, and bench without --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a RAM"
+        " limit, these work: weighin recommend, predict, and bench without --ram"
     )
 
 
@@ -142,7 +146,7 @@ def test_where_nothing_limits_a_plain_process_is_no_way_out(
     machine("process")
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("process", limited=True)
-    assert str(caught.value).startswith("no isolation here can enforce a RAM limit: no engine")
+    assert str(caught.value).startswith("no isolation can enforce a RAM limit here: no engine")
 
 
 def test_an_unknown_isolation_gets_the_nearest() -> None:

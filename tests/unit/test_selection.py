@@ -117,7 +117,7 @@ def test_a_prefix_that_no_name_has_or_that_names_need_is_refused(tmp_path: Path)
         == f"{path}: no tensor's name begins with 'module.'\nthe tensors in the file are called: m.w, w"
     )
     error = complaint(lambda: formats.read(path, Selection(strip_prefix="m.")))
-    assert error.message == f"{path}: two tensors would have one name without the prefix 'm.'"
+    assert error.message == f"{path}: two tensors would have the same name without the prefix 'm.'"
 
 
 @pytest.mark.parametrize("legacy", [False, True])

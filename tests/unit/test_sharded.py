@@ -109,11 +109,11 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 @pytest.mark.parametrize(
     ("changes", "file", "message"),
     [
-        ({"a": "../m/" + FIRST}, "", f"the shard of 'a' lies outside the folder: '../m/{FIRST}'"),
-        ({"a": "/etc/passwd"}, "", "the shard of 'a' lies outside the folder: '/etc/passwd'"),
-        ({"a": ""}, "", "the shard of 'a' lies outside the folder: ''"),
-        ({"a": "x\0y"}, "", "the shard of 'a' lies outside the folder: 'x\\x00y'"),
-        ({"a": 3}, "", "the shard of 'a' lies outside the folder: 3"),
+        ({"a": "../m/" + FIRST}, "", f"the shard that holds 'a' lies outside the folder: '../m/{FIRST}'"),
+        ({"a": "/etc/passwd"}, "", "the shard that holds 'a' lies outside the folder: '/etc/passwd'"),
+        ({"a": ""}, "", "the shard that holds 'a' lies outside the folder: ''"),
+        ({"a": "x\0y"}, "", "the shard that holds 'a' lies outside the folder: 'x\\x00y'"),
+        ({"a": 3}, "", "the shard that holds 'a' lies outside the folder: 3"),
         ({"a": ".."}, "", "shard '..' of 'a' is missing"),
         ({"a": "none"}, "", "shard 'none' of 'a' is missing"),
         ({"a": "x" * 10_000}, "", f"shard '{'x' * 100}'... (10,000 characters) of 'a' is missing"),
@@ -220,7 +220,7 @@ def test_an_index_of_endless_length_is_not_read(
 ) -> None:
     monkeypatch.setattr(bounded_json, "MOST_BYTES", 10)
     (tmp_path / SHARDED.index_name).write_text('{"weight_map": {}}')
-    with pytest.raises(CheckpointError, match="18 bytes are too many"):
+    with pytest.raises(CheckpointError, match="the file's 18 bytes are more than weighin reads"):
         SHARDED.read(tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_a_missing_shard_is_named_before_any_is_read(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             call(folder)
         index = folder / SHARDED.index_name
-        assert caught.value.message == f"{index}: shard '{SECOND}' of 'b' is missing"
+        assert caught.value.message == f"{index}: the shard '{SECOND}', which holds 'b', is missing"
 
 
 def test_a_link_into_a_cache_is_followed(tmp_path: Path) -> None:

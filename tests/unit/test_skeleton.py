@@ -58,7 +58,7 @@ class FromParameters(nn.Module):
         (
             "weighin.nothing:f",
             "builder 'weighin.nothing:f': there is no module 'weighin.nothing'",
-            "correct the builder's name, or install the package that contains the module",
+            "correct the builder's name, or install the module's package",
         ),
         (
             "weighin.models.gpt2:gpt3",

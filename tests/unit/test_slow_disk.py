@@ -52,13 +52,19 @@ def test_a_rate_alone_is_the_kernels(kernel: Kernel) -> None:
 )
 def test_a_latency_needs_fuse(kernel: Kernel, fuse: list[bool], pace: Pace) -> None:
     message = refused(pace, "cgroup")
-    assert f"{pace} only with FUSE, because the kernel's throttle gives no latency" in message
+    assert (
+        f"{pace} only with FUSE, because the kernel's throttle limits the rate, but adds no latency"
+        in message
+    )
     assert message.endswith("no /dev/fuse\nload it")
     assert fuse == [False]
 
 
 def test_a_process_has_no_cgroup_to_throttle(kernel: Kernel, fuse: list[bool]) -> None:
-    assert "because --isolation process has no cgroup to throttle" in refused(RATE, "process")
+    assert (
+        "because --isolation process creates no cgroup that the kernel could throttle"
+        in refused(RATE, "process")
+    )
     assert fuse == [False]
 
 
@@ -80,7 +86,7 @@ def test_a_machine_without_the_controller(kernel: Kernel) -> None:
 @pytest.mark.usefixtures("fuse")
 def test_a_user_who_may_make_no_group_in_the_controller_of_reads(kernel: Kernel) -> None:
     kernel.refused.add(kernel.reads)
-    assert f"this user may not make groups in {kernel.reads}" in refused(RATE, "cgroup")
+    assert f"this user may not create cgroups in {kernel.reads}" in refused(RATE, "cgroup")
 
 
 @pytest.mark.parametrize("kernel", ["v2"], indirect=True)
@@ -90,7 +96,7 @@ def test_a_delegated_group_without_the_controller(kernel: Kernel) -> None:
     for root in (group, None):
         with pytest.MonkeyPatch.context() as patch:  # which ends before the kernel does
             patch.setattr(delegation, "groups_root", lambda found=root: found)
-            assert f"{root} lacks the controller io" in refused(RATE, "cgroup")
+            assert f"{root} lacks the cgroup controller io" in refused(RATE, "cgroup")
 
 
 @pytest.mark.usefixtures("fuse")

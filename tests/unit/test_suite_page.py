@@ -106,8 +106,8 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             "{name: mine, builder: 'nets:build', key: model}",
             WHOLE,
-            "key and strip_prefix of a model select the weights in a checkpoint of your own\n"
-            "add checkpoint: PATH, or leave key and strip_prefix of a model out",
+            "key and strip_prefix of a model select weights in your own checkpoint, but none is"
+            " given\nadd checkpoint: PATH, or leave key and strip_prefix of a model out",
         ),
         (
             "[gpt2-tiny, {name: mine, builder: 'nets:build', key: model}]",
@@ -118,8 +118,8 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             "gpt2-tiny",
             Selection("ema"),
-            "--key and --strip-prefix select the weights in a checkpoint of your own\n"
-            "add --checkpoint PATH, or leave --key and --strip-prefix out",
+            "--key and --strip-prefix select weights in your own checkpoint, but none is given\nadd"
+            " --checkpoint PATH, or leave --key and --strip-prefix out",
         ),
     ],
 )
@@ -136,13 +136,17 @@ def test_a_selection_that_a_suite_cannot_make(
     [
         (
             "{folder: ./f, kwargs: {a: 1}}",
-            "the folder ./f names the model's code and weights itself\nleave builder, kwargs and checkpoint out",
+            "the folder ./f already determines the model's code and weights\nleave builder, kwargs"
+            " and checkpoint out",
         ),
         (
             "{builder: nets}",
             "'nets' is not a builder\nwrite package.module:function or file.py:function",
         ),
-        ("{kwargs: {a: 1}}", "a model of the suite has no name, builder, folder or checkpoint\nadd one of them"),
+        (
+            "{kwargs: {a: 1}}",
+            "a model of the suite has no name, builder, folder or checkpoint\nadd one of them",
+        ),
         (
             "{name: n, build: 'n:b'}",
             "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, key,"

@@ -178,8 +178,8 @@ def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
 @pytest.mark.parametrize(
     ("kills", "message"),
     [
-        (1, "the kernel killed 1 process of this cell for lack of memory"),
-        (3, "the kernel killed 3 processes of this cell for lack of memory"),
+        (1, "the kernel killed 1 process of this measurement for lack of memory"),
+        (3, "the kernel killed 3 processes of this measurement for lack of memory"),
     ],
 )
 def test_a_cell_that_lost_a_child_has_an_outcome_of_its_own(

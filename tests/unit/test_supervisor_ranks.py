@@ -98,8 +98,8 @@ def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
     # For each rank: its baseline, its phase, and what it waits for besides.
     assert len(running.channel.sent) >= 4
     assert result.warnings == (
-        "without a cgroup, the memory that ranks share cannot be counted once: the file-backed"
-        " memory of the cell is that of the rank with the most",
+        "without a cgroup, the memory that ranks share cannot be counted once, so the file-backed"
+        " memory is that of the rank that has the most",
     )
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_named_with_its_phase_and_what_it_printed() -> None
     result, _ = followed(FakeRunning(script, Exit(1), inside=seen))
     assert result.outcome is Outcome.STRATEGY_FAILED
     assert result.message == (
-        "rank 1: the worker ended with exit code 3 in phase 'read': KeyError: x"
+        "rank 1: the measured process ended with exit code 3 in phase 'read': KeyError: x"
     )
     assert [rank.exit_code for rank in result.ranks] == [137, 3]
     assert (result.load_ns, result.ready_ns, result.last_phase) == (None, None, "read")
@@ -155,7 +155,7 @@ def test_processes_that_a_worker_started_are_told(
     number: int, private_bytes: int, words: str
 ) -> None:
     result = watched(FakeRunning([*DONE], inside=Others(number, private_bytes)))
-    expected = "peak RSS and anonymous memory are the worker's alone: " + words
+    expected = "peak RSS and anonymous memory are those of the measured process alone; " + words
     assert result.warnings == ((expected,) if words else ())
     assert result.peaks.others_private_sampled_bytes == (private_bytes if number else None)
 
@@ -186,14 +186,15 @@ def killed_at(peak: int, limit: int | None, group: Path | None = None) -> str:
 def test_a_kill_far_below_the_limit_met_another_one() -> None:
     assert killed_at(900, 1000) == killed_at(1000, 1000) == killed_at(899, None) == ""
     assert killed_at(899, 1000) == (
-        ", at a charge of 899 B: the machine, or a cgroup around the cell's that is not visible, was full"
+        ", when its cgroup had 899 B: the machine, or an outer cgroup that is not visible here, was"
+        " full"
     )
 
 
 def test_a_kill_by_a_visible_limit_around_names_it(tmp_path: Path) -> None:
     around = Group(tmp_path / "around", 2).start()  # with a limit of 100 bytes
     (cell := around / "cell").mkdir()
-    said = f", at a charge of 95 B: the limit of {around} is 100 B"
+    said = f", when its cgroup had 95 B: the limit of the outer cgroup {around} is 100 B"
     assert killed_at(95, 1000, cell) == said
     assert killed_at(95, None, cell) == said
     assert killed_at(95, 100, cell) == ""
@@ -221,8 +222,8 @@ def test_children_that_the_kernel_killed_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = [Kill(pid, "python", is_main=pid == 5, anon_bytes=MIB) for pid in (5, 6, 7, 8)]
-    peak = "; the cell's peak was 3.000 MiB"
-    each = "; killed: python (process {}) with 1.000 MiB of anonymous memory"
+    peak = "; the peak of the cgroup was 3.000 MiB"
+    each = "; the kernel killed python (process {}) with 1.000 MiB of anonymous memory"
     assert (
         lost(kills, tmp_path, monkeypatch)
         == (
@@ -230,7 +231,7 @@ def test_children_that_the_kernel_killed_are_named(
         )
     )
     assert lost([Kill(6, "x", is_main=False)], tmp_path, monkeypatch) == (
-        f"broken pool; killed: x (process 6) with 0 B of anonymous memory{peak}"
+        f"broken pool; the kernel killed x (process 6) with 0 B of anonymous memory{peak}"
     )
     assert lost(kills, None, monkeypatch) == f"broken pool{peak}"
 
@@ -239,9 +240,11 @@ def test_a_worker_that_does_not_even_end_after_sigkill_is_told() -> None:
     running = FakeRunning([*BASELINE, begin("read")], hangs=2)
     result = watched(running)
     assert (result.outcome, running.kills) == (Outcome.MEASUREMENT_FAILED, 1)
-    assert result.message == ("the worker does not end, not even after SIGKILL, in phase 'read'")
+    assert result.message == (
+        "the measured process does not end, not even after SIGKILL, in phase 'read'"
+    )
     assert result.warnings[-1] == (
-        "the worker was still running when this was recorded: SIGKILL did not end it"
+        "the measured process was still running when this was recorded: SIGKILL did not end it"
     )
 
 
@@ -250,7 +253,9 @@ def test_kills_that_did_not_decide_the_outcome_are_a_warning() -> None:
     script = [*LOADED, failed("wrong_weights", "1 tensor differs")]
     result = watched(FakeRunning(script, Exit(1), inside=seen))
     assert (result.outcome, result.oom_kills) == (Outcome.WRONG_WEIGHTS, 2)
-    assert result.warnings == ("the kernel killed 2 processes of this cell for lack of memory",)
+    assert result.warnings == (
+        "the kernel killed 2 processes of this measurement for lack of memory",
+    )
 
 
 class StalledDisk:

@@ -93,7 +93,7 @@ def test_the_structure_of_a_large_model_is_short(tmp_path: Path) -> None:
     ["", "no", "e30=", base64.b64encode(zlib.compress(b'[["a"],[0],[0],[["os",1]]]')).decode()],
 )
 def test_another_string_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a checkpoint's structure"):
+    with pytest.raises(ConfigError, match="is not a list of a checkpoint's tensors"):
         structure.unpack(text)
 
 

@@ -125,9 +125,8 @@ def test_cells_of_two_machines_are_a_warning_in_the_report() -> None:
     first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0", "git_commit": "a"})
     lines = markdown([first, other, make_skipped()])
     assert lines[lines.index("## Warnings") + 2] == (
-        "- the cells were measured on different machines or with different software:"
-        " git_commit (a, b); kernel (6.18.0, 6.1.0). Compare memory figures with care; do not compare"
-        " times"
+        "- the measurements were made on different machines or with different software: git_commit"
+        " (a, b); kernel (6.18.0, 6.1.0). Compare memory figures with care; do not compare times"
     )
 
 

@@ -214,8 +214,8 @@ def test_cells_of_two_machines_are_a_warning() -> None:
     first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0"})
     shown = " ".join(" ".join(terminal([first, other])).split())
     assert (
-        "the cells were measured on different machines or with different software: kernel (6.18.0,"
-        " 6.1.0). Compare memory figures with care; do not compare times" in shown
+        "the measurements were made on different machines or with different software: kernel"
+        " (6.18.0, 6.1.0). Compare memory figures with care; do not compare times" in shown
     )
 
 

@@ -58,8 +58,8 @@ def test_a_proof_has_the_figures_and_says_them() -> None:
         waited_ns=None,
     )
     assert words(found) == (
-        "ended after 5.00 s: it thrashes; 4.00 GiB read again (4.0x of 1.000 GiB); 1.2x the 4.00 s of the"
-        " whole cell without a limit so far"
+        "stopped by weighin after 5.00 s, because it thrashes; 4.00 GiB read again (4.0x of 1.000"
+        " GiB); 1.2x the 4.00 s that the whole measurement took without a limit"
     )
 
 

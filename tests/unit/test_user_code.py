@@ -60,8 +60,8 @@ def test_the_folders_of_pythonpath_that_exist_come_last(
 
 def test_a_file_that_is_missing_or_cannot_be_imported_is_refused(here: Path) -> None:
     assert complaint("nets.py:build") == (
-        "--model nets.py:build: there is no file nets.py\n"
-        "write the path of a Python file and the name of a function: --model path/nets.py:build"
+        "--model nets.py:build: there is no file nets.py\nname a Python file and a function in it:"
+        " --model path/nets.py:build"
     )
     written(here / "my-nets.py")
     assert complaint("my-nets.py:build") == (

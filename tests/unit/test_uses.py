@@ -53,10 +53,10 @@ def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"passes": 0}, "--passes: 0 forward passes mean the use none\nwrite --use none, or uses: none"),
-        ({"passes": 2, "uses": "write"}, "--passes: forward is not among the uses, so the passes would be ignored\nleave passes out"),
+        ({"passes": 0}, "--passes: 0 forward passes mean no use of the model\nwrite --use none (in a suite, uses: none)"),
+        ({"passes": 2, "uses": "write"}, "--passes: passes applies to the use forward, which is not among the uses\nleave passes out"),
         ({"operation": "save", "uses": "write"}, "--use: weighin runs no use of the model after a save\nleave the use out"),
-        ({"uses": []}, "--use: empty\nname at least one, or leave the key out"),
+        ({"uses": []}, "--use: empty\nwrite at least one value, or leave the key out"),
     ],
 )  # fmt: skip
 def test_a_suite_refuses_uses_without_an_effect(asked: dict[str, Any], message: str) -> None:
@@ -99,7 +99,7 @@ def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "use", "skip"),
     [
-        ({"ranks": [2]}, "write", "the use write is measured in one process: --ranks 1"),
+        ({"ranks": [2]}, "write", "weighin measures the use write only in one process: --ranks 1"),
         ({"device": "cuda"}, "fork", "a forked process cannot use a model on the GPU"),
         ({"device": "cuda"}, "to-device", "to-device moves a model from the CPU to the GPU"),
         ({"ranks": [2]}, "forward", ""),

@@ -54,8 +54,8 @@ def verdict(result: Result, reference_ns: int | None = None) -> Verdict | None:
 def test_what_ends_ok_in_good_time_survives_and_says_by_which_figures() -> None:
     assert judge_result(lived(), 9 * SECOND) == Judgement(
         Verdict.SURVIVES,
-        "10.0 s, 1.1x the reference of 9.00 s; 0 B read again (0.00x the model); 7 major faults;"
-        " waited for memory 0% of the load (all tasks 0%)",
+        "10.0 s, 1.1x the time without a limit: 9.00 s; 0 B read again (0.00x the model); 7 major"
+        " faults; waited for memory 0% of the load (all tasks at once 0%)",
     )
 
 
@@ -63,8 +63,8 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
     thrashing = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
     assert judge_result(thrashing, 4 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s, 2.5x the reference of 4.00 s; 9.77 MiB read again (2.50x the model); 900 major faults;"
-        " waited for memory 40% of the load (all tasks 10%)",
+        "10.0 s, 2.5x the time without a limit: 4.00 s; 9.77 MiB read again (2.50x the model); 900"
+        " major faults; waited for memory 40% of the load (all tasks at once 10%)",
     )
 
 
@@ -80,8 +80,8 @@ def test_a_command_thrashes_if_it_reads_much_of_its_limit_again() -> None:
     )
     assert judge_result(result, 4 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s, 2.5x the reference of 4.00 s; 20.00 MiB read again (0.20x the limit); 900 major"
-        " faults; waited for memory 10% of the run (all tasks 10%)",
+        "10.0 s, 2.5x the time without a limit: 4.00 s; 20.00 MiB read again (0.20x the limit); 900"
+        " major faults; waited for memory 10% of the run (all tasks at once 10%)",
     )
     assert verdict(result, 9 * SECOND) is Verdict.SURVIVES
     little = replace(result, faults=Faults(100, 900, pages // 20))
@@ -92,8 +92,8 @@ def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
     large = lived(faults=Faults(100, 900, 250), environment={"page_bytes": 65536})
     assert judge_result(large, 5 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s, 2.0x the reference of 5.00 s; 15.62 MiB read again (4.00x the model); 900 major faults;"
-        " waited for memory 0% of the load (all tasks 0%)",
+        "10.0 s, 2.0x the time without a limit: 5.00 s; 15.62 MiB read again (4.00x the model); 900"
+        " major faults; waited for memory 0% of the load (all tasks at once 0%)",
     )
 
 
@@ -126,8 +126,8 @@ def test_a_timeout_thrashes_where_memory_was_lacking_and_has_no_verdict_elsewher
     assert judge_result(late, SECOND) is None
     assert judge_result(replace(late, faults=Faults(1, 5, 3000)), None) == Judgement(
         Verdict.THRASHES,
-        "still running after 60 s; 11.72 MiB read again (3.00x the model); 5 major faults;"
-        " waited for memory 0% of the load (all tasks 0%)",
+        "still running after 60 s; 11.72 MiB read again (3.00x the model); 5 major faults; waited"
+        " for memory 0% of the load (all tasks at once 0%)",
     )
 
 
@@ -139,7 +139,8 @@ def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> Non
     assert said
     assert said.verdict is Verdict.SURVIVES
     assert said.reason.startswith(
-        "never reached its limit: 20.00 GiB at most; 10.0 s, 2.5x the reference of 4.00 s"
+        "its memory never reached the limit: 20.00 GiB at most; 10.0 s, 2.5x the time without a"
+        " limit: 4.00 s"
     )
     late = replace(below, outcome=Outcome.TIMEOUT, message="still running after 60 s")
     assert judge_result(late, 4 * SECOND) is None
@@ -265,10 +266,10 @@ def test_a_run_is_judged_against_its_own_cell_without_a_limit_or_the_highest_abo
         Verdict.THRASHES,
     ]
     assert [one.reason.partition(";")[0] for one in said[3:] if one] == [
-        "7.00 s, 1.8x the reference of 4.00 s",
-        "8.00 s, 2.0x the reference of 4.00 s",
+        "7.00 s, 1.8x the time without a limit: 4.00 s",
+        "8.00 s, 2.0x the time without a limit: 4.00 s",
         "7.00 s",
-        "20.0 s, 2.9x the reference of 7.00 s",
+        "20.0 s, 2.9x the time without a limit: 7.00 s",
     ]
 
 
@@ -317,7 +318,7 @@ def test_a_wait_is_a_share_of_the_whole_time_if_the_load_was_never_ready() -> No
     )  # fmt: skip
     said = judge_result(late)
     assert said
-    assert said.reason.endswith("waited for memory 30% of the load (all tasks 0%)")
+    assert said.reason.endswith("waited for memory 30% of the load (all tasks at once 0%)")
     assert judge_result(replace(late, cost=None)) is None
 
 
@@ -330,7 +331,7 @@ def test_a_cell_that_was_ended_thrashes_with_its_proof() -> None:
     ("outcome", "message", "words"),
     [
         (Outcome.OOM_KILLED, "", "killed by the kernel for lack of memory"),
-        (Outcome.CUDA_OOM, "", "the CUDA allocator refused"),
+        (Outcome.CUDA_OOM, "", "the CUDA allocator refused an allocation"),
         (Outcome.OOM_KILLED, "killed in read", "killed in read"),
     ],
 )

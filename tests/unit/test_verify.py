@@ -196,7 +196,7 @@ def test_a_finite_output_passes(output: object) -> None:
 def test_an_output_that_is_not_finite_is_wrong(output: object) -> None:
     with pytest.raises(WrongWeights) as caught:
         check_forward(Gives(output), Inputs())
-    assert str(caught.value) == "the forward pass gives values that are not finite"
+    assert str(caught.value) == "the forward pass returns values that are not finite"
 
 
 def test_the_model_is_run_on_its_inputs() -> None:

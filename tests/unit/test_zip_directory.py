@@ -77,7 +77,7 @@ PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
         (put_entry(DATA, "12s", 46, b"model/data/1"), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 0"),
         (put_entry(VERSION, "13s", 46, b"model/data/9x"), ""),
         (put_entry(PICKLE, "14s", 46, b"model/data.pk_"), "a file of torch.save without data.pkl, "),
-        (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends"),
+        (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends inside the pickle"),
     ],
 )  # fmt: skip
 def test_a_directory_that_lies_is_named(path: Path, change: Change, message: str) -> None:

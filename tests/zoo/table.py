@@ -15,10 +15,10 @@ LONGEST = 90
 FORMATS = re.compile(
     r"model\.(?:pth?|safetensors)(?=:)|(?:dcp|per_module|per_param|sharded|sharded_pt)(?=:)|(?<=which format )\w+"
 )
-"""The file of a message, and the format that cannot hold it: the same message for each format is one row."""
+"""What differs between a message's formats: such messages share one row."""
 BAD = frozenset({"DIFFERENT", "CRASHED", "MISJUDGED"})
 FAULTS = ("wrong byte", "lost buffer", "broken tie")
-"""The faults that are planted, as the ends of the tries' names."""
+"""The planted faults, with which the names of tries end."""
 
 
 def bad(tried: Sequence[Tried]) -> bool:
@@ -39,9 +39,9 @@ def page(tried: Sequence[Tried], versions: str) -> str:
     """Return the whole page as Markdown."""
     parts = [
         "# The zoo: models of torch's tests and of torchvision\n",
-        f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and a test\n"
-        "compares the result bit by bit with that of torch's own `load_state_dict`. Every strategy also loads the checkpoint.\n"
-        "weighin's verification must accept each right result, and must detect each fault that the test plants: a wrong byte, a lost buffer, a broken tie.\n",
+        f"`make zoo` wrote this page with {versions}. weighin's `load_streaming` loads each model's checkpoint, and a\n"
+        "test compares the model bit by bit with that of torch's `load_state_dict`. Every strategy (way to load) also loads the checkpoint. weighin's\n"
+        "verification must accept each right model, and detect each fault that the test plants in it: a wrong byte, a lost buffer, a broken weight tie.\n",
         "## The loader\n", _loader_counts(tried),
         "## The strategies and their verification\n", _strategy_counts(tried),
         "## Loads by the loader that are not equal\n", _rows(tried, "loads"),
@@ -60,11 +60,13 @@ def _loader_counts(tried: Sequence[Tried]) -> str:
         lines.append(f"| {family} | {sum(outcomes.values())} | {figures} |")
     loads = Counter(outcome.kind for each in tried for outcome in each.loads)
     counts = ", ".join(f"{count} {kind}" for kind, count in loads.most_common())
-    return "\n".join([*lines, f"\n{sum(loads.values())} loads: {counts}.\n"])
+    return "\n".join(
+        [*lines, f"\nThe outcomes of the {sum(loads.values())} loads are: {counts}.\n"]
+    )
 
 
 def _strategy_counts(tried: Sequence[Tried]) -> str:
-    """Return a table with one row for all strategies that have the same counts."""
+    """Return a table; strategies with the same counts share a row."""
     alike: dict[str, list[str]] = {}
     for name in ("manifest", *(name for name, _, _ in strategies())):
         mine = [one for each in tried for one in each.judged if one.what.partition(",")[0] == name]
@@ -83,7 +85,7 @@ def _strategy_counts(tried: Sequence[Tried]) -> str:
 
 
 def _rows(tried: Sequence[Tried], field: str) -> str:
-    """Return a table of the tries that are not ok, with one row for each outcome and message."""
+    """Return a table of the tries that are not ok: one row for each outcome and message."""
     rows: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for each in tried:
         for one in getattr(each, field):
@@ -101,7 +103,7 @@ def _rows(tried: Sequence[Tried], field: str) -> str:
 
 
 def _plain(detail: str, longest: int) -> str:
-    """Return the begin of a message without the names of folders and formats, escaped for a Markdown table."""
+    """Return a message's begin for a Markdown table, without names of folders and formats."""
     words = (w.rpartition("/")[2] if "weighin-zoo-" in w else w for w in detail.split())
     text = FORMATS.sub("FORMAT", " ".join(words))
     text = text if len(text) <= longest else f"{text[:longest]}..."
@@ -109,7 +111,6 @@ def _plain(detail: str, longest: int) -> str:
 
 
 def _base(label: str) -> str:
-    """Return the model of a label: "nn.Conv1d" of "pair of nn.Conv1d"."""
     return label.removeprefix("pair of ")
 
 
@@ -119,6 +120,6 @@ def _some(names: Sequence[str], shown: int) -> str:
 
 
 def _names(labels: Iterable[str]) -> list[str]:
-    """Return the names of models; labels that differ only in their number are one name with a count."""
+    """Return model names; labels that differ only in a number become one name with a count."""
     names = Counter(label.partition("[")[0] for label in labels)
     return [f"{name} ({count})" if count > 1 else name for name, count in names.items()]

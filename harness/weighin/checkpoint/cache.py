@@ -213,8 +213,8 @@ def _check_space(task: _Task, needed_bytes: int) -> None:
     free = shutil.disk_usage(task.entry).free
     if free < needed_bytes:
         raise ConfigError(
-            f"the {task.fmt} checkpoint of {task.model.name} needs {format_bytes(needed_bytes)} "
-            f"in {folder()}, where {format_bytes(free)} are free",
-            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., "
-            "or empty it: weighin cache clear",
+            f"the {task.fmt} checkpoint of {task.model.name} needs {format_bytes(needed_bytes)} in"
+            f" {folder()}, but only {format_bytes(free)} are free",
+            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
+            " weighin cache clear",
         )

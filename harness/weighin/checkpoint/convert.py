@@ -102,8 +102,8 @@ def convert(
         raise CheckpointError(
             f"{source}: {found.summary}; the tensors are codes and scales, which a conversion to"
             " another dtype would make useless",
-            "leave --dtype out, which copies them as they are"
-            + (", or add --keys model, which dequantises them" if found.dequantises else ""),
+            "leave --dtype out, to copy the codes and scales as they are"
+            + (", or add --keys model, to dequantise them" if found.dequantises else ""),
         )
     tensors = plans(slices, order.dtype)
     layout = formats.named(order.fmt)

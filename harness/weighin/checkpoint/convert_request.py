@@ -167,9 +167,9 @@ def format_for(target: Path, fmt: str) -> str:
     if suffix and fmt not in expected:
         other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
         raise ConfigError(
-            f"{target}: {suffix} is the suffix of format {expected[0]}, and --format says {fmt}",
-            f"to write {expected[0]}, leave --format out; to write the format of --format, name"
-            f" the target {other}",
+            f"{target}: {suffix} is the suffix of format {expected[0]}, but --format says {fmt}",
+            f"to write {expected[0]}, leave --format out; for the format of --format, name the"
+            f" target {other}",
         )
     return fmt
 

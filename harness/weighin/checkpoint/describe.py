@@ -112,7 +112,8 @@ def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
     ]
     if names:
         raise ConfigError(
-            f"builder {builder}: the shape of {names[0]!r} is not known yet: its module is lazy",
+            f"builder {builder}: the shape of {names[0]!r} is not known yet, because its module is"
+            " lazy",
             "run the model once in the builder, or give the lazy layers their sizes",
         )
 

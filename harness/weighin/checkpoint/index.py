@@ -66,7 +66,7 @@ def index(
     check_fits(checkpoint, spec.name, places, described)
     if converts and not slices:
         raise CheckpointError(
-            f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
+            f"{checkpoint}: holds no tensors, but the format {fmt} needs some",
             f"load the checkpoint in its own format: --format {own}",
         )
     permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)

@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text())
         if fields.pop("schema") != SCHEMA:
-            raise CheckpointError(f"{path}: the manifest is of another version of weighin", repair)
+            raise CheckpointError(f"{path}: another version of weighin wrote this manifest", repair)
         tensors = tuple(
             TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
             for entry in fields.pop("tensors")

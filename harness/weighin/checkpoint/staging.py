@@ -108,7 +108,7 @@ def _lock(folder: Path, target: Path) -> int:
         os.close(descriptor)
         raise ConfigError(
             f"another weighin process is writing {target}",
-            "wait until the other process has ended, or name another target",
+            "wait for that process to end, or name another target",
         )
     return descriptor
 

@@ -70,14 +70,14 @@ def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
         ignored, reason = typed - _BESIDE_RESUME, "a resumed run keeps its settings"
         repair = "leave these options out, or start a new run without --resume"
     elif "check" in typed:
-        ignored, reason = typed - _BESIDE_ALL - {"check"}, "--check predicts the cells of a run"
+        ignored, reason = typed - _BESIDE_ALL - {"check"}, "--check predicts what a run measured"
         repair = "leave these options out, or predict without --check"
     elif "suite" in typed:
-        ignored, reason = typed - (_BESIDE_SUITE - {"trust"}), "a suite sets the whole matrix"
+        ignored, reason = typed - (_BESIDE_SUITE - {"trust"}), "a suite sets all models and limits"
         repair = "write these settings into the suite file, or leave --suite out"
     else:
         ignored, reason = {"trust"}, "code that you name yourself runs without --trust"
-        repair = "leave --trust out: --trust belongs to --resume, and to --check of weighin predict"
+        repair = "leave --trust out: only --resume, and --check of weighin predict, use it"
     refuse(context, ignored, reason, repair)
 
 
@@ -105,8 +105,12 @@ def one_model(typed: dict[str, Any]) -> str:
     if argument and option and argument != option:
         repair = "give one of the two models, or list both models in a suite file: --suite FILE"
         if Path(argument).exists():
-            repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
-        raise ConfigError(f"the model is given twice: {argument!r} and {option!r}", repair)
+            repair = (
+                f"to load {option} with your own weights: --model {option} --checkpoint {argument}"
+            )
+        raise ConfigError(
+            f"two models are given in place of one: {argument!r} and {option!r}", repair
+        )
     return argument or option or DEFAULT_MODEL
 
 

@@ -105,7 +105,7 @@ def write(target: str | Path, text: str) -> None:
     except OSError as problem:
         raise ConfigError(
             f"cannot write {path}: {problem.strerror}",
-            "name a file in a folder in which you may write",
+            "name a file in a writable folder",
         ) from None
 
 

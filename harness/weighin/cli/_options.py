@@ -41,10 +41,10 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_HELP = (
-    "A name that `weighin list models` lists, or your own model. Your own model is the path of a"
-    " Hugging Face folder or of a checkpoint (weights.pt, model.safetensors, an index of shards, a"
-    " folder), a builder, or from:CHECKPOINT. --model explains the last two. ./NAME is always a"
-    " path, never the name of a model. Default: gpt2-small."
+    "A name that `weighin list models` lists, the path of a Hugging Face folder or of a checkpoint"
+    " (weights.pt, model.safetensors, an index of shards, a folder), a builder, or from:CHECKPOINT."
+    " The text on --model explains builders and from:CHECKPOINT. ./NAME is always a path. Default:"
+    " gpt2-small."
 )
 
 model_option = click.option(
@@ -52,12 +52,11 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="Give the model as an option, in place of the argument MODEL. A builder is a function that"
-    " returns the model, given as package.module:callable or path/nets.py:callable (weighin also"
-    " looks for modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model"
-    " without code: weighin makes it from the names and shapes of the checkpoint's tensors. A"
-    " checkpoint's path alone means from:PATH, unless the checkpoint lies in a Hugging Face"
-    " folder.",
+    help="The model, in place of the argument MODEL. A builder is a function that returns the"
+    " model, given as package.module:callable or path/nets.py:callable (weighin also looks for"
+    " modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model without code:"
+    " weighin makes it from the names and shapes of the checkpoint's tensors. A checkpoint's path"
+    " alone means from:PATH, unless the checkpoint lies in a Hugging Face folder.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -101,11 +100,12 @@ model = several(
     kwargs,
 )
 generated = checkpoint(
-    "The file or folder with your own weights. Without --checkpoint, weighin generates random"
-    " weights from --seed."
+    "The file or folder with your own weights. Default: random weights, which weighin generates"
+    " from --seed."
 )
 only_structure = checkpoint(
-    "The file or folder with your own weights, of which only names, shapes and dtypes are read."
+    "The file or folder with your own weights. weighin reads only the tensors' names, shapes and"
+    " dtypes."
 )
 strategies = click.option(
     "--strategies",
@@ -115,18 +115,18 @@ strategies = click.option(
     multiple=True,
     metavar="NAMES",
     shell_complete=completed("strategies"),
-    help="Comma-separated strategy names or files, or `all`. Without --strategies, weighin takes"
-    " baseline, sequential, meta_copy, mmap_assign, per_param and streaming for loads, and all"
-    " strategies for saves.",
+    help="Comma-separated strategy names or files, or `all`. Default for loads: baseline,"
+    " sequential, meta_copy, mmap_assign, per_param and streaming. Default for saves: all"
+    " strategies that can save.",
 )
 isolation = click.option(
     "--isolation",
     default="auto",
     metavar="NAME",
     help="How to isolate each measured process: docker (a container), cgroup (a memory cgroup) or"
-    " process (a plain process). auto tries docker, then cgroup, then process, and takes the first"
-    " one that works on this machine and can enforce the limits of the run. Only docker and cgroup"
-    " can enforce a RAM limit.",
+    " process (a plain process). auto takes the first of docker, cgroup and process that works on"
+    " this machine and can enforce the run's limits. Only docker and cgroup can enforce a RAM"
+    " limit.",
 )
 device = click.option(
     "--device",
@@ -146,8 +146,8 @@ formats = click.option(
     "--format",
     "fmt",
     metavar="NAMES",
-    help="File formats of the checkpoint, comma-separated. Without --format, each strategy gets the"
-    " first format that its file lists in FORMATS.",
+    help="File formats of the checkpoint, comma-separated. Default: the first format in the list"
+    " FORMATS of each strategy's file.",
 )
 seed = click.option(
     "--seed", default=0, metavar="N", help="Seed of the random weights that weighin generates."
@@ -170,17 +170,17 @@ ranks = click.option(
     "--ranks",
     default="1",
     metavar="NUMBERS",
-    help="How many processes load the model at once under one limit. Give several numbers, such as"
-    " 1,4, to get separate results for each number. Each process gets the environment variables of"
-    " torchrun, and all processes form one torch.distributed process group.",
+    help="How many processes load the model in parallel, under one common limit. Give several"
+    " numbers, such as 1,4, to get separate results for each number. Each process gets the"
+    " environment variables of torchrun, and all processes form one torch.distributed process"
+    " group.",
 )
 trust = click.option(
     "--trust",
     is_flag=True,
-    help="Allow a resumed or checked run to execute the code of builders and strategies that the"
-    " run's files name. Without --trust, weighin executes the code that a run's files name only"
-    " if the code belongs to weighin or to an installed package, because the files of another"
-    " person's run could name harmful code.",
+    help="Allow weighin to execute the builders and strategies that the files of a resumed or"
+    " checked run name. Without --trust, weighin executes only code of weighin itself and of"
+    " installed packages, because the files of another person's run could name harmful code.",
 )
 folder_choice = several(
     click.option(
@@ -188,8 +188,8 @@ folder_choice = several(
         default="",
         metavar="NAME",
         help="The variant of the weights in a Hugging Face folder: --variant fp16 loads"
-        " model.fp16.safetensors. Without --variant, weighin loads the weights whose file name"
-        " contains no variant, such as model.safetensors.",
+        " model.fp16.safetensors. Default: the weights without a variant in the file name, such as"
+        " model.safetensors.",
     ),
     click.option(
         "--revision",
@@ -204,17 +204,16 @@ folder_choice = several(
         default="",
         metavar="CLASS",
         help="The class of transformers with which to load a Hugging Face folder, for example"
-        " BertModel or AutoModelForCausalLM. Without --class, weighin takes the class that"
-        " config.json names, or else the class that transformers' AutoModel chooses for the model"
-        " type.",
+        " BertModel or AutoModelForCausalLM. Default: the class that config.json names, or else the"
+        " class that transformers' AutoModel chooses.",
     ),
     click.option(
         "--trust-remote-code",
         is_flag=True,
-        help="Run the model's code that comes with a Hugging Face folder (auto_map in"
-        " config.json). The code runs with your rights, so read the code before you use this"
-        " option. Without --trust-remote-code, weighin loads the folder with transformers' own"
-        " class for the model type, and refuses the folder if transformers has no class for it.",
+        help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
+        " The code runs with your rights, so read it first. Without --trust-remote-code, weighin"
+        " loads the folder with transformers' own class for the model type, and refuses the folder"
+        " if there is none.",
     ),
 )
 adapter = click.option(
@@ -237,8 +236,8 @@ mounts = click.option(
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="A file or folder that the model or the command reads. In Docker containers, weighin"
-    " mounts the file or folder read-only, at the path that it has on this machine. Repeatable.",
+    help="A file or folder that the model or the command reads. weighin mounts it read-only in"
+    " Docker containers, at its path on this machine. Repeatable.",
 )
 wait = click.option(
     "--wait",
@@ -250,8 +249,7 @@ resume = click.option(
     "--resume",
     type=PATH,
     metavar="FOLDER",
-    help="Continue the run in this folder, which was stopped before its end: weighin makes the"
-    " measurements that are still missing.",
+    help="Continue the stopped run in this folder: weighin makes the missing measurements.",
 )
 shard = click.option(
     "--shard",
@@ -270,8 +268,8 @@ json = click.option(
     "--json",
     "json_file",
     metavar="FILE",
-    help="Write the result as JSON to this file. With --json -, weighin writes the JSON to"
-    " standard output, and prints no tables.",
+    help="Write the result as JSON to this file. With --json -, weighin prints the JSON in place of"
+    " the tables.",
 )
 
 command = click.argument(
@@ -288,9 +286,9 @@ image = click.option(
     help="Run the command in a container of this Docker image, as docker run does: the image's"
     " entrypoint gets the command as its arguments, and the container uses the Docker engine's"
     " network. In the container, the current folder has the same path as on this machine, and the"
-    " command runs with your user id. Of the environment variables of the shell, the container gets"
-    " only TERM; --env sets further variables. With --isolation docker and without --image, the"
-    " command runs in weighin's own image, which contains torch.",
+    " command runs with your user id. Of the shell's environment variables, the container gets only"
+    " TERM; --env sets others. With --isolation docker and without --image, the command runs in"
+    " weighin's own image, which contains torch.",
 )
 cold = click.option(
     "--cold",
@@ -313,9 +311,9 @@ server = several(
         "--ready",
         default="",
         metavar="REGEX",
-        help="Measure the command as a server: weighin stops the server when a line of the output"
-        " contains this regular expression. The figures cover the time from the command's start"
-        " to that line.",
+        help="Measure the command as a server: weighin stops the server when a line of its output"
+        " matches this regular expression. The figures cover the time from the command's start to"
+        " that line.",
     ),
     click.option(
         "--ready-url",
@@ -348,8 +346,8 @@ engine = several(
     click.option(
         "--address",
         metavar="ADDRESS",
-        help="The address of the Ray cluster for --engine ray, as HOST:PORT. auto is the cluster"
-        " that this machine belongs to. Default: auto.",
+        help="The address of the Ray cluster for --engine ray, as HOST:PORT. Default: auto, the"
+        " cluster to which this machine belongs.",
     ),
     click.option(
         "--label",

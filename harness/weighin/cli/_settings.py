@@ -87,7 +87,9 @@ def _table(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     table = content.get("tool", {}).get("weighin")
     if table is not None and not isinstance(table, dict):
-        raise ConfigError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] and keys below it")
+        raise ConfigError(
+            f"{path}: {TABLE} is not a TOML table", f"write [{TABLE}], and the keys below it"
+        )
     return table
 
 
@@ -125,7 +127,8 @@ def _check_key(
         return
     if normal in _ONLY_TYPED:
         raise ConfigError(
-            f"{place} cannot be set in pyproject.toml, because it allows or confirms something",
+            f"{place} cannot be set in pyproject.toml, because it gives a permission or a"
+            " confirmation",
             f"give the option on the command line: --{normal}",
         )
     from difflib import get_close_matches  # imported here to save time: most files have no error

@@ -121,7 +121,7 @@ class Verb(click.Command):
                 for word in ctx.meta[_WORDS]
             ]
             error.repair = (
-                "give the folder of one model; for the largest model:"
+                "give the folder of one part of the pipeline; for the largest part:"
                 f" {join(['weighin', str(self.name), *words])}"
             )
             raise

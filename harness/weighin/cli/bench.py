@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from weighin.run.task import Run
 
 EXAMPLES = {
-    "Load gpt2-xl with the six strategies, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
-    "Load it with two strategies under each of two limits": "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
+    "Load gpt2-xl with each of the six default strategies, three times, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
+    "Load a model with two strategies under each of two limits": "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
     "Save the model instead of loading it": "weighin bench gpt2-large --operation save --ram 8g",
-    "Measure the load together with a use of the model, here each of two uses": "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
-    "Read from a disk of each of these rates, whose requests take 5 ms": "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
-    "Load in four processes at once": "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
-    "Load onto a GPU with 1 GiB of its memory, and record each allocation": "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+    "Measure the load and one use of the model after it, for each of two uses": "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
+    "Load from disks slowed to 50 and to 200 MB/s, with 5 ms for each request": "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
+    "Load in four parallel processes": "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
+    "Load onto a GPU under a limit of 1 GiB of GPU memory, and record each GPU allocation": "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "Load your own model and checkpoint": "weighin bench --model my.nets:build --kwargs '{\"n\": 64}' --checkpoint w.pt",
     "Measure a suite, and write its records to a folder of your choice": "weighin bench --suite ci --out results/ci",
     "Measure a suite on the machines of a Ray cluster": "weighin bench --suite ci --engine ray --address head:6379 --out results/ray",
@@ -169,7 +169,8 @@ def bench(context: click.Context, /, **_: Any) -> None:
         limits = [planned.cell.ram_limit_bytes for planned in task.planned]
         if not task.isolation.limits or not any(limits):
             _console.note(
-                "nothing is limited: weighin measures peaks, but only --ram shows whether a strategy fits"
+                "this run has no RAM limit: weighin measures peaks, but only a run with --ram shows"
+                " whether a strategy fits"
             )
         with (
             _progress.progress(_console.err(), len(task.planned)) as progress,

@@ -101,8 +101,9 @@ def _is_confirmed(chosen: "Sequence[CachedCheckpoint]") -> bool:
     size = format_bytes(sum(stored.size_bytes for stored in chosen))
     if not _has_terminal():
         raise ConfigError(
-            f"{_count(chosen)} ({size}) would be deleted, but without a terminal nobody can confirm it",
-            "to delete the checkpoints without a question, add --yes",
+            f"{_count(chosen)} ({size}) would be deleted, but without a terminal weighin cannot ask"
+            " you first",
+            "to delete them without a question, add --yes",
         )
     _console.err().print(_table(chosen))
     return click.confirm(f"Delete {_count(chosen)} ({size})?", err=True)

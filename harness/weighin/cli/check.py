@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.yaml --update",
     "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.yaml",
-    "Fail if anonymous memory under streaming exceeds 2 GiB": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+    "Fail if the strategy streaming needs more than 2 GiB of anonymous memory": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
     "Check a budget for each strategy, and expect that the strategy baseline ends with a time-out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
     "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
 }
@@ -39,8 +39,8 @@ EXAMPLES = {
     "--baseline",
     type=_options.PATH,
     metavar="FILE",
-    help="The YAML file of figures with which weighin compares the run. Commit the baseline file"
-    " to your repository, so that later checks compare with the same figures.",
+    help="The YAML file of earlier figures with which weighin compares the run. Commit this file to"
+    " your repository, so that later checks compare with the same figures.",
 )
 @click.option(
     "--update",
@@ -78,15 +78,14 @@ EXAMPLES = {
 @click.option(
     "--partial",
     is_flag=True,
-    help="Judge only the measured part of a run that was stopped before its end. Without --partial,"
-    " the check of such a run fails.",
+    help="Judge the measured part of a stopped run. Without --partial, the check of such a run"
+    " fails.",
 )
 @click.option(
     "--all",
     "show_all",
     is_flag=True,
-    help="Show all figures of the run. Without --all, weighin shows only the figures that differ"
-    " from the baseline file.",
+    help="Show all figures of the run, not only those that differ from the baseline file.",
 )
 @click.option(
     "--github",
@@ -152,11 +151,11 @@ def _refuse(typed: dict[str, Any]) -> None:
         )
     if typed["update"] and typed["baseline"] is None:
         raise ConfigError(
-            "--update has no file to write", "name the baseline file: --baseline baseline.yaml"
+            "--update needs a file to write", "name the baseline file: --baseline baseline.yaml"
         )
     if typed["github"] and typed["json_file"] == _console.STDOUT:
         raise ConfigError(
-            "--github and --json - would both write to standard output, and mix their lines",
+            "--github and --json - would both write to standard output",
             "give --json a file: --json check.json",
         )
 
@@ -195,10 +194,10 @@ def _repairs(
     ended = [line.series for line in result.failed if line.what == "outcome"]
     ended = [name for name in ended if name in measured.series]
     if any(measured.series[name].failures & {*BROKEN} for name in ended):
-        return ["wrong weights and failed strategies cannot be accepted: mend them first"]
+        return ["no check accepts wrong weights or failed strategies: repair them first"]
     words = ",".join(map(str, suggest(ended, measured.series)))
     if baseline is None:
-        return [f"if these outcomes are intended: --expect {quote(words)}"] if words else []
+        return [f"if these outcomes are intended, add --expect {quote(words)}"] if words else []
     more = " --expect-failures" if words else ""
     return [
         f"if the change is intended, accept it with --update{more}, and commit the baseline file"
@@ -215,7 +214,7 @@ def _ask(lines: Sequence[str]) -> bool:
     for text in lines:
         _console.line(text)
     return click.confirm(
-        "Are these outcomes intended? The baseline file will then expect them", err=True
+        "Are these outcomes intended? If so, the baseline file will expect them", err=True
     )
 
 

@@ -85,7 +85,7 @@ def convert(**typed: Any) -> None:
     keys = "model" if choice.adapter else typed["keys"]
     if choice.model_class and keys == "file":
         raise ConfigError(
-            "--class names the model whose tensor names are written, so --keys file ignores --class",
+            "--class applies only to --keys model; --keys file keeps the source's tensor names",
             "add --keys model, or leave --class out",
         )
     wish = convert_request.Wish(

@@ -18,7 +18,7 @@ EXAMPLES = {
     "Find the smallest RAM limit under which each of the six strategies loads the model": "weighin floor gpt2-medium",
     "Find the limit for two strategies, with a precision of 2 %": "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
     "Use cgroups instead of containers, and print JSON": "weighin floor gpt2-small --isolation cgroup --json -",
-    "Find the limit for one, two and four processes that load at once": "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
+    "Find the limit for one process, and for two and four that load in parallel": "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
     "Find the limit for the load and a use of the model, for each of two uses": "weighin floor gpt2-small --use write,adamw -s baseline,mmap_assign",
     "Find the limit for a command, with weights.pt out of the page cache at each start": "weighin floor --cold weights.pt -- python load.py weights.pt",
     "Find the limit for a server, which is ready when it answers at this address": "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
@@ -51,9 +51,9 @@ _OF_MODELS = {
 @click.option(
     "--thrashing",
     is_flag=True,
-    help="Find the smallest limit under which the load ends at all, even if the load thrashes"
-    " (reads the same pages from the disk again and again). A search with --thrashing takes"
-    " longer, because weighin lets a thrashing load run until --timeout.",
+    help="Find the smallest limit under which the load ends ok, even if the load thrashes (reads"
+    " the same pages from the disk again and again). Such a search takes longer, because weighin"
+    " lets a thrashing load run until --timeout.",
 )
 @_options.cold
 @_options.server
@@ -127,14 +127,14 @@ def _refuse_mixed(context: click.Context) -> None:
         _arguments.refuse(
             context,
             _OF_MODELS,
-            "weighin searches the floor of the command",
+            "weighin searches the smallest limit for a command, and loads no model",
             "leave these options out, or leave out -- and the command after it",
         )
     elif not context.params["resume"]:
         _arguments.refuse(
             context,
             _OF_COMMANDS,
-            "weighin searches the floor of a model",
+            "weighin searches the smallest limit for a model, and runs no command",
             "add the command: weighin floor -- python x.py",
         )
 

@@ -43,12 +43,12 @@ def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
     merged = merging.merge(runs, folder)
     _console.note(*merged.warnings)
     planned = len(merged.results) + len(merged.missing)
-    text = f"{folder}: {len(merged.results)} of {planned} cells have a record"
+    text = f"{folder}: {len(merged.results)} of {planned} cells (measurements) are measured"
     _console.deliver(json_file, merged.as_json(), lambda: _console.line(text))
     if merged.missing:
         shards = ", ".join(map(str, merged.missing_shards))
         _console.note(
             f"missing: {len(merged.missing)} cells"
-            + (f"; no run of shard {shards} was named" if shards else "")
+            + (f"; no run of shard {shards} was given" if shards else "")
             + f"; {merged.again} measures them"
         )

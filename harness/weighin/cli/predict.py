@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "Predict the memory of each of the six strategies": "weighin predict gpt2-xl",
     "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-    "Predict eight processes that load at once": "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
+    "Predict eight processes that load in parallel": "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
     "Predict the load and a use of the model, for each of two uses": "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
     "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
     "Compare the predictions with the records of a run": "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
@@ -113,7 +113,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
             raise found.error(chosen.checkpoint)
     if chosen.checkpoints:
         raise ConfigError(
-            "weighin predict can handle one model that has weights of its own, but the suite has"
+            "weighin predict takes one model with its own checkpoint, but the suite has"
             f" {len(chosen.checkpoints)}",
             "predict each model in a separate command: weighin predict FOLDER; or measure the suite"
             " first, and predict its run: weighin predict --check RUN",
@@ -182,7 +182,7 @@ def _check(typed: dict[str, Any]) -> "_Answer":
     checked = []
     for run in typed["check"]:
         _console.note(*run_folder.read(run).warnings)
-        with _console.working(f"predicting the cells of {run}"):
+        with _console.working(f"predicting the measurements of {run}"):
             checked += check.check(run, trusted=typed["trust"])
     summary = check.summarised(checked)
     lines = [tables.summary_line(summary)] if summary else []

@@ -21,7 +21,7 @@ EXAMPLES = {
     "Recommend a strategy for a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
     "Recommend a strategy for your own checkpoint and a GPU with 24 GiB": "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
     "Recommend only a strategy that needs no other checkpoint and no package, and print JSON": "weighin recommend gpt2-large --ram 4g --allow none --json -",
-    "Recommend a strategy for eight processes that load at once": "weighin recommend gpt2-xl --ranks 8 --ram 64g",
+    "Recommend a strategy for eight processes that load in parallel": "weighin recommend gpt2-xl --ranks 8 --ram 64g",
     "Recommend a strategy for a slow disk": "weighin recommend gpt2-xl --disk 100MB/s --disk-latency 5ms",
     "Recommend a strategy for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
 }
@@ -55,14 +55,14 @@ NOTHING_FITS_EXIT = 1
     "--ranks",
     default="1",
     metavar="N",
-    help="Number of processes that load the model at once, under one RAM limit.",
+    help="Number of processes that load the model in parallel, under one common RAM limit.",
 )
 @click.option(
     "--disk",
     default="none",
     metavar="RATE",
     help="Assume that the checkpoint lies on a disk of this rate, such as 100MB/s. none: the disk"
-    " of this machine. --disk changes only predictions, and slows no disk down.",
+    " of this machine. --disk only changes predictions.",
 )
 @click.option(
     "--disk-latency",
@@ -92,8 +92,8 @@ NOTHING_FITS_EXIT = 1
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="The folder with runs that this machine measured. `weighin recommend` predicts only loads"
-    " that no run in this folder has measured.",
+    help="The folder with runs that this machine measured. weighin predicts only loads that these"
+    " runs did not measure.",
 )
 @click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json

@@ -38,8 +38,8 @@ EXAMPLES = {
     "--ram",
     default="none",
     metavar="SIZES",
-    help="RAM limits, comma-separated: 8g, 600m, none (no limit). The command runs once under each"
-    " limit.",
+    help="RAM limits, comma-separated: 8g, 600m, none (no limit). weighin runs the command under"
+    " each limit in turn.",
 )
 @click.option(
     "--repeats", default=1, metavar="N", help="How many times to run the command under each limit."
@@ -53,7 +53,7 @@ EXAMPLES = {
     "marks",
     multiple=True,
     metavar="REGEX",
-    help="On the report's timeline, mark each line of output that contains this regular expression."
+    help="On the report's timeline, mark each line of output that matches this regular expression."
     " Repeatable.",
 )
 @_options.server
@@ -61,8 +61,8 @@ EXAMPLES = {
     "--stacks/--no-stacks",
     default=True,
     help="Read the stacks of Python processes near the memory peak, to name the line of code that"
-    " allocated the memory. Each reading stops the command for an instant, so times are more exact"
-    " with --no-stacks. With --repeats of 2 or more, weighin reads no stacks.",
+    " allocated the memory. Each reading stops the command for an instant; --no-stacks avoids this"
+    " loss of time. With --repeats of 2 or more, weighin reads no stacks.",
 )
 @_options.environment
 @click.option(
@@ -109,7 +109,10 @@ def _start(
     from weighin.run import command_request
 
     if engine:
-        _console.note("on a node, a command's standard input is empty and its output is dropped")
+        _console.note(
+            "on a node of the cluster, the command's standard input is empty, and its output is not"
+            " shown",
+        )
     request = request_of(typed, engine=engine)
     if typed["suite"]:
         from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s

@@ -55,7 +55,7 @@ def _import_module(module_name: str, builder: str) -> Any:
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"builder {builder!r}: there is no module {missing!r}",
-                "correct the builder's name, or install the package that contains the module",
+                "correct the builder's name, or install the module's package",
             ) from error
         raise ConfigError(
             f"builder {builder!r}: importing {module_name!r} failed: {error}",

@@ -42,7 +42,7 @@ def refuse(folder: Path) -> None:
     if file.is_file() and find_spec("peft"):
         raise CheckpointError(
             f"{file} lies beside the model: peft is installed here, so that from_pretrained would"
-            " add this adapter to the model. weighin does not add it, and its weights would"
+            " add this adapter to the model. weighin does not add it, so the loaded weights would"
             " differ from those of from_pretrained",
             "merge the adapter, and save the result: merge_and_unload() of peft, then"
             f" save_pretrained(FOLDER); for the model alone: mv {quote(str(file))} {quote(f'{file}.off')}",

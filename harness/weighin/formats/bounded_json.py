@@ -30,7 +30,9 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
         if error.errno != errno.EFBIG:
             raise unreadable(path, error) from error
         size = path.stat().st_size
-        raise CheckpointError(f"{path}: {size:,} bytes are too many", repair) from None
+        raise CheckpointError(
+            f"{path}: the file's {size:,} bytes are more than weighin reads", repair
+        ) from None
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise CheckpointError(f"{path}: damaged: too many values are nested in one another", repair)
     try:

@@ -216,7 +216,7 @@ def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
     renamed = _without(prefix, slices)
     if len({one.name for one in renamed}) != len(renamed):
         raise CheckpointError(
-            f"{path}: two tensors would have one name without the prefix {shown(prefix)}",
+            f"{path}: two tensors would have the same name without the prefix {shown(prefix)}",
             "leave --strip-prefix out, or convert the checkpoint with your own code",
         )
     # As in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present.

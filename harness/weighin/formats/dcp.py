@@ -71,8 +71,9 @@ def _slice(
         where = replace(archives[place], name=stored.key)
         if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
             raise CheckpointError(
-                f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
-                f"but {block.shape} of torch.{stored.dtype} in {FILE_NAME}",
+                f"{where.file}: {shown(stored.key)} has the shape {where.shape} and the dtype"
+                f" torch.{where.dtype_name} here, but {block.shape} and torch.{stored.dtype} in"
+                f" {FILE_NAME}",
                 AGAIN,
             )
         parts.append(Part(block.start, where))
@@ -87,8 +88,8 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
     path = folder / stored.file
     if Path(stored.file).name != stored.file or "\0" in stored.file:
         raise CheckpointError(
-            f"{folder / FILE_NAME}: the file of {shown(key)} lies outside the folder: "
-            f"{shown(stored.file)}",
+            f"{folder / FILE_NAME}: the file that holds {shown(key)} lies outside the folder:"
+            f" {shown(stored.file)}",
             AGAIN,
         )
     try:

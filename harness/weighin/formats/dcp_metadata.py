@@ -232,7 +232,7 @@ def _is_a(kind: str, value: Any) -> bool:
 
 
 def _state(value: Any) -> Any:
-    """Return the state that the pickle sets on an object; None for any other value."""
+    """Return the state that the pickle sets on the object ``value``; None without such a state."""
     return value.contents[-1] if isinstance(value, Opaque) and len(value.contents) > 1 else None
 
 

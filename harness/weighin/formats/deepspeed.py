@@ -76,7 +76,7 @@ def read(path: Path) -> Slices:
         return states.state_dict({})
     partitions = _partitions(path)
     if len({one.stage for one in partitions}) != 1:
-        raise incomplete(path, "the ranks wrote different stages of ZeRO")
+        raise incomplete(path, "the ranks saved with different stages of ZeRO")
     states = replace(states, ranks=len(partitions))
     divided = _of_stage_3 if partitions[0].stage == 3 else _of_stages_1_and_2
     return states.state_dict(divided(states, partitions) | deepspeed_states.frozen(states))
@@ -114,7 +114,7 @@ def _of_stage_3(states: ModelStates, partitions: Sequence[_Partition]) -> dict[s
         if flat.numel != at:
             raise incomplete(
                 one.file,
-                f"has {flat.numel:,} elements of weights, but the shapes in"
+                f"has {flat.numel:,} elements of weights, but the tensor shapes in"
                 f" {states.file.name} need {at:,} for each of {len(flats)} ranks",
             )
     return stored
@@ -165,10 +165,10 @@ def _partitions(path: Path) -> list[_Partition]:
     by_rank = _by_rank(path, _OPTIMIZER)
     if not by_rank:
         raise CheckpointError(
-            f"{path}: the folder has no files *_optim_states.pt, in which DeepSpeed's ZeRO keeps"
-            " the float32 weights",
-            f"{COPY}; under ZeRO 1 and 2, the weights in the module's own dtype:"
-            f" {path / 'mp_rank_00_model_states.pt'} --key module",
+            f"{path}: the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the"
+            " float32 weights",
+            f"{COPY}; or, only under ZeRO 1 and 2, give the file with the weights in the module's"
+            f" own dtype: {path / 'mp_rank_00_model_states.pt'} --key module",
         )
     first, file = min(by_rank.items())
     partition = _partition(file)
@@ -178,8 +178,8 @@ def _partitions(path: Path) -> list[_Partition]:
     if len(by_rank) > partition.ranks:
         beyond = by_rank[max(by_rank)].name
         raise CheckpointError(
-            f"{path}: {file.name} is of {partition.ranks} ranks, so the file {beyond} comes from"
-            " another run",
+            f"{path}: {file.name} was written by {partition.ranks} ranks, so the file {beyond}"
+            " comes from another run",
             "find out which files the last run wrote, and remove the files of the other run",
         )
     others = (_partition(by_rank[rank]) for rank in range(partition.ranks) if rank != first)
@@ -206,7 +206,7 @@ def _partition(file: Path) -> _Partition:
     if not isinstance(state, dict):
         raise incomplete(file, "holds no optimizer states of DeepSpeed")
     if state.get("ds_zero_partition_groups"):
-        raise experts_divided(file.parent, f"{file.name} has groups of its own for experts")
+        raise experts_divided(file.parent, f"{file.name} has separate parameter groups for experts")
     by_key = {"fp32_flat_groups": 3, "single_partition_of_fp32_groups": 2}
     key = next((key for key in by_key if key in state), "")
     groups, count = state.get(key), state.get("partition_count")

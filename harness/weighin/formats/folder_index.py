@@ -79,9 +79,11 @@ def read(folder: Path, layout: str, fields: Mapping[str, type]) -> dict[str, Any
 def check_name(folder: Path, layout: str, name: object, owner: str) -> None:
     """Raise CheckpointError if a file in an index is missing, or lies outside the folder."""
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-        raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
+        raise damaged(
+            folder, layout, f"the file that holds {owner} lies outside the folder: {shown(name)}"
+        )
     if not is_file(folder / name):
-        raise damaged(folder, layout, f"file {shown(name)} of {owner} is missing")
+        raise damaged(folder, layout, f"the file {shown(name)}, which holds {owner}, is missing")
 
 
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:

@@ -134,7 +134,8 @@ def read(path: Path) -> Slices:
         count = header.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(parts):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, but the file's name has no number of a part",
+                f"{file}: one of {count} parts of a model, but the file's name does not say which"
+                " part",
                 f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
             )
         for place in header.tensors:
@@ -242,7 +243,8 @@ class _Tables:
         encoding, block, block_bytes = TYPES[kind]
         if not is_sizes(shape) or (shape and shape[-1] % block):
             raise self._damaged(
-                f"{shown(name)} has the shape {shape}, and a row of {encoding} has a multiple of {block} elements"
+                f"{shown(name)} has the shape {shape}, but a row of {encoding} must have a multiple"
+                f" of {block} elements"
             )
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
@@ -286,7 +288,7 @@ class _Tables:
 
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self._size - self._stream.tell():
-            raise self._damaged(f"{count:,} {what} do not fit into {self._size:,} bytes")
+            raise self._damaged(f"{count:,} {what} do not fit into the file's {self._size:,} bytes")
 
     def _cut_off(self) -> CheckpointError:
         return CheckpointError(
@@ -323,7 +325,8 @@ def _parts(file: Path) -> list[Path]:
         part = file.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{SUFFIX}")
         if not part.is_file():
             raise CheckpointError(
-                f"{file}: one of {int(match[3])} parts of a model, and the part {part.name} is missing",
+                f"{file}: one of {int(match[3])} parts of a model, but the part {part.name} is"
+                " missing",
                 "copy or download the missing part into the folder of the others",
             )
         parts.append(part)

@@ -71,7 +71,7 @@ def snapshot_of(entry: Path, revision: str = "") -> Path:
             f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
         )
     raise CheckpointError(
-        f"{name}: the cache of the Hub has no revision {one_line(wanted)} of this model, only:"
+        f"{name}: the Hub's cache lacks the revision {one_line(wanted)} of this model; it has:"
         f" {there}",
         repair,
     )

@@ -71,7 +71,8 @@ def read(path: Path) -> Slices:
     for size, kind in _SIZES.items():
         if (ranks := _argument(value.get("args"), size)) > 1:
             raise CheckpointError(
-                f"{path}: the model is divided among {ranks} {kind}-parallel ranks, but only {rank} is here",
+                f"{path}: the model is divided among {ranks} {kind}-parallel ranks, but only {rank}"
+                " is in this folder",
                 f"copy the folders of all ranks here, then {_MERGE}",
             )
     values = dict(_flat(model, "", _DEEPEST))

@@ -54,7 +54,7 @@ def read(path: Path) -> Slices:
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])
             raise CheckpointError(
-                f"{file}: has other keys than {INDEX_NAME} lists, such as {shown(odd)}",
+                f"{file}: its keys differ from those that {INDEX_NAME} lists, such as {shown(odd)}",
                 "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
             )
         slices |= state
@@ -115,7 +115,9 @@ def read_index(folder: Path) -> dict[str, Any]:
                 raise _damaged(folder, f"{shown(key)} occurs twice")
     order = index["order"]
     if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
-        raise _damaged(folder, "'order' must name each tensor of 'files' exactly once, and no other")
+        raise _damaged(
+            folder, "'order' must name each tensor of 'files' exactly once, and no other"
+        )
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
             raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")

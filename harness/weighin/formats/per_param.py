@@ -1,4 +1,4 @@
-"""Read and write one file for each state-dict key, in a folder with an index that keeps the order.
+"""Read and write checkpoints of one file for each tensor, with an index of the keys in their order.
 
 ``index.json``::
 

@@ -119,7 +119,7 @@ class Machine:
         data = self._text_read[self.at : end]
         self.at += len(data)
         if len(data) != size:
-            raise Ended("truncated: the file ends")
+            raise Ended("truncated: the file ends inside the pickle")
         return data
 
     def _read_on(self, end: int) -> None:

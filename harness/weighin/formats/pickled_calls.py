@@ -1,4 +1,4 @@
-"""Return a record for the result of each call in a pickled checkpoint, without calling anything.
+"""Describe what each call in a pickled checkpoint would return, without making the call.
 
 This module compares the names of functions and classes in a pickle with the names that
 ``torch.save`` writes for tensors.
@@ -136,11 +136,11 @@ def call(function: Any, arguments: Any) -> Any:
             impossible arguments.
     """
     if not isinstance(arguments, tuple):
-        raise Malformed("an object that is not a function is called")
+        raise Malformed("the pickle calls an object that is not a function")
     if isinstance(function, Opaque):  # the pickle calls the result of another call
         return Opaque(function.kind, [function, arguments])
     if not isinstance(function, Named):
-        raise Malformed("an object that is not a function is called")
+        raise Malformed("the pickle calls an object that is not a function")
     name = function.name
     try:
         return _called(name, arguments)

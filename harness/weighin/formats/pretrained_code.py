@@ -56,9 +56,8 @@ def check_unchanged(code: Mapping[str, str]) -> Path:
     folder = Path(code["folder"])
     if digest(folder) != code["sha256"]:
         raise ConfigError(
-            f"{folder}: the model's code changed after this run was planned",
-            "start a new run, because this run can only be resumed with the code with which it"
-            " was planned",
+            f"{folder}: the model's code was changed after this run was planned",
+            "start a new run: this run can be resumed only with the code of its plan",
         )
     return folder
 
@@ -103,7 +102,7 @@ def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
             f"{folder}: the code {inside} of the model is not in this folder{where}",
-            f"add {named[1]}.py and the modules that it imports to the folder: weighin reads"
-            " no network",
+            f"add {named[1]}.py and the modules that it imports to the folder: weighin uses no"
+            " network",
         )
     return inside

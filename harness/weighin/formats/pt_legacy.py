@@ -115,8 +115,8 @@ def _storage_starts(
         if int.from_bytes(word, "little") != storage.numel:
             raise _damaged(
                 path,
-                f"storage {shown(key)} at byte {start - 8:,} has "
-                f"{int.from_bytes(word, 'little'):,} elements, but its tensors {storage.numel:,}",
+                f"storage {shown(key)} at byte {start - 8:,} has {int.from_bytes(word, 'little'):,}"
+                f" elements, but its tensors need {storage.numel:,}",
             )
         starts[key] = start
     return starts

@@ -118,7 +118,8 @@ def of_model(model: ModelSpec) -> Quantised | None:
         return Quantised.of_argument(fields)
     except (TypeError, KeyError):
         raise ConfigError(
-            f"the plan is damaged: the argument `quantised` of the model {model.name} is not a description of codes",
+            f"the plan is damaged: the argument `quantised` of the model {model.name} is not a"
+            " description of quantised weights",
             "start a new run",
         ) from None
 

@@ -152,7 +152,9 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
         if item is None:
             raise _damaged(path, f"the header is not valid JSON for tensors at byte {8 + at:,}")
         if item.end(1) - item.start(1) > _MOST_ENTRY_BYTES:
-            raise _damaged(path, f"a name of more than {_MOST_ENTRY_BYTES:,} bytes at {8 + at:,}")
+            raise _damaged(
+                path, f"a name of more than {_MOST_ENTRY_BYTES:,} bytes begins at byte {8 + at:,}"
+            )
         yield _loads(path, item[1], at), item[2]
         at, last = item.end(), item[3]
     if text[at:].strip():

@@ -95,7 +95,7 @@ def parts(path: Path) -> list[Part]:
         place = module.get("path") if isinstance(module, dict) else None
         if not isinstance(place, str) or "\0" in place or ".." in (path / place).parts:
             raise CheckpointError(
-                f"{path / MODULES}: the part {index} has no 'path' within the folder",
+                f"{path / MODULES}: part {index} has no 'path' that lies within the folder",
                 "save the model again: SentenceTransformer.save(FOLDER)",
             )
         part = path / place
@@ -106,8 +106,8 @@ def parts(path: Path) -> list[Part]:
         elif place and (below := _weights_below(part)):
             raise CheckpointError(
                 f"{path}: a sentence-transformers folder whose weights lie in several parts:"
-                f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of"
-                f" the part {shown(place)}: {shown(str(below.relative_to(path)))}",
+                f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of the"
+                f" part {shown(place)}: {shown(str(below.relative_to(path)))}",
                 f"give the folder of one part: {below.parent}",
             )
     return found

@@ -151,11 +151,12 @@ class Sharded:
         for key, name in weight_map.items():
             if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
                 raise self._damaged(
-                    index, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
+                    index,
+                    f"the shard that holds {shown(key)} lies outside the folder: {shown(name)}",
                 )
             if name not in checked and not is_file(shard := index.parent / name):
                 raise broken_link(shard) or CheckpointError(
-                    f"{index}: shard {shown(name)} of {shown(key)} is missing",
+                    f"{index}: the shard {shown(name)}, which holds {shown(key)}, is missing",
                     f"add the missing file to {index.parent}",
                 )
             checked.add(name)

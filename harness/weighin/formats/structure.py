@@ -66,7 +66,7 @@ def unpack(text: str) -> list[TensorShape]:
         return _tensors(json.loads(data))
     except (ValueError, TypeError, IndexError, RecursionError, binascii.Error, zlib.error) as error:
         raise ConfigError(
-            f"the argument `tensors` of the model is not a checkpoint's structure: {error}",
+            f"the argument `tensors` of the model is not a list of a checkpoint's tensors: {error}",
             "name the checkpoint: --model from:CHECKPOINT",
         ) from None
 

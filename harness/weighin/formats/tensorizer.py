@@ -42,8 +42,8 @@ def read(path: Path) -> Slices:
     """Raise CheckpointError, because weighin does not read tensorizer's format."""
     raise CheckpointError(
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
-        "give the checkpoint from which this file was made; weighin then writes a file of"
-        " tensorizer's format for the strategy tensorizer",
+        "give the checkpoint from which this file was made; weighin then writes such a file for the"
+        " strategy tensorizer",
     )
 
 

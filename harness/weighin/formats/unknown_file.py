@@ -124,8 +124,8 @@ def _check_fetched(path: Path, head: bytes) -> None:
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise CheckpointError(
             f"{path}: an HTML page, not a checkpoint",
-            "download the checkpoint again, with the link of the file, because the link that was"
-            " used leads to a web page",
+            "download the checkpoint again with the file's own link: the used link leads to a web"
+            " page",
         )
 
 

@@ -110,7 +110,8 @@ def parse(text: str) -> Budget:
 def _above_import(metric: Metric, budget: str) -> Metric:
     if metric.name not in ("peak_rss", "above_import"):
         raise ConfigError(
-            f"cannot read the budget {budget!r}: {metric.name} is not measured above the import",
+            f"cannot read the budget {budget!r}: 'above import' is possible for peak_rss and"
+            f" above_import, but not for {metric.name}",
             'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
         )
     return named("above_import")

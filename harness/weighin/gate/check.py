@@ -212,8 +212,7 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "measure the run again, because a baseline without the missing figures would"
-                " accept any figure",
+                "measure the run again: a baseline without a figure would accept any value of it",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(

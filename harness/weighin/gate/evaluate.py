@@ -166,7 +166,7 @@ def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
     if not series or any(map(budget.covers, series)):
         return "no measured series has this figure"
     strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
-    known = f"; the run has {', '.join(strategies)}" if strategies else ""
+    known = f"; the run's strategies are {', '.join(strategies)}" if strategies else ""
     return f"no series matches {budget.pattern!r}{known}"
 
 
@@ -182,7 +182,7 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
     ]
     if not lacking or len(lacking) == len(names):
         return []
-    return [f"{budget}: no such figure for {', '.join(lacking)}"]
+    return [f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}"]
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:

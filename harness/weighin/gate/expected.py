@@ -24,7 +24,8 @@ EXPECTABLE: Final = (
 )
 _ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")
 _REPAIR: Final = (
-    f"write it as in baseline=oom_killed; outcomes that can be expected: {', '.join(EXPECTABLE)}"
+    "write an expected outcome as in baseline=oom_killed; outcomes that can be expected:"
+    f" {', '.join(EXPECTABLE)}"
 )
 
 
@@ -119,7 +120,7 @@ def _checked(expectation: Expectation, shown: str) -> Expectation:
         why = (
             "a failed strategy always fails a check"
             if outcome in BROKEN
-            else "it says nothing of the strategy"
+            else "this outcome says nothing about the strategy"
         )
         raise ConfigError(f"{shown}: {outcome} cannot be an expected outcome: {why}", _REPAIR)
     return expectation

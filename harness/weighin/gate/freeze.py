@@ -159,5 +159,5 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}",
-            "name a file in a folder in which you may write",
+            "name a file in a writable folder",
         ) from None

@@ -23,7 +23,10 @@ def describe(line: Line) -> str:
     words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
     words += f"; limit {metric.text(line.allowed)}"
     if line.grown and line.fails:
-        words += f"; grew in {one_line(line.grown.phase)} by {metric.change(0, line.grown.step).lstrip('+')}"
+        words += (
+            f"; grew in phase {one_line(line.grown.phase)} by"
+            f" {metric.change(0, line.grown.step).lstrip('+')}"
+        )
     return words
 
 

@@ -189,8 +189,8 @@ class Isolation(Protocol):
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove the processes, cgroups or containers that killed runs with the same lock file left
-        behind; return a line for each.
+        """Remove the processes, cgroups or containers of earlier runs that used the same lock file and
+        were killed; return a line for each.
 
         ``any_lock`` includes the runs with other lock files.
         """

@@ -49,7 +49,7 @@ class CgroupIsolation(Isolation):
         """Raise IsolationUnavailable if this user cannot create a cgroup and limit its memory."""
         if memory_hierarchy() is None:
             raise IsolationUnavailable(
-                "this machine has no memory controller (neither cgroup v2 nor v1)",
+                "this machine has no cgroup memory controller (neither v2 nor v1)",
                 "boot with cgroup_enable=memory",
             )
         with temporary_group() as group:
@@ -59,8 +59,8 @@ class CgroupIsolation(Isolation):
         """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
         if left := delegation.left_limit():
             progress(
-                f"the cells run outside this process's cgroup {left[1]}: its limit of"
-                f" {format_bytes(left[0])} does not hold for them"
+                f"weighin measures outside its own cgroup {left[1]}, whose limit of"
+                f" {format_bytes(left[0])} does not apply there"
             )
 
     def start(self, job: Job) -> "CgroupRunning":
@@ -248,9 +248,9 @@ def limit(group: Path, limit_bytes: int) -> None:
         swap.write_text(value)
     elif len(_SWAPS.read_text().splitlines()) > 1:
         raise IsolationUnavailable(
-            f"the kernel does not count swap for each cgroup ({swap.name} is missing), so that a"
-            " limited process could swap",
-            "sudo swapoff -a, or boot with swapaccount=1",
+            f"the kernel does not count swap for each cgroup ({swap.name} is missing), so a process"
+            " under a RAM limit could swap",
+            "turn swap off (sudo swapoff -a), or boot with swapaccount=1",
         )
 
 

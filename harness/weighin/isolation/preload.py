@@ -33,6 +33,6 @@ def check(environments: Iterable[Mapping[str, str]]) -> None:
         if not Path(name).is_file():
             raise ConfigError(
                 f"{VARIABLE}: there is no file {name}",
-                "install the library, or write its path into the variable: `ldconfig -p` lists"
-                " the libraries of this machine and their paths",
+                "install the library, or write its path into the variable: `ldconfig -p` lists this"
+                " machine's libraries",
             )

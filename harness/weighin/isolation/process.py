@@ -141,7 +141,7 @@ class LocalRunning:
             self.channel.close()
         except TimeoutError:
             raise StillRunning(
-                f"the worker, process {self.pid}, does not end, not even after SIGKILL"
+                f"the measured process {self.pid} does not end, not even after SIGKILL"
             ) from None
         finally:
             process_tree.end(self._mark)

@@ -13,7 +13,9 @@ from weighin.units import format_bytes, format_exact
 NAMES = ("docker", "cgroup", "process")
 """All isolations, in the order in which ``auto`` tries them."""
 
-_WITHOUT_LIMIT: Final = "without a limit, these work: recommend, predict, and bench without --ram"
+_WITHOUT_LIMIT: Final = (
+    "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
+)
 
 
 def named(
@@ -55,8 +57,8 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
 
-    ``auto`` takes the first isolation that works: a Docker engine that has the base image, a
-    cgroup, a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
+    ``auto`` takes the first of these that works: Docker, if its engine has the base image; then a
+    cgroup; then a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
     limit. Without ``containers``, ``auto`` does not take Docker.
 
     Raises:
@@ -78,7 +80,7 @@ def choose(
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     if name != "auto":
         raise _instead(name, refused, limited, base_image, packages)
-    problem = "no isolation here can enforce a RAM limit" if limited else "no isolation works here"
+    problem = "no isolation can enforce a RAM limit here" if limited else "no isolation works here"
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
     repairs = [error.repair for error in reversed(refused) if error.repair]
     raise IsolationUnavailable(
@@ -132,8 +134,8 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
     largest = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
     if limits and largest > limits[0][0]:
         raise ConfigError(
-            f"--ram {format_exact(largest)} is more than the limit of the cgroup around the cells,"
-            f" {limits[0][1]} ({format_bytes(limits[0][0])})",
+            f"--ram {format_exact(largest)} is more than the limit of the cgroup in which weighin"
+            f" measures, {limits[0][1]} ({format_bytes(limits[0][0])})",
             "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of the container",
         )
 

@@ -44,9 +44,9 @@ def refuse_left_out_scales(
             and (target.dtype != one.dtype or quantiser_of(model))
         ):
             raise CheckpointError(
-                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, and the model has"
-                f" no {plain(scale)}: the values are quantised codes, which mean nothing without"
-                " this scale",
+                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file, but the model has no"
+                f" {plain(scale)}: the values are quantised codes, which mean nothing without this"
+                " scale",
                 "load the model with the library that quantised the weights",
             )
 

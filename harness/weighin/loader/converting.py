@@ -119,7 +119,8 @@ def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
     if (value.shape, value.dtype) != (target.shape, target.dtype) and one.reads_codes:
         kind, wanted = (f"{tuple(each.shape)} of {each.dtype}" for each in (value, target))
         raise CheckpointError(
-            f"{one.sources[0][1].file}: the quantised {plain(one.name)} becomes {kind}, and the model has {wanted}",
+            f"{one.sources[0][1].file}: the quantised {plain(one.name)} becomes {kind}, but the"
+            f" model has {wanted}",
             "choose the class from which the checkpoint was saved, or correct quantization_config",
         )
 

@@ -62,7 +62,9 @@ def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, An
 
 
 def fits(one: Addition, module: Any) -> bool:
-    """Tell whether the product has the shape of the module's weight, and both have float dtypes."""
+    """Tell whether the product of the adapter's matrices (B @ A) has the shape of the module's weight,
+    and all three have float dtypes.
+    """
     kinds = (torch.nn.Embedding,) if one.is_embedding else (torch.nn.Linear, _conv1d())
     if not isinstance(module, kinds):
         return False
@@ -80,7 +82,7 @@ def fits(one: Addition, module: Any) -> bool:
 
 
 def is_turned(one: Addition, module: Any) -> bool:
-    """Tell whether the product must be transposed before it is added to the module's weight."""
+    """Tell whether the product B @ A must be transposed before it is added to the module's weight."""
     return one.is_embedding or isinstance(module, _conv1d())
 
 

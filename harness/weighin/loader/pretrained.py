@@ -88,8 +88,7 @@ def load_pretrained(
             raise ConfigError(
                 f"{path}: a GGUF file holds only the weights of one model, so that key and"
                 " strip_prefix have nothing to select",
-                "leave key and strip_prefix out, because they choose the model in a training"
-                " checkpoint that holds other objects, too",
+                "leave key and strip_prefix out: they choose the model in a training checkpoint",
             )
         from weighin.models import gguf_spec, pretrained  # imports transformers
 

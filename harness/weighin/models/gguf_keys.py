@@ -70,7 +70,8 @@ class _Reading:
 
         if _has_code_of_its_own(architecture):
             raise CheckpointError(
-                f"{file}: transformers can convert the architecture {architecture!r} only in its own load",
+                f"{file}: transformers can convert the architecture {architecture!r} only in"
+                " from_pretrained",
                 "load the file with transformers: from_pretrained(FOLDER,"
                 f" gguf_file={file.name!r})",
             )
@@ -156,8 +157,8 @@ class _Reading:
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)
             raise CheckpointError(
-                f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape {found}, and"
-                f" {target!r} of the model has the shape {shape}",
+                f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape"
+                f" {found}, but {target!r} of the model has the shape {shape}",
                 "install another version of transformers. The names and shapes in the file:"
                 " weighin inspect FILE",
             )

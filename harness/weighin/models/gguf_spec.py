@@ -72,7 +72,8 @@ def _check(file: Path) -> None:
     check_decoded(read(file))
     if len(parts := files(file)) > 1:
         raise CheckpointError(
-            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF files",
+            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF"
+            " files",
             f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
         )
 

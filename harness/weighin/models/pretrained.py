@@ -190,7 +190,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigError(
-            f"weighin compares the values of a merged model with those of peft: {error}",
+            f"weighin compares a merged model with that of peft, which cannot be imported: {error}",
             "pip install peft",
         ) from None
     return PeftModel.from_pretrained(model, adapter).merge_and_unload()
@@ -223,8 +223,8 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     if not issubclass(kind, PreTrainedModel) or kind.config_class is None:
         raise ConfigError(
             f"{folder}: {reference} is not a model class of transformers with a config_class",
-            "in the folder's code, derive the class from transformers.PreTrainedModel, and set"
-            " the class's config_class",
+            "in the folder's code, derive the class from transformers.PreTrainedModel, and set its"
+            " config_class",
         )
     return kind
 

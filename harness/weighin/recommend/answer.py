@@ -126,15 +126,13 @@ class Advice:
             f"Some measured figures are from a run that was stopped: {text}."
             for text in self.incomplete
         ]
-        notes += [
-            f"A run was left out, because it cannot be read: {text}." for text in self.left_out
-        ]
+        notes += [f"weighin left out a run that it cannot read: {text}." for text in self.left_out]
         if asked.model.builder == SYNTHESISED:
             notes.append(
-                f"{asked.model.name} is a checkpoint without the code of its model, so the answer leaves"
-                " out the cost of the constructor, buffers that are not in the checkpoint, and earlier"
-                " measurements of the model's own code. To include these: weighin recommend --model package:builder"
-                f" --checkpoint {asked.checkpoint}"
+                f"{asked.model.name} is a checkpoint without the code of its model, so the answer"
+                " ignores the cost of the constructor, buffers that are not in the checkpoint, and"
+                " earlier measurements with the model's code. To include these: weighin recommend"
+                f" --model package:builder --checkpoint {asked.checkpoint}"
             )
         if self.best and asked.checkpoint and self.saves_again:
             options = ["--format", self.best.format, *asked.selection.options]
@@ -341,7 +339,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"No strategy is sure to fit. {_help(asked.dtype)}"
+        yield f"No strategy certainly fits. {_help(asked.dtype)}"
         return
     if advice.best.verdict is FitVerdict.THRASHES:
         yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"

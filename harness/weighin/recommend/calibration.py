@@ -159,7 +159,8 @@ def _cold(path: Path, read: Callable[[Path], None]) -> float:
     cached_bytes = page_cache.drop([path])
     if cached_bytes is None:
         raise ConfigError(
-            f"cannot calibrate in {cache.folder()}: this kernel does not report cached file pages",
+            f"cannot calibrate in {cache.folder()}: this kernel does not report which file pages"
+            " are cached",
             "run weighin doctor --calibrate on the Linux host, outside of this sandbox",
         )
     if cached_bytes:
@@ -194,7 +195,7 @@ def _read_direct(path: Path) -> None:
 
 
 def _read_mapped(path: Path) -> None:
-    """Copy a mapped file with one thread per processor, as weighin reads a loaded model."""
+    """Copy a mapped file into memory with one thread per processor, as weighin does after a load."""
     threads = os.cpu_count() or 1
     with (
         path.open("rb") as file,

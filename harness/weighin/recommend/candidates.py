@@ -176,7 +176,7 @@ def _verdict(
         verdict = _under(limits.ram_bytes, prediction, need, tried)
     if verdict is FitVerdict.THRASHES:
         pages = format_bytes(prediction.model_bytes or 0, digits=1)
-        return verdict, f"its {pages} of file pages do not fit: each pass reads them again"
+        return verdict, f"its {pages} of file pages do not fit: each forward pass reads them again"
     return verdict, _memory_phrase(prediction, need)
 
 

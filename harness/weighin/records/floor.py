@@ -11,7 +11,7 @@ cell thrashes under the limit (``weighin.records.verdict``). For a floor under w
 a limit also works if a cell thrashes under it, but ends ok.
 
 The floor is the smallest working limit above all failing limits. The floor is confirmed if
-``PASSES`` cells end ok under it, and a cell fails one step below it. A cell that fails for another
+``PASSES`` cells end ok under it, and a cell fails under the next smaller limit of the search. A cell that fails for another
 reason than memory ends the search without a floor.
 """
 
@@ -267,7 +267,7 @@ def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
         return f"fails even under {format_bytes(failing)}" if failing else "not searched"
     is_wide = limit - failing > max(finest_step(ours[0].cell), int(limit * COARSEST))
     if is_wide or bounds.passed < PASSES:
-        between = f"above {format_bytes(failing)}, not above {format_bytes(limit)}"
+        between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
         return f"{between}: the search is not finished"
     return ""
 

@@ -38,9 +38,7 @@ _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _DAMAGES_TOLD: Final = 5
-_NAME_ANOTHER: Final = (
-    "free disk space, or name a folder in which you may write: weighin bench ... --out FOLDER"
-)
+_NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,8 @@ def _valid(result: Result) -> tuple[bytes, Result]:
             schema=SCHEMA,
             cell=result.cell,
             outcome=Outcome.MEASUREMENT_FAILED,
-            message=f"the worker reported an impossible figure: {error.message.removeprefix(f'{name}: ')}",
+            message="the measured process reported an impossible figure:"
+            f" {error.message.removeprefix(f'{name}: ')}",
             started_at=result.started_at,
         )
         line = _encode(asdict(result), name) + b"\n"
@@ -200,8 +199,8 @@ def read_whole(run: Path) -> Records:
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
-            f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote the"
-            f" line: the cell of the line counts as not measured; {again} measures it again"
+            f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote"
+            f" the line: the measurement of this line counts as missing; {again} repeats it"
         )
         lines.pop()
     results: list[Result] = []
@@ -210,7 +209,7 @@ def read_whole(run: Path) -> Records:
         cut = f"sed -i {number}d {quote(str(path))}"
         try:
             if line.strip():
-                repair = f"delete the line and measure its cell again: {cut} && {again}"
+                repair = f"delete the line and repeat its measurement: {cut} && {again}"
                 results.append(parse(Result, line, f"{path}, line {number}", repair))
         except RecordError as error:
             damages.append(error)
@@ -338,7 +337,7 @@ def _read(path: Path) -> bytes:
         return read_bytes(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise RecordError(
-            f"{path.parent} contains no {path.name}, so that it is not the folder of a run",
+            f"{path.parent} contains no {path.name}, so it is not the folder of a run",
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:

@@ -83,7 +83,7 @@ def proof(seen: Seen, reference: Reference) -> Stopped | None:
 
 def words(stopped: Stopped) -> str:
     """Describe why weighin killed a cell that thrashed, with the figures of the proof."""
-    texts = [f"ended after {format_seconds(stopped.after_ns)}: it thrashes"]
+    texts = [f"stopped by weighin after {format_seconds(stopped.after_ns)}, because it thrashes"]
     if stopped.reread_bytes is not None and stopped.size_bytes:
         times = stopped.reread_bytes / stopped.size_bytes
         size = format_bytes(stopped.size_bytes)
@@ -93,7 +93,9 @@ def words(stopped: Stopped) -> str:
     if stopped.reference_ns:
         ratio = stopped.after_ns / stopped.reference_ns
         reference = format_seconds(stopped.reference_ns)
-        texts.append(f"{ratio:.1f}x the {reference} of the whole cell without a limit so far")
+        texts.append(
+            f"{ratio:.1f}x the {reference} that the whole measurement took without a limit"
+        )
     if stopped.waited_ns is not None:
         texts.append(f"waited {format_seconds(stopped.waited_ns)} for memory")
     return "; ".join(texts)

@@ -141,7 +141,7 @@ def _below(result: Result) -> list[str]:
     limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
     if charge is None or charge >= min(limits, default=0):
         return []
-    return [f"never reached its limit: {format_bytes(charge, digits=2)} at most"]
+    return [f"its memory never reached the limit: {format_bytes(charge, digits=2)} at most"]
 
 
 def _killed(result: Result) -> str:
@@ -149,7 +149,7 @@ def _killed(result: Result) -> str:
     cell.
     """
     if result.outcome is Outcome.CUDA_OOM:
-        return result.message or "the CUDA allocator refused"
+        return result.message or "the CUDA allocator refused an allocation"
     if result.outcome is Outcome.OOM_KILLED:
         return result.message or "killed by the kernel for lack of memory"
     if result.outcome is not Outcome.OK and result.oom_kills:
@@ -195,7 +195,7 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
     full = (result.pressure.full_ns or 0) / spent_ns
     of = "run" if result.cell.operation == "command" else "load"
     return some >= STALLED_SHARE and result.pressure.some_ns >= LEAST_LOST_NS, [
-        f"waited for memory {some:.0%} of the {of} (all tasks {full:.0%})"
+        f"waited for memory {some:.0%} of the {of} (all tasks at once {full:.0%})"
     ]
 
 
@@ -209,7 +209,7 @@ def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
     ratio = spent_ns / reference_ns
     reference = format_seconds(reference_ns)
     return ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS, [
-        f"{format_seconds(spent_ns)}, {ratio:.1f}x the reference of {reference}"
+        f"{format_seconds(spent_ns)}, {ratio:.1f}x the time without a limit: {reference}"
     ]
 
 

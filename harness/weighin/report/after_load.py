@@ -18,8 +18,8 @@ from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
 NOTE: Final = (
-    "Figures are anonymous memory, which the kernel cannot reclaim, less the anonymous memory after the"
-    " imports, as multiples of the model's size. A use has two figures: the largest during the use"
+    "Each figure is a multiple of the model's size: anonymous memory, which the kernel cannot reclaim,"
+    " minus the anonymous memory after the imports. A use has two figures: the largest during the use"
     " (sampled), and the one at the end of the use (exact)."
 )
 _NOTE_FORK: Final = "fork: the private memory that each of two forked processes adds (exact)."

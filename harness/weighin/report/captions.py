@@ -129,8 +129,7 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def ending(row: Mapping[str, Any]) -> str:
-    """Return a row's outcome, followed by the phase in which the load ended: "oom_killed in load".
-    """
+    """Return a row's outcome, followed by the phase in which the load ended: "oom_killed in load"."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
@@ -164,7 +163,7 @@ def _mixed_machines(results: Sequence[Result]) -> list[str]:
     if not differing:
         return []
     return [
-        "the cells were measured on different machines or with different software:"
+        "the measurements were made on different machines or with different software:"
         f" {'; '.join(differing)}. Compare memory figures with care; do not compare times"
     ]
 
@@ -209,8 +208,8 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
         ]
     if has_uses(rows):
         lines.append(
-            "use: time of the use after the load; peak RSS of use: exact. most in use (sampled) and after use"
-            " (exact): anonymous memory less the anonymous memory after the imports."
+            "use: time of the use after the load; peak RSS of use: exact. most in use (sampled) and"
+            " after use (exact): anonymous memory minus the anonymous memory after the imports."
         )
     if (repeats := max(row["repeats"] for row in rows)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")

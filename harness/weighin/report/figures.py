@@ -103,7 +103,7 @@ COLUMNS: Final = {
         Column("unreclaimable_sampled_bytes", _GIB, "unreclaimable (sampled)", _unreclaimable_bytes, "sampled", "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim"),
         Column("pss_bytes", _GIB, "PSS of all ranks", lambda one: one.peaks.pss_bytes, "exact, kernel", "sum of the ranks' proportional set sizes when all ranks were ready"),
         Column("sum_of_peaks_bytes", _GIB, "sum of peaks (misleading)", sum_of_peaks, "exact, computed", "sum of the ranks' peak RSS, which counts shared pages once per rank"),
-        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact less sampled", "the largest sum of the anonymous and shared memory of all processes, without page cache, which the kernel can reclaim: the larger of the samples and of the exact peak less page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
+        Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact minus sampled", "the largest sum of the anonymous and shared memory of all processes, without page cache, which the kernel can reclaim: the larger of the samples and of the exact peak minus page cache and kernel memory. ≥ marks a sampled figure", "needed_is_sampled", is_usual=True),
         Column("shmem_sampled_bytes", _GIB, "shared (sampled)", lambda one: one.peaks.shmem_sampled_bytes, "sampled", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm"),
         Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "exit code of the first process, or 128 + n if signal n ended the process"),
         Column("use_peak_rss_bytes", _GIB, "peak RSS of use", after_load.peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),
@@ -111,8 +111,8 @@ COLUMNS: Final = {
         Column("use_anon_bytes", _GIB, "", after_load.anon_bytes),
         Column("use_anon_sampled_bytes", _GIB, "", after_load.most_anon_bytes),
         Column("use_child_bytes", _GIB, "forked process", after_load.child_private_bytes, "exact at that instant", "largest private dirty memory of a forked process, after the process wrote every weight"),
-        Column("above_import_per_model", _MODEL, "above import", _above_import_per_model, "exact, computed", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True),
-        Column("use_most_per_model", _MODEL, "most in use", lambda one: after_load.per_model(one, after_load.most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, less the anonymous memory after the imports, divided by the size of the model"),
-        Column("use_anon_per_model", _MODEL, "after use", lambda one: after_load.per_model(one, after_load.anon_bytes(one)), "exact", "anonymous memory at the end of the use, less the anonymous memory after the imports, divided by the size of the model"),
+        Column("above_import_per_model", _MODEL, "above import", _above_import_per_model, "exact, computed", "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True),
+        Column("use_most_per_model", _MODEL, "most in use", lambda one: after_load.per_model(one, after_load.most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
+        Column("use_anon_per_model", _MODEL, "after use", lambda one: after_load.per_model(one, after_load.anon_bytes(one)), "exact", "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
     )
 }  # fmt: skip

@@ -154,7 +154,7 @@ _SAVE: Final = Kind(
     times=("save: time until the strategy returned; on the disk: time until every file was synced (fsync).",),
     meanings={
         "ready_s": "save plus the time until every file was synced (fsync)",
-        ABOVE_IMPORT: "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers",
+        ABOVE_IMPORT: "peak RSS minus the resident set size with the model in memory, divided by the size of all parameters and buffers",
     },
     outcome="ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter",
 )  # fmt: skip

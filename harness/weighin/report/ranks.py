@@ -28,10 +28,11 @@ HEADINGS: Final = (
     "growth",
 )
 NOTE: Final = (
-    "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the imports:"
-    " less the charge when all ranks had imported torch. Unreclaimable: anonymous and shared memory above"
-    " the imports. The sum of the ranks' peak RSS counts shared pages once for each rank; it is not the"
-    " memory that the ranks need, although other tools print it."
+    "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the"
+    " imports: minus the cgroup's memory when all ranks had imported torch. Unreclaimable:"
+    " anonymous and shared memory above the imports. The sum of the ranks' peak RSS counts shared"
+    " pages once for each rank; it is not the memory that the ranks need, although other tools"
+    " print it."
 )
 RULE: Final = (
     "Growth: flat if each further rank adds less than 0.25 times the model, linear from 0.75 times."

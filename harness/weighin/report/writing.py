@@ -145,7 +145,7 @@ FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
 
 
 def _write(path: Path, content: bytes) -> Path:
-    repair = "free some space, or copy the run to a folder that you can write to"
+    repair = "free some space, or copy the run to a writable folder"
     with run_folder.writing(path, repair=repair):
         path.write_bytes(content)
     return path

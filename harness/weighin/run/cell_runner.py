@@ -117,7 +117,7 @@ def take(
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
     if watch.escape:
-        why = f"the worker {watch.escape}, so neither its figures nor its limit hold"
+        why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
         result = _void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
         result = _of_a_changed_checkpoint(result, changed, read_only=running.read_only)
@@ -180,7 +180,9 @@ def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_on
         outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
     else:
         outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
-    return _void(result, outcome, f"{who} changed the checkpoint's files during the cell: {files}")
+    return _void(
+        result, outcome, f"{who} changed the checkpoint's files during the measurement: {files}"
+    )
 
 
 def _void(result: Result, outcome: Outcome, why: str) -> Result:
@@ -193,8 +195,8 @@ def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
     """Return a warning if the checkpoint may still have been in the page cache."""
     if cached_bytes is None:
         return (
-            "unknown whether the checkpoint was dropped from the page cache: Linux reports cached"
-            " pages only to a user who owns the files or may write them",
+            "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
+            " reports cached pages only to a user who owns the files or may write them",
         )
     if cached_bytes:
         left = format_bytes(cached_bytes)

@@ -76,7 +76,7 @@ def _failure(facts: Facts) -> str:
     if ended.signal:
         return f"ended by {ended.signal_name}"
     if facts.ready is False:
-        return f"exit code {ended.code} before it was ready"
+        return f"exit code {ended.code} before the server was ready"
     return f"exit code {ended.code}" if ended.code else ""
 
 
@@ -88,7 +88,7 @@ def _killed(facts: Facts) -> str:
     else:
         who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:3])
         who += f" and {number - 3} more" if number > 3 else ""
-    lived = "" if facts.ended.signal == signal.SIGKILL else "; the first process lived on"
+    lived = "" if facts.ended.signal == signal.SIGKILL else "; the command's first process lived on"
     return f"the kernel killed {who} for lack of memory: {_limit(facts)}{lived}"
 
 
@@ -99,17 +99,17 @@ def _limit(facts: Facts) -> str:
     if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
         of = {""}
     if of == {""} and own:
-        return f"its limit of {format_bytes(own)} was met"
+        return f"the command reached its RAM limit of {format_bytes(own)}"
     if kernel_log.MACHINE in of:
         return "the machine had no memory left"
     for kill in facts.kills or ():
         if kill.limit_of in of - {""}:
             size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
-            return f"the limit{size} of the cgroup {kill.limit_of} around it was met"
+            return f"the command reached the limit{size} of the outer cgroup {kill.limit_of}"
     if facts.limits and (own is None or facts.limits[0][0] < own):
         limit, group = facts.limits[0]
-        return f"the limit of {format_bytes(limit)} of the cgroup {group} around it was met"
-    return "a limit around it, or the machine's memory, was met"
+        return f"the command reached the limit of {format_bytes(limit)} of the outer cgroup {group}"
+    return "the command reached the limit of an outer cgroup, or the end of the machine's memory"
 
 
 def with_limits(
@@ -130,9 +130,10 @@ def _size(of: str, own_bytes: int | None, around: Sequence[tuple[int, Path]]) ->
 def _room(facts: Facts) -> str:
     limit, peak = facts.cell.ram_limit_bytes, facts.peak_bytes
     if limit is None or peak is None or peak >= limit:
-        return ": the kernel counts no kill, so another process sent it"
+        return ": the kernel counts no kill, so another process sent SIGKILL"
     return (
-        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent it"
+        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent"
+        " SIGKILL"
     )
 
 

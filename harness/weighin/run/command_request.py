@@ -79,9 +79,9 @@ def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE)
     _check_limits(request.limits)
     if request.how.image and request.isolation not in ("auto", "docker"):
         raise ConfigError(
-            f"--image {request.how.image} is a Docker image, which needs --isolation docker, but"
-            f" the command line has --isolation {request.isolation}",
-            "leave out --isolation, or leave out --image",
+            f"--image {request.how.image} needs --isolation docker, but the command line has"
+            f" --isolation {request.isolation}",
+            "leave out --isolation or --image",
         )
     machines.check_ram(request.limits)
     limited = any(limit is not None for limit in request.limits)

@@ -132,10 +132,11 @@ def take(
     result = replace(result, ran=replace(result.ran, marks=output.marks))
     warnings = result.warnings
     if cached_bytes:
-        warnings += (f"{format_bytes(cached_bytes)} of the files to drop stayed in the page cache",)
+        warnings += (f"{format_bytes(cached_bytes)} of the --cold files stayed in the page cache",)
     if output.number_of_marks > len(output.marks):
         warnings += (
-            f"{output.number_of_marks:,} lines matched: the newest {len(output.marks):,} are kept",
+            f"{output.number_of_marks:,} lines matched --mark; the record keeps the newest"
+            f" {len(output.marks):,}",
         )
     assert result.cost
     result = replace(

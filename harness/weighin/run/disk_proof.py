@@ -79,7 +79,8 @@ def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
                 break
         else:
             raise IsolationUnavailable(
-                f"this machine cannot provide a disk of {proof.pace}: a direct read measured {proof}",
+                f"this machine cannot provide a disk of {proof.pace}: direct reads (O_DIRECT)"
+                f" measured {proof}",
                 "stop other work on this machine, or give --disk a slower rate",
             )
 
@@ -146,9 +147,9 @@ def _figures(isolation: Isolation, disk: SlowDisk, pace: Pace) -> dict[str, Any]
         err.seek(0)
         if code == 0:
             return dict(json.loads(out.read()))
-        why = last_line(err.read()) or f"it did not end in {_PATIENCE_S:.0f} s"
+        why = last_line(err.read()) or f"the read did not end in {_PATIENCE_S:.0f} s"
     raise IsolationUnavailable(
-        f"a disk of {pace} could not be tested by a direct read: {why}",
+        f"a disk of {pace} could not be tested by direct reads (O_DIRECT): {why}",
         "put the checkpoint on a disk that allows direct reads: --storage FOLDER",
     )
 

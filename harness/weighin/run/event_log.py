@@ -12,7 +12,7 @@ from weighin.text import one_line
 from weighin.uses import FORWARD, is_of_use
 
 _STDERR_LENGTH = 200
-LOST_CHILD = "the kernel killed a process of the worker for lack of memory"
+LOST_CHILD = "the measured process lost a child, killed by the kernel for lack of memory"
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class EventLog:
         if self.failure:
             outcome, message = self.failure
             if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
-                outcome, message = Outcome.OOM_KILLED, f"{LOST_CHILD}, and then: {message}"
+                outcome, message = Outcome.OOM_KILLED, f"{LOST_CHILD}; then it failed: {message}"
             return outcome, message
         if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
             return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
@@ -160,9 +160,9 @@ class EventLog:
             lines.pop()  # the shell in a container prints the signal as its last line
         last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
         if oom_kills and ended.signal is None and not ended.still_runs:
-            return Outcome.OOM_KILLED, f"{LOST_CHILD}, and then it {how} {self.where()}{last}"
+            return Outcome.OOM_KILLED, f"{LOST_CHILD}; then it {how} {self.where()}{last}"
         in_load = self.baseline is not None and not ended.still_runs
         outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
         if in_load and self.current != FORWARD and is_of_use(self.current or ""):
             outcome = Outcome.USE_FAILED
-        return outcome, f"the worker {how} {self.where()}{last}"
+        return outcome, f"the measured process {how} {self.where()}{last}"

@@ -70,12 +70,15 @@ class Search:
         if self.run.settings.aim is Aim.SURVIVES:
             return ""
         number = sum(not planned.skip for planned in self.run.planned)
-        what = "weighin does not kill a cell that reads its file again and again"
+        what = "--thrashing lets a measurement run on that reads its file again and again"
         if not (timeout_s := self.run.settings.timeout_s):
-            return f"{what}: each of about {number * TYPICAL_CELLS} cells may take 10 times its time without a limit, and 30 s more"
+            return (
+                f"{what}: each of about {number * TYPICAL_CELLS} measurements may take 10 times as"
+                " long as without a limit, plus 30 s"
+            )
         longest = format_duration(number * TYPICAL_CELLS * timeout_s)
         return (
-            f"{what}: each of about {number * TYPICAL_CELLS} cells may take {timeout_s:g} s"
+            f"{what}: each of about {number * TYPICAL_CELLS} measurements may take {timeout_s:g} s"
             f" (--timeout), and the search up to {longest}"
         )
 
@@ -91,7 +94,7 @@ def start(request: Request | CommandRequest) -> tuple[Search, str]:
     if not 0 < within <= COARSEST:
         raise ConfigError(
             f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
-            "write a share of the floor, such as --within 1%",
+            "write a percentage in this range, such as --within 1%",
         )
     if isinstance(request, CommandRequest):
         run, note = command_request.start([request])
@@ -111,8 +114,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     run = bench.restore(folder, trusted=trusted)
     if (within := run.settings.within) is None:
         raise RecordError(
-            f"{folder} is not a search for floors",
-            f"the folder's run can be resumed: {resume_command('bench', folder)}",
+            f"{folder} contains a run that is not a search for floors",
+            f"to resume the run: {resume_command('bench', folder)}",
         )
     return Search(run, within)
 

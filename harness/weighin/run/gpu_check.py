@@ -71,7 +71,8 @@ def check(device: str, limits: Sequence[int | None]) -> None:
     if index >= len(seen.gpus):
         last = len(seen.gpus) - 1
         raise IsolationUnavailable(
-            f"--device {device}: torch finds {len(seen.gpus)} CUDA device{'s' * (len(seen.gpus) > 1)}",
+            f"--device {device}: torch finds only {len(seen.gpus)} CUDA"
+            f" device{'s' * (len(seen.gpus) > 1)}",
             "write cuda:0" if last == 0 else f"write cuda:0 to cuda:{last}",
         )
     gpu = seen.gpus[index]
@@ -80,7 +81,7 @@ def check(device: str, limits: Sequence[int | None]) -> None:
             raise IsolationUnavailable(
                 f"--vram {format_exact(limit)} is more than {gpu.name} has"
                 f" ({format_bytes(gpu.total_bytes)})",
-                "give a smaller limit, or leave out --vram for no limit",
+                "give a smaller limit, or leave out --vram",
             )
 
 

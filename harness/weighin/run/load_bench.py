@@ -87,9 +87,9 @@ class LoadBench:
         if not (keys := checkpoint.manifest().keys):
             return ""
         return (
-            f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the"
-            " model's own keys: give another --format, or write these keys: weighin convert FOLDER TARGET"
-            " --keys model"
+            f"needs {keys}, as from_pretrained does, but {planned.strategy.name} expects the"
+            " model's own keys: give another --format, or write a checkpoint with those keys:"
+            " weighin convert FOLDER TARGET --keys model"
         )
 
     def _restored(
@@ -103,8 +103,7 @@ class LoadBench:
             cell = measured.result.cell
             trouble = CheckpointError(
                 f"{checkpoint.path} changed while {cell.strategy} was measured",
-                "restore the checkpoint from a copy, and change the strategy so that the strategy"
-                " does not write to the checkpoint",
+                "restore the checkpoint from a copy, and keep the strategy from writing to it",
             )
             return replace(measured, trouble=measured.trouble or trouble)
         discard(checkpoint.manifest_path.parent, checkpoint.format)
@@ -141,7 +140,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     ):
         progress.preparing(line, None)
     if not task.is_probed:
-        progress.preparing("importing torch once, to measure the memory that an import needs", None)
+        progress.preparing("importing torch, to measure the memory that the import needs", None)
         _check_limits(needed, _probe(task, jobs[0]))
     setting = Setting(
         isolation=task.isolation,
@@ -152,7 +151,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     )
     slow = [job for job in jobs if job.cell.disk]
     if slow and not task.is_probed:
-        progress.preparing("reading directly, to test the slow disks", None)
+        progress.preparing("testing the slowed disks with direct reads", None)
         disk_proof.check(task.isolation, slow)
     return LoadBench(task, setting, prepared, refused)
 
@@ -252,10 +251,10 @@ def _probe(task: Run, job: Job) -> Memory:
             if event["event"] == "phase":
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
-                raise ConfigError(f"no cell can run: {event['message']}")
+                raise ConfigError(f"nothing can be measured: {event['message']}")
         said = last_line(running.channel.stderr_tail)
     raise HarnessError(
-        f"a worker under {task.isolation.name} ended before it had imported torch"
+        f"a process under --isolation {task.isolation.name} ended before it had imported torch"
         + (f": {one_line(said)}" if said else ""),
         "weighin doctor tests which isolations work on this machine",
     )
@@ -267,7 +266,7 @@ def _receive(running: Running, deadline: float) -> bytes | None:
             return running.channel.receive(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise HarnessError(
-            f"a worker did not import torch within {_PROBE_TIMEOUT_S:.0f} s",
+            f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
             "end other programs on this machine, and run the command again",
         ) from None
 

@@ -25,7 +25,7 @@ class Machines:
                 raise ConfigError(
                     f"--ram {format_exact(limit)} is more than this machine has"
                     f" ({format_bytes(total)})",
-                    "give a smaller limit, or leave out --ram for no limit",
+                    "give a smaller limit, or leave out --ram",
                 )
 
     def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:

@@ -44,8 +44,8 @@ def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
 def blamed(result: Result, how: str) -> Result:
     """Change the result to ok, with a warning that the model's own forward pass fails (``how``)."""
     warning = (
-        f"the forward pass of {result.cell.model.title} fails, after the reference load as well: {how}."
-        " Every weight is right. To measure the load alone: --use none"
+        f"the forward pass of {result.cell.model.title} fails, also after a load without the"
+        f" strategy: {how}. Every weight is right. To measure the load alone: --use none"
     )
     return replace(
         result,

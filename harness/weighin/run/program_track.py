@@ -73,23 +73,23 @@ class ProcessTrack:
         found = []
         if not self._resets:
             found.append(
-                f"the kernel's mark of process {self._pid} could not be reset: the peak RSS of its"
-                " phases is its peak since its start"
+                f"the peak RSS of process {self._pid} could not be reset: the value of each phase"
+                " is the peak since the process started"
             )
         if self._group and not self._resets_group:
             found.append(
-                "the cgroup's peak could not be reset, so that phases have no cgroup peak (cgroup v2"
-                " needs Linux 6.12)"
+                "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2"
+                " needs Linux 6.12 for it)"
             )
         if self.died_in is not None:
             found.append(
-                f"process {self._pid} ended inside its phase {self.died_in!r}: the peak RSS of this"
-                " phase is sampled"
+                f"process {self._pid} ended inside its phase {self.died_in!r}, whose peak RSS is"
+                " therefore sampled"
             )
         if self._number_lost:
             found.append(
-                f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are not"
-                " recorded, but the phase with the highest peak RSS of each name is"
+                f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are"
+                " not recorded, but for each name, the one with the highest peak RSS is"
             )
         return found
 

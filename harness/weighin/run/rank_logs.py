@@ -116,7 +116,7 @@ def judge(
 
 def lost(oom_kills: int) -> str:
     killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
-    return f"the kernel killed {killed} of this cell for lack of memory"
+    return f"the kernel killed {killed} of this measurement for lack of memory"
 
 
 def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:

@@ -25,9 +25,8 @@ def check(how: CommandSettings) -> None:
     """Raise ConfigError if the options --ready and --ready-url are invalid."""
     if how.ready and how.ready_url:
         raise ConfigError(
-            "--ready and --ready-url cannot be combined: each of the two options decides when the"
-            " server is ready",
-            "leave one of the two options out",
+            "--ready and --ready-url cannot be combined: each decides when the server is ready",
+            "leave one of the two out",
         )
     if how.ready_url:
         parts = urlsplit(how.ready_url)

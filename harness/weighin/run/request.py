@@ -133,8 +133,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     run = restore(folder, trusted=trusted)
     if run.settings.within is not None:
         raise RecordError(
-            f"{folder} is a search for floors",
-            f"the search can be resumed: {resume_command('floor', folder)}",
+            f"{folder} contains a search for floors (weighin floor)",
+            f"to resume the search: {resume_command('floor', folder)}",
         )
     return run
 
@@ -143,7 +143,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     """Restore a run or a search for floors from its plan; the errors are those of ``resume``."""
     found = run_folder.read_plan(folder)
     if not found.cells:
-        raise RecordError(f"the plan in {folder} has no cell", "start a new run")
+        raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
     settings = RunSettings.from_json(found.settings)
     if settings.command:
         return command_request.restore(folder, found.cells, settings, trusted=trusted)
@@ -261,7 +261,7 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
-            f"weighin skips every cell of the run, so that nothing can be measured: {reasons}",
+            f"weighin skips every measurement of the run: {reasons}",
             "choose another strategy, format or device: weighin list strategies shows the formats"
             " and devices of each strategy",
         )
@@ -278,5 +278,5 @@ def _check_gpu(suite: Suite, machines: Machines) -> None:
     if option:
         raise ConfigError(
             f"{option}, but the device is cpu",
-            "add --device cuda, or leave the option out, because it concerns the GPU",
+            "add --device cuda, or leave the option out",
         )

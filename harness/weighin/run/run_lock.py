@@ -54,13 +54,16 @@ def only_run(
     except OSError as error:
         raise ConfigError(
             f"cannot open the lock file {path}: {error.strerror}",
-            f"look who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
+            f"see who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
             " weighin ...",
         ) from None
     try:
         if not try_lock(file):
             if patience_s > 0:
-                waiting(f"waiting for another run on this machine to end (it holds {path})")
+                waiting(
+                    "waiting for another run on this machine to end (it holds the lock file"
+                    f" {path})",
+                )
             _wait(file, path, time.monotonic() + patience_s)
         yield
     finally:
@@ -92,6 +95,6 @@ def _wait(file: int, path: Path, deadline: float) -> None:
             return
         pause_s = min(2 * pause_s, longest_s)
     raise MachineBusy(
-        f"another run is measuring on this machine (it holds {path})",
-        "wait for its end: weighin bench --wait; two runs at once would distort each other's figures",
+        f"another run is measuring on this machine (it holds the lock file {path})",
+        "wait for its end: weighin bench --wait; parallel runs would distort each other's figures",
     )

@@ -90,7 +90,7 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
             lines += save_target.remove_leftovers()
             lines += mount.remove_stale(slow_disk.root())
         for line in lines:
-            progress.preparing(f"removed a leftover of a dead run: {line}", None)
+            progress.preparing(f"removed a leftover of a killed run: {line}", None)
         yield
 
 

@@ -45,8 +45,8 @@ def with_warnings(result: Result, folder: Path) -> Result:
     if not kept:
         return result
     warning = (
-        f"{format_bytes(kept)} of the written files could not be dropped from the page cache: files"
-        " on a tmpfs are charged to the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
+        f"{format_bytes(kept)} of the written files could not be dropped from the page cache: on a"
+        " tmpfs, files take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
     )
     return replace(result, warnings=(*result.warnings, warning))
 

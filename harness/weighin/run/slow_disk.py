@@ -100,7 +100,7 @@ def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
     Raises:
         IsolationUnavailable: neither the throttle nor FUSE works here.
     """
-    device, why = "", "the kernel's throttle gives no latency"
+    device, why = "", "the kernel's throttle limits the rate, but adds no latency"
     if pace.latency_ns is None and pace.stall_from_bytes is None:
         why = _without_throttle(isolation)
         if not why:
@@ -110,7 +110,8 @@ def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
     if obstacle := mount.obstacle(in_container=isolation == "docker"):
         message, repair = obstacle
         raise IsolationUnavailable(
-            f"weighin can slow a disk down to {pace} only with FUSE, because {why}. FUSE does not work here: {message}",
+            f"weighin can slow a disk down to {pace} only with FUSE, because {why}; FUSE does not"
+            f" work here: {message}",
             repair,
         )
     return ""
@@ -126,13 +127,13 @@ def _without_throttle(isolation: str) -> str:
     if isolation == "docker":
         return ""
     if isolation != "cgroup":
-        return f"--isolation {isolation} has no cgroup to throttle"
+        return f"--isolation {isolation} creates no cgroup that the kernel could throttle"
     hierarchy = throttle.hierarchy()
     if hierarchy is None:
         return "this machine has no cgroup controller that limits reads (blkio or io)"
     version, place = hierarchy
     if version == 1:
-        return "" if os.access(place, os.W_OK) else f"this user may not make groups in {place}"
+        return "" if os.access(place, os.W_OK) else f"this user may not create cgroups in {place}"
     groups = delegation.groups_root()
     controllers = (groups / "cgroup.controllers").read_text().split() if groups else []
-    return "" if "io" in controllers else f"{groups} lacks the controller io"
+    return "" if "io" in controllers else f"{groups} lacks the cgroup controller io"

@@ -241,13 +241,13 @@ class Watch:
         )  # each phase resets the kernel's mark
         if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
             return ""
-        charge = f", at a charge of {format_bytes(peak)}"
+        charge = f", when its cgroup had {format_bytes(peak)}"
         if self._limits and self._limits[0][0] < (limit_bytes or math.inf):
             limit, group = self._limits[0]
-            return f"{charge}: the limit of {group} is {format_bytes(limit)}"
+            return f"{charge}: the limit of the outer cgroup {group} is {format_bytes(limit)}"
         if limit_bytes is None:
             return ""
-        return f"{charge}: the machine, or a cgroup around the cell's that is not visible, was full"
+        return f"{charge}: the machine, or an outer cgroup that is not visible here, was full"
 
     def _killed_children(self) -> str:
         """Return the child processes that the kernel killed and the cell's peak, as words."""
@@ -258,13 +258,13 @@ class Watch:
         if group:  # the group's name is unique, so that the whole kernel log can be searched
             kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
         text = "".join(
-            f"; killed: {kill.command} (process {kill.pid}) with"
+            f"; the kernel killed {kill.command} (process {kill.pid}) with"
             f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
             for kill in kills[:_NAMED]
             if not kill.is_main
         )
         peak = largest((self._peak_bytes, self._at_end.peak_bytes))
-        return f"{text}; the cell's peak was {format_bytes(peak)}" if peak else text
+        return f"{text}; the peak of the cgroup was {format_bytes(peak)}" if peak else text
 
     @property
     def _is_ready(self) -> bool:
@@ -343,7 +343,8 @@ class Watch:
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
             self.event_log.notes.append(
-                f"the driver's GPU memory is the sum of all processes on the GPU, not the worker's: {reason}"
+                "the GPU memory that the driver reports is that of all processes on the GPU:"
+                f" {reason}"
             )
         else:
             environment["cuda_driver_source"] = "NVML, this process"
@@ -418,24 +419,26 @@ class Watch:
                 f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
             )
             warnings[0] += (
-                f": a watcher in the container measured the worker, and the cell was charged its {size}"
+                ": a watcher in the container measured the load; the cgroup's memory includes the"
+                f" watcher's {size}"
             )
         warnings += self.event_log.notes
         if len(self._logs) > 1 and not self._running.cgroup:
             warnings.append(
-                "without a cgroup, the memory that ranks share cannot be counted once: the file-backed"
-                " memory of the cell is that of the rank with the most"
+                "without a cgroup, the memory that ranks share cannot be counted once, so the"
+                " file-backed memory is that of the rank that has the most"
             )
         number, private_bytes = self._observer.others if self._observer else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1 and not forks:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(
-                f"peak RSS and anonymous memory are the worker's alone: it started {started}, with"
-                f" {format_bytes(private_bytes)} of private memory in all (sampled)"
+                "peak RSS and anonymous memory are those of the measured process alone; it started"
+                f" {started}, with {format_bytes(private_bytes)} of private memory in all (sampled)"
             )
         if ended.still_runs:
             warnings.append(
-                "the worker was still running when this was recorded: SIGKILL did not end it"
+                "the measured process was still running when this was recorded: SIGKILL did not end"
+                " it"
             )
         if self._oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
             warnings.append(rank_logs.lost(self._oom_kills))

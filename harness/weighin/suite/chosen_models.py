@@ -111,8 +111,8 @@ def choose(
         if weights and len(suite.models) > 1:
             if selection:
                 raise ConfigError(
-                    f"{entry.title} has weights of its own, so that {' '.join(selection.options)},"
-                    " which applies to all models, does not fit it",
+                    f"{entry.title} has its own checkpoint, but {' '.join(selection.options)} would"
+                    " select weights in the checkpoints of all models",
                     "measure this model in a separate run; weighin compare RUN_A RUN_B then"
                     " compares the runs",
                 )
@@ -124,7 +124,7 @@ def choose(
         if not typed:
             options, path = "key and strip_prefix of a model", "checkpoint: PATH"
         raise ConfigError(
-            f"{options} select the weights in a checkpoint of your own",
+            f"{options} select weights in your own checkpoint, but none is given",
             f"add {path}, or leave {options} out",
         )
     python_path: tuple[str, ...] = ()

@@ -211,7 +211,7 @@ def _check_model(model: SuiteModel) -> SuiteModel:
         )
     if model.folder and (model.builder or model.kwargs or model.checkpoint):
         raise ValueError(
-            f"the folder {model.folder} names the model's code and weights itself",
+            f"the folder {model.folder} already determines the model's code and weights",
             "leave builder, kwargs and checkpoint out",
         )
     return model
@@ -235,10 +235,12 @@ def _check_passes(value: int, info: ValidationInfo) -> int:
     if value > 1 and info.data.get("operation") == "save":
         raise ValueError("weighin runs no forward pass after a save", "leave passes out")
     if value < 1:
-        raise ValueError("0 forward passes mean the use none", "write --use none, or uses: none")
+        raise ValueError(
+            "0 forward passes mean no use of the model", "write --use none (in a suite, uses: none)"
+        )
     if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
         raise ValueError(
-            "forward is not among the uses, so the passes would be ignored", "leave passes out"
+            "passes applies to the use forward, which is not among the uses", "leave passes out"
         )
     return value
 
@@ -259,12 +261,13 @@ def _check_disk(value: list[int | None], info: ValidationInfo) -> list[int | Non
         return value
     if info.data.get("operation") == "save":
         raise ValueError(
-            "weighin slows the disk down only for a load, not for a save", "leave the slow disk out"
+            "weighin slows the disk down only for a load, not for a save",
+            "leave out disk and disk_latency",
         )
     if info.data.get("cache") == "warm":
         raise ValueError(
             "a warm load reads the page cache, so that the speed of the disk does not matter",
-            "leave cache out, or leave the slow disk out",
+            "leave out cache, or disk and disk_latency",
         )
     return value
 
@@ -430,7 +433,7 @@ def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "missing":
         return "missing", known
     if error["type"] == "too_short":
-        return "empty", "name at least one, or leave the key out"
+        return "empty", "write at least one value, or leave the key out"
     if error["type"] in ("extra_forbidden", "invalid_key"):
         near = get_close_matches(str(error["loc"][-1]), keys, n=1)
         return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known

@@ -54,13 +54,15 @@ class Planned:
         if adapter_of(cell.model) and cell.operation == "load" and not info.merges:
             skip = "the model has an adapter; only --strategies streaming,peft_merge merge it"
         if info.needs_adapter and not adapter_of(cell.model):
-            skip = f"{info.name} merges an adapter into the model: --adapter ADAPTER"
+            skip = f"{info.name} needs an adapter to merge into the model: --adapter ADAPTER"
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and folder_library(cell.model) != info.pretrained:
             skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
         if info.shares_load and cell.ranks == 1:
-            skip = f"{info.name} divides a load among several ranks: --ranks 2"
+            skip = (
+                f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
+            )
         skip = uses.obstacle(cell) or skip
         if cell.format == gguf.NAME:
             from weighin.suite import packages  # imports what `weighin list` does not need
@@ -72,7 +74,7 @@ class Planned:
             if cell.format == gguf.NAME:
                 skip += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
         if info.pretrained and own_format and cell.format != own_format:
-            skip = skip or f"{info.name} loads the folder's own files, in format {own_format}"
+            skip = skip or f"{info.name} loads only the folder's own files, of format {own_format}"
         return cls(cell, info, skip)
 
 
@@ -80,12 +82,12 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     from weighin.suite import packages  # imports what `weighin list` does not need
 
     if operation == "save":
-        return f"the weights are {found.summary}; a save needs the weights themselves"
+        return f"the weights are {found.summary}; weighin saves only weights that are not quantised"
     if found.obstacle:
         return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
     if not info.loads(found):
-        able = "streaming and transformers load" if found.dequantises else "transformers loads"
-        return f"the weights are {found.summary}; only --strategies {able} them"
+        able = "streaming and transformers" if found.dequantises else "transformers"
+        return f"the weights are {found.summary}; only {able} can load them"
     missing = packages.missing(() if found.own and not info.pretrained else found.packages)
     return (
         f"{info.name} {missing}, because the weights are quantised with {found.method}"

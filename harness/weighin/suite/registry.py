@@ -347,13 +347,14 @@ def notes_on(
     ):
         with suppress(ConfigError):  # AutoModel chooses no class
             notes.append(
-                f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
-                " chooses; another one: --class CLASS"
+                "config.json names no class in 'architectures', so weighin takes"
+                f" {folder.architecture}, which AutoModel chooses; to take another class: --class"
+                " CLASS"
             )
     if parts := sentence_parts.own_folders(path):
         notes.append(
-            f"{path}: the transformer of a sentence-transformers folder; parts with weights of their own are"
-            f" not loaded with it: {', '.join(str(path / part) for part in parts)}"
+            f"{path} is the transformer of a sentence-transformers folder; other parts that have"
+            f" weights are not loaded: {', '.join(str(path / part) for part in parts)}"
         )
     return tuple(notes)
 
@@ -449,7 +450,7 @@ def _library(path: Path, constants: _Constants) -> str:
     names = [each.name for each in LIBRARIES]
     if value is not True and value not in names:
         raise ConfigError(
-            f"{path}, line {line}: PRETRAINED names no library",
+            f"{path}, line {line}: PRETRAINED is not the name of a library",
             f"write one of {', '.join(map(repr, names))}, or True for transformers",
         )
     return TRANSFORMERS.name if value is True else str(value)

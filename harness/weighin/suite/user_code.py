@@ -41,7 +41,7 @@ def of_file(name: str) -> tuple[str, Path]:
     if not path.is_file():
         raise ConfigError(
             f"--model {name}: there is no file {text}",
-            "write the path of a Python file and the name of a function: --model path/nets.py:build",
+            "name a Python file and a function in it: --model path/nets.py:build",
         )
     path = path.resolve()
     parts, folder = [path.stem], path.parent
@@ -110,7 +110,7 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
         if not (spec := PathFinder.find_spec(part, path)):
             raise ConfigError(
                 f"builder {builder!r}: there is no module {module!r}",
-                "correct the builder's name, or install the package that contains the module",
+                "correct the builder's name, or install the module's package",
             )
         path = list(spec.submodule_search_locations or ())
     if spec is None or not (spec.origin and spec.has_location and spec.origin.endswith(".py")):

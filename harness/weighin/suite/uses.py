@@ -40,9 +40,11 @@ def obstacle(cell: Cell) -> str:
     """Return the reason why a cell's use cannot follow the load; empty if there is no reason."""
     is_on_gpu = cell.device != "cpu"
     if cell.use and cell.ranks > 1:
-        return f"the use {cell.use} is measured in one process: --ranks 1"
+        return f"weighin measures the use {cell.use} only in one process: --ranks 1"
     if cell.use == TO_DEVICE and is_on_gpu:
-        return "to-device moves a model from the CPU to the GPU, and the model is on the GPU"
+        return (
+            "to-device moves a model from the CPU to the GPU, but the model is on the GPU already"
+        )
     if cell.use == FORK and is_on_gpu:
         return "a forked process cannot use a model on the GPU"
     return ""

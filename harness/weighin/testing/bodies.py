@@ -99,7 +99,7 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
         return [_failed(item, str(error))]
     if not reports:
         ended = f"{result.outcome}: {result.message}"
-        why = f"the test's process ended before pytest could report: {ended}"
+        why = f"the process of the test ended before pytest could report: {ended}"
         return [_failed(item, why, result)]
     return [_judged(item, report, result, limit, allowed) for report in reports]
 
@@ -201,7 +201,7 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
 
 
 def _not_measured(result: Result, limit: Limit) -> str:
-    why = {"cgroup": "needs the cgroup isolation", "cuda": 'needs device="cuda"'}.get(limit.metric)
+    why = {"cgroup": "needs the isolation cgroup", "cuda": 'needs device="cuda"'}.get(limit.metric)
     return f"{limit.metric} was not measured under the isolation {result.cell.isolation}: {why}"
 
 

@@ -23,8 +23,9 @@ class NotOk(Result):
             __tracebackhide__ = True
             end = f"{self.outcome}: {self.message}" if self.message else self.outcome
             raise AssertionError(
-                f"{name} of {self.cell.strategy}, which did not end ok: {end}\n"
-                'a run that did not end ok has no complete peaks: if the outcome is intended, assert run.outcome == "..." and read no peaks'
+                f"{name} cannot be read, because {self.cell.strategy} did not end ok: {end}\nthe"
+                " peaks of such a load are incomplete: if the outcome is intended, assert"
+                ' run.outcome == "..." and read no peaks'
             )
         return super().__getattribute__(name)
 

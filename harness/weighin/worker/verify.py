@@ -85,7 +85,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
     with torch.inference_mode():
         output = model(*inputs.positional, **inputs.keywords)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(output)):
-        raise WrongWeights("the forward pass gives values that are not finite")
+        raise WrongWeights("the forward pass returns values that are not finite")
 
 
 def complain(what: str, names: Iterable[str]) -> None:

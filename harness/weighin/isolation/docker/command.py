@@ -54,7 +54,7 @@ class DockerCommand:
         self.cgroup: Path | None = None
         self.groups: tuple[Path, ...] = ()
         self.helpers: frozenset[int] = frozenset()
-        self.unseen = "its limit killed the container before the command started"
+        self.unseen = "the kernel killed the container at its RAM limit, before the command started"
 
     def begin(self, *, limited: bool) -> None:
         """Start the container, find its processes, and let the command begin.
@@ -138,9 +138,7 @@ class DockerCommand:
 
     def _exit_of_container(self) -> Exit:
         """Return the exit that the engine reports, because the keeper was killed, too."""
-        self.unseen = (
-            "the container was killed with its command, so that the last counters are lost"
-        )
+        self.unseen = "the container was killed with its command, so the last counters are lost"
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         code = wait_for_container(self._client, self._container, deadline)
         return Exit(code) if code <= 128 else Exit(None, signal=code - 128)
@@ -196,7 +194,7 @@ def _command_line(pid: int) -> bytes | None:
 
 def _elsewhere() -> IsolationUnavailable:
     return IsolationUnavailable(
-        "weighin run needs a Docker engine on this machine: the processes that the current Docker"
-        " engine starts are not visible on this machine",
+        "weighin run needs a Docker engine on this machine: the processes of the current Docker"
+        " engine are not visible here",
         "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
     )

@@ -39,7 +39,7 @@ _PAUSE_S: Final = 0.1
 _LIFTED_BYTES: Final = 2**60
 
 ELSEWHERE: Final = "the Docker engine's processes are not visible on this machine"
-ENDED: Final = "the worker ended before it could be observed"
+ENDED: Final = "the measured process ended before weighin could observe it"
 
 
 class DockerRunning:
@@ -89,7 +89,7 @@ class DockerRunning:
             return InsideObserver(channel, self._raise_limit)
         # If the engine could not start the watcher, it sends an error text instead of events.
         why = one_line(last_line(channel.stderr_tail or hello))
-        self.unseen += f", and the watcher in the container found no worker: {why or '-'}"
+        self.unseen += f", and the watcher in the container found no measured process: {why or '-'}"
         channel.close()
         return None
 

@@ -92,7 +92,7 @@ def _start() -> str:
     if os.environ.get("DOCKER_HOST"):
         return "set DOCKER_HOST to the address of an engine that runs, or unset it"
     if shutil.which("dockerd"):
-        return "start a Ray cluster: sudo systemctl start docker"
+        return "start the Docker engine: sudo systemctl start docker"
     return "install Docker: https://docs.docker.com/engine/install"
 
 
@@ -167,7 +167,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
         )
     return IsolationUnavailable(
         f"the Docker engine could not {doing}: {reason}",
-        "look for the reason in the log of the Docker engine: sudo journalctl -u docker",
+        "see the log of the Docker engine: sudo journalctl -u docker",
     )
 
 

@@ -36,7 +36,7 @@ _OF_THE_ENGINE: Final = (
     "Removing intermediate container",
 )  # the engine prints these, and no build step
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
-_ROOM_REPAIR: Final = "free some space: docker system df shows what uses it"
+_ROOM_REPAIR: Final = "free some disk space: docker system df shows what takes it up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
     _prune(client)  # leftovers of a killed build use disk space that this build needs
     installed = wheels.installed_bytes(recipe.pins)
     progress(
-        f"building {recipe.tag} on {recipe.base}, once for this torch and this base image:"
-        f" {format_bytes(installed)} on disk, and twice as much during the build"
+        f"building {recipe.tag} on {recipe.base}, which later runs use again: it takes"
+        f" {format_bytes(installed)} of disk, and twice as much during the build"
     )
     # During a build, the files exist in the first stage and in the final image.
     _check_room(client, recipe, 2 * installed)
@@ -162,7 +162,7 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
             (context / "Dockerfile").write_text(recipe.dockerfile)
             size = sum(file.stat().st_size for file in (context / "wheels").iterdir())
             _check_room(client, recipe, 2 * installed + size)
-            progress(f"sending {format_bytes(size)} of wheels to the engine")
+            progress(f"sending {format_bytes(size)} of wheels to the Docker engine")
             for line in _steps(client, recipe, context):
                 progress(line)
     except OSError as error:
