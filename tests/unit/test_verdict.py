@@ -194,11 +194,13 @@ def test_a_mapped_load_survives_its_published_floor_and_thrashes_below(
     results = run_folder.read(PUBLISHED / run).results
     found = judge_all(results)
 
-    def verdicts(limit: int) -> set[Verdict | None]:
+    def verdicts(limit: int) -> set[Verdict]:
         return {
-            (one := found[result.cell.id]) and one.verdict
+            one.verdict
             for result in results
-            if result.cell.strategy == "mmap_assign" and result.cell.ram_limit_bytes == limit
+            if result.cell.strategy == "mmap_assign"
+            and result.cell.ram_limit_bytes == limit
+            and (one := found[result.cell.id])
         }
 
     assert verdicts(floor) == {Verdict.SURVIVES}

@@ -38,8 +38,8 @@ def _table(matrix: Matrix) -> tuple[list[str], list[list[Entry]]]:
     limits, labels = [*map(heading, matrix.limits)], [*map(matrix.label, range(len(matrix.rows)))]
     fields = [[_entry(matrix, row, n) for n in range(len(limits))] for row in range(len(labels))]
     if len(limits) > max(_MOST_LIMITS, len(labels)):
-        rows = zip(limits, zip(*fields, strict=True), strict=True)
-        return ["RAM limit", *labels], [[Entry(limit), *row] for limit, row in rows]
+        columns = zip(limits, zip(*fields, strict=True), strict=True)
+        return ["RAM limit", *labels], [[Entry(limit), *column] for limit, column in columns]
     rows = zip(labels, fields, strict=True)
     return [kind_of(matrix).words["what"], *limits], [[Entry(label), *row] for label, row in rows]
 
