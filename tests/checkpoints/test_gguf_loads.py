@@ -81,7 +81,12 @@ def test_a_container_gets_the_packages_that_a_gguf_file_needs(
 
     start(Request(check_suite(suite), folder=tmp_path / "run"), Recording())
     named = select.named
-    monkeypatch.setattr(select, "named", lambda *words: (chosen.append(words[2]), named(*words))[1])
+
+    def recorded(*words: Any) -> Any:
+        chosen.append(words[2])
+        return named(*words)
+
+    monkeypatch.setattr(select, "named", recorded)
     resume(tmp_path / "run", trusted=True)
     assert [{"gguf", "accelerate", "transformers"} - {*one} for one in chosen] == [set(), set()]
 

@@ -143,7 +143,9 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     assert (
         "::error file=.github/weighin-baseline.yaml,title=regressed%3A mine my_loader" in runner.log
     )
-    assert re.search(r"above_import: .*; grew in read by 1[23]\d\.\d MiB", runner.log), runner.log
+    assert re.search(r"above_import: .*; grew in phase read by 1[23]\d\.\d MiB", runner.log), (
+        runner.log
+    )
     assert "title=over budget%3A mine my_loader" in runner.log
     assert runner.step("Fail where the gate did") == 1
     assert checked(runner, update="true", budgets="") == "true"

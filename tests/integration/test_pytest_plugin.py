@@ -119,8 +119,8 @@ def test_bodies_whose_peaks_are_limited(
     assert "weighin: phases under process" in text
     assert "E       assert 2 == 1" in text
     assert (
-        "the process of the test ended before pytest could report: strategy_failed: the worker"
-        " ended with exit code 3 in phase 'body'"
+        "the process of the test ended before pytest could report: strategy_failed: the measured"
+        " process ended with exit code 3 in phase 'body'"
     ) in text
 
 
@@ -299,7 +299,7 @@ def test_a_function(weighin):
         "child_killed: the kernel killed 1 process of this measurement for lack of memory"
     )
     assert re.search(rf"^{child_killed}{killed}", text, re.MULTILINE)
-    assert re.search(rf"^E +AssertionError: peaks of child, .*{killed}", text, re.MULTILINE)
+    assert re.search(rf"^E +AssertionError: peaks cannot be read, .*{killed}", text, re.MULTILINE)
 
 
 def test_a_body_in_docker_is_refused_with_its_repair(user: pytest.Pytester) -> None:

@@ -182,7 +182,7 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError) as caught:
         cache.ensure(TIED, "pt")
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")
-    assert f"in {root}, where " in caught.value.message
+    assert f"in {root}, but only " in caught.value.message
     assert caught.value.repair == (
         "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
         " weighin cache clear"

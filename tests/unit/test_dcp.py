@@ -162,7 +162,7 @@ def split(metadata: Metadata) -> None:
         ),
         (
             lambda m: vars(m.state_dict_metadata["b"]).update(size=torch.Size([7, 10])),
-            "'b' is (10, 7) of torch.float32 there, but (7, 10) of torch.float32 in .metadata",
+            "'b' has the shape (10, 7) and the dtype torch.float32 here, but (7, 10) and torch.float32 in .metadata",
         ),
         (
             lambda m: m.__dict__.update(planner_data=Command()),

@@ -85,7 +85,7 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list
         ),
         (
             [FIRST, lived(GIB, Outcome.OK, GIB)],
-            "floor of streaming: not above 1.000 GiB",
+            "floor of streaming: at most 1.000 GiB",
         ),
         (
             search(above(1010 * MIB))[:4],

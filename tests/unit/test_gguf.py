@@ -149,7 +149,7 @@ def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
         assert [one.name for one in formats.read(path)[1]] == list(tensors)
         assert len(formats.files(path)) == 3
     (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"and the part m-00002-of-00003.gguf is missing"):
+    with pytest.raises(CheckpointError, match=r"but the part m-00002-of-00003.gguf is missing"):
         formats.read(first)
     alone = first.rename(tmp_path / "alone.gguf")
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_a_torch_that_does_not_start(answer: Answer) -> None:
 )
 def test_a_gpu_beyond_the_last(answer: Answer, count: int, found: str, repair: str) -> None:
     answer(gpus(*[GIB] * count))
-    assert complaint("cuda:7") == f"--device cuda:7: torch finds {found}\n{repair}"
+    assert complaint("cuda:7") == f"--device cuda:7: torch finds only {found}\n{repair}"
 
 
 def test_a_limit_beyond_the_gpu(answer: Answer) -> None:

@@ -296,7 +296,7 @@ def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
         raise TimeoutError
 
     monkeypatch.setattr(running.channel, "close", stays)
-    with pytest.raises(StillRunning, match=f"process {running.pid}, does not end"):
+    with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
         running.close()
     wait_until(lambda: not lives(pid), "the daemon lives on")
     close()

@@ -181,7 +181,7 @@ def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
     assert caught.value.message.endswith(
-        "has 18,446,744,073,709,551,615 elements, but its tensors 100"
+        "has 18,446,744,073,709,551,615 elements, but its tensors need 100"
     )
 
 

@@ -114,10 +114,10 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
         ({"a": ""}, "", "the shard that holds 'a' lies outside the folder: ''"),
         ({"a": "x\0y"}, "", "the shard that holds 'a' lies outside the folder: 'x\\x00y'"),
         ({"a": 3}, "", "the shard that holds 'a' lies outside the folder: 3"),
-        ({"a": ".."}, "", "shard '..' of 'a' is missing"),
-        ({"a": "none"}, "", "shard 'none' of 'a' is missing"),
-        ({"a": "x" * 10_000}, "", f"shard '{'x' * 100}'... (10,000 characters) of 'a' is missing"),
-        ({"x" * 10_000: "none"}, "", f"shard 'none' of '{'x' * 100}'... (10,000 characters) is missing"),
+        ({"a": ".."}, "", "the shard '..', which holds 'a', is missing"),
+        ({"a": "none"}, "", "the shard 'none', which holds 'a', is missing"),
+        ({"a": "x" * 10_000}, "", f"the shard '{'x' * 100}'... (10,000 characters), which holds 'a', is missing"),
+        ({"x" * 10_000: "none"}, "", f"the shard 'none', which holds '{'x' * 100}'... (10,000 characters), is missing"),
     ],
 )  # fmt: skip
 def test_an_index_that_lies_is_named(
@@ -199,7 +199,7 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
         ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested in one another"),
         (
             '{"metadata": {"weighin.order": ["a"]}, "weight_map": {"a": "none"}}',
-            "shard 'none' of 'a' is missing",
+            "the shard 'none', which holds 'a', is missing",
         ),
         (
             '{"metadata": {"weighin.order": 1}, "weight_map": {"a": "none"}}',

@@ -215,7 +215,7 @@ def lost(kills: Sequence[Kill], group: Path | None, monkeypatch: pytest.MonkeyPa
     result = watched(FakeRunning(script, Exit(1), inside=seen, cgroup=group))
     assert result.outcome is Outcome.OOM_KILLED
     assert asked == ([(0, group, 0)] if group else [])
-    return result.message.partition("and then: ")[2]
+    return result.message.partition("; then it failed: ")[2]
 
 
 def test_children_that_the_kernel_killed_are_named(

@@ -179,7 +179,7 @@ def empty(step: Path, name: str) -> Path:
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (
         lambda step: copy_optimizer(step, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-        "is of 2 ranks, so the file bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt comes from another run",
+        "was written by 2 ranks, so the file bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt comes from another run",
     ),
     "two runs in a folder": (
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -344,7 +344,9 @@ def test_megatron_of_several_ranks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
 def test_one_of_several_megatron_ranks_is_refused(tmp_path: Path, kind: str) -> None:
     write_megatron(tmp_path, [MEGATRON], **{f"{kind}_model_parallel_size": 4})
-    assert f"among 4 {kind}-parallel ranks, but only mp_rank_00 is here" in refusal(tmp_path)
+    assert f"among 4 {kind}-parallel ranks, but only mp_rank_00 is in this folder" in refusal(
+        tmp_path
+    )
 
 
 def test_the_folder_of_a_trainer_beside_config_json_says_where_its_weights_are(

@@ -213,7 +213,9 @@ def written(
     for piece in pieces:
         data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
         if at + len(data) > size:
-            raise ValueError(f"more than {size} bytes were given for a tensor whose size in bytes is {size}")
+            raise ValueError(
+                f"more than {size} bytes were given for a tensor whose size in bytes is {size}"
+            )
         write_all(descriptor, data, start + at)
         at += len(data)
         flusher.wrote(len(data))

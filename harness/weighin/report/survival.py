@@ -12,6 +12,8 @@ from weighin.report.rows import series
 from weighin.result import Outcome, Result
 
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
+_MOST_LIMITS: Final = 7
+"""The most limits for which 80 columns have room beside the strategies."""
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
 
 
@@ -20,14 +22,7 @@ def found(results: Sequence[Result]) -> list[Found]:
     return [
         Found(
             "Survival under each limit",
-            [kind_of(matrix).words["what"], *map(heading, matrix.limits)],
-            [
-                [
-                    Entry(matrix.label(row)),
-                    *(_entry(matrix, row, n) for n in range(len(matrix.limits))),
-                ]
-                for row in range(len(matrix.rows))
-            ],
+            *_table(matrix),
             1,
             caption(matrix, results),
             notes(results),
@@ -36,6 +31,17 @@ def found(results: Sequence[Result]) -> list[Found]:
         )
         for matrix in matrices(results)
     ]
+
+
+def _table(matrix: Matrix) -> tuple[list[str], list[list[Entry]]]:
+    """Return the headings and the rows; a row for each limit if a terminal has no room for them all."""
+    limits, labels = [*map(heading, matrix.limits)], [*map(matrix.label, range(len(matrix.rows)))]
+    fields = [[_entry(matrix, row, n) for n in range(len(limits))] for row in range(len(labels))]
+    if len(limits) > max(_MOST_LIMITS, len(labels)):
+        columns = zip(limits, zip(*fields, strict=True), strict=True)
+        return ["RAM limit", *labels], [[Entry(limit), *column] for limit, column in columns]
+    rows = zip(labels, fields, strict=True)
+    return [kind_of(matrix).words["what"], *limits], [[Entry(label), *row] for label, row in rows]
 
 
 def _reasons(matrix: Matrix) -> Iterator[tuple[Verdict, str]]:

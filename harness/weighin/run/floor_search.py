@@ -130,7 +130,7 @@ def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
     if bounds.failing_bytes is not None:
         words.append(f"above {format_bytes(bounds.failing_bytes)}")
     if bounds.working_bytes is not None:
-        words.append(f"not above {format_bytes(bounds.working_bytes)}")
+        words.append(f"at most {format_bytes(bounds.working_bytes)}")
     if bounds.step_bytes is not None:
         words.append(f"{format_bytes(bounds.step_bytes)} apart, passed {bounds.passed} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"

@@ -55,7 +55,7 @@ def half_of_the_index(given: Given) -> Said:
 def no_data(given: Given) -> Said:
     given.data.unlink()
     if given.layout in JSON:
-        return given.index, f"{given.data.name!r} of "
+        return given.index, f"{given.data.name!r}, which holds "
     return given.data, "No such file" if given.layout == "dcp" else "no such file"
 
 
