@@ -31,11 +31,8 @@ def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
     """
     contents = {run: _read(run / FILE) for run in runs}
     rows = [_row(run, results, contents[run]) for run, results in runs.items()]
-    codes = [
-        captions.when_and_what([(content["environment"], content["predicted_at"])])
-        for content in contents.values()
-    ]
-    note = f"Predicted {'; '.join(dict.fromkeys(codes))}."
+    made = [(content["environment"], content["predicted_at"]) for content in contents.values()]
+    note = f"Predicted {captions.when_and_what(made)}."
     return "\n".join([*table_lines(HEADINGS, rows, names=_NAMES), "", note])
 
 
