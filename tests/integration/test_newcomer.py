@@ -38,7 +38,10 @@ COMMANDS = {
 }
 
 MASKS = (
-    (r"(isolation\s+process\s+·).*?weighin\s+commit\s+\w+", r"\1 MACHINE"),  # may be wrapped anywhere
+    (
+        r"(isolation\s+process\s+·).*?weighin\s+commit\s+\w+",
+        r"\1 MACHINE",
+    ),  # may be wrapped anywhere
     (r"-[0-9a-f]{10}-r(\d)", r"-SERIES-r\1"),
     (r"\b\d[\d.,]*( (ms|s|B|KiB|MiB|GiB)\b)", r"#\1"),
     (r"# (ms|s)\b", "# s"),
