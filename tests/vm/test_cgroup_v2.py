@@ -115,7 +115,7 @@ def test_a_killed_child_is_named_with_its_limit_its_line_and_its_phase(machine: 
     (phase,) = record["phases"]
     assert phase["name"] == record["last_phase"] == "grow"
     assert phase["peak_cgroup_bytes"] is None
-    assert any("cgroup v2 can since Linux 6.12" in warning for warning in record["warnings"])
+    assert any("needs Linux 6.12 for it" in warning for warning in record["warnings"])
     assert phase["peak_rss_bytes"] > 240 * MIB
 
 
