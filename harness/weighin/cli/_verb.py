@@ -68,8 +68,8 @@ class _Context(click.Context):
 class Verb(click.Command):
     """A verb of ``weighin``.
 
-    The help shows ``examples``, a mapping from what a command does to the command, and the exit
-    codes in ``codes``.
+    The help shows ``examples``, a mapping from what a command does to the command. With ``codes``,
+    the help also lists the exit codes of weighin.
     """
 
     context_class = _Context

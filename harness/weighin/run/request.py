@@ -182,7 +182,10 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
 def _installed(
     infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the sorted installed packages that these strategies, models and formats of checkpoints need."""
+    """Return the sorted installed packages that these strategies, models and checkpoints need.
+
+    ``checkpoints`` are the names of the checkpoints' formats.
+    """
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
     found = [quantised.of_model(model) for model in models]
