@@ -13,7 +13,7 @@ from cells import Bench, Watched, known_file, names_of, phases_of
 from nightly import limits, nightly
 
 from weighin.probes.cgroup import memory_hierarchy
-from weighin.result import Outcome
+from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup.
@@ -87,11 +87,23 @@ def without_whom(message: str) -> tuple[str, float]:
     return found[1], float(found[3])
 
 
+def with_a_killed_child(bench: Bench, limiting: Watched, how: str, **cell: int) -> Result:
+    """Run it until the kernel kills the child alone: a child that ends late leaves no memory to the worker.
+
+    The kernel then kills the worker too, and the cell must say so.
+    """
+    for _ in range(5):
+        result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD, **cell)
+        if (result.outcome, result.exit_code) != (Outcome.OOM_KILLED, 128 + 9):
+            break
+        assert result.oom_kills
+    return result
+
+
 def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
     bench: Bench, limiting: Watched
 ) -> None:
-    how = "goes_on_without_the_one_that_is_killed"
-    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
+    result = with_a_killed_child(bench, limiting, "goes_on_without_the_one_that_is_killed")
     assert (result.outcome, result.oom_kills) == (Outcome.CHILD_KILLED, 1)
     assert without_children(result.warnings) == []
     why, peak_mib = without_whom(result.message)
@@ -116,13 +128,9 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
 def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
     bench: Bench, limiting: Watched, how: str, end: str
 ) -> None:
-    for _ in range(5):
-        result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
-        assert result.outcome == Outcome.OOM_KILLED
-        assert result.oom_kills
-        assert (result.last_phase, without_children(result.warnings)) == ("children", [])
-        if "; then it" in result.message:
-            break  # else the kernel killed the worker too: a child ends late on a busy machine
+    result = with_a_killed_child(bench, limiting, how)
+    assert result.outcome == Outcome.OOM_KILLED
+    assert (result.last_phase, without_children(result.warnings)) == ("children", [])
     then = end if end.startswith("it") else f"it failed: {end}"
     assert without_whom(result.message)[0] == f"{KILLED_CHILD}; then {then}"
 
@@ -133,9 +141,7 @@ def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
 ) -> None:
     how = "waits_for_ever_for_the_one_that_is_killed"
     timeout_s = round(2 * seconds_to_load(limiting) + 1)
-    result = bench(
-        "children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD, timeout_s=timeout_s
-    )
+    result = with_a_killed_child(bench, limiting, how, timeout_s=timeout_s)
     assert (result.outcome, result.oom_kills) == (Outcome.TIMEOUT, 1)
     assert result.message == f"still running after {timeout_s} s, in phase 'children'"
     killed = "the kernel killed 1 process of this measurement for lack of memory"
