@@ -1,5 +1,6 @@
 """The ledger of a symbolic run: where storages lie, and the memory that operations on them touch."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -297,9 +298,13 @@ def test_tensors_on_the_meta_device_are_left_alone(ledger: Ledger) -> None:
     assert torch.empty_like(one, device="cpu").device.type == "cpu"
 
 
-def test_empty_pinned_tensors_are_not_followed(ledger: Ledger) -> None:
-    with pytest.raises(CannotFollow, match="the code creates empty pinned tensors"):
-        torch.empty(3, pin_memory=True)
+def test_empty_pinned_tensors_are_page_locked_and_count_once(ledger: Ledger) -> None:
+    own = ledger.own_anon_bytes
+    pinned = torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True)
+    ctypes.memset(pinned.data_ptr(), 1, pinned.nbytes)  # safetensors reads a file into it, in Rust
+    assert ledger.place_of(pinned) == "pinned"
+    assert ledger.pinned_bytes == ledger.tensor_bytes == 4 * MIB
+    assert ledger.own_anon_bytes - own < MIB
 
 
 def test_an_operation_that_needs_values_for_its_shape_is_not_followed(ledger: Ledger) -> None:

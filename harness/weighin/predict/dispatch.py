@@ -125,9 +125,9 @@ class Operations(TorchDispatchMode):
         return result
 
     def _empty(self, call: Call) -> Any:
-        if call.kwargs.get("pin_memory"):
-            raise CannotFollow("the code creates empty pinned tensors")
-        return self._allocate(call.func(*call.args, **{**call.kwargs, "device": "meta"}))
+        like = call.func(*call.args, **{**call.kwargs, "device": "meta", "pin_memory": False})
+        with self._ledger.placed("pinned" if call.kwargs.get("pin_memory") else None):
+            return self._allocate(like)
 
     def _filled(self, call: Call) -> Any:
         """Run a factory function such as ``zeros``; a large result has no values."""
@@ -261,7 +261,7 @@ class Operations(TorchDispatchMode):
         """Return an unwritten CPU tensor with the shape and dtype of ``like``, a meta tensor."""
         ledger = self._ledger
         nbytes = like.untyped_storage().nbytes()
-        if nbytes > SMALL_BYTES:
+        if nbytes > SMALL_BYTES or ledger.forced_place == "pinned":
             blank = torch.empty(0, dtype=like.dtype, device="cpu")
             result = blank.set_(ledger.reserve(nbytes), 0, like.shape, like.stride())
         else:

@@ -210,8 +210,13 @@ class Ledger:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage without resident memory, which may be larger than the machine's RAM."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        """Return a storage without resident memory, which may be larger than the machine's RAM.
+
+        safetensors really writes to pinned storages, in Rust. They are shared memory, as in a real
+        load, so that ``own_anon_bytes`` does not count them again.
+        """
+        kind = mmap.MAP_SHARED if self.forced_place == "pinned" else mmap.MAP_PRIVATE
+        flags = kind | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
 
