@@ -160,6 +160,16 @@ def test_a_run_of_one_cell_has_no_front(tmp_path: Path) -> None:
     assert found.having("section", id="timelines")
 
 
+def test_a_figure_that_is_zero_in_all_cells_is_not_plotted(tmp_path: Path) -> None:
+    results = []  # of loads to the CPU, whose models a use then moves to a GPU
+    for strategy in ("mmap_assign", "streaming"):
+        one = make_result(make_cell(strategy=strategy, use="to-device"))
+        results.append(replace(one, peaks=replace(one.peaks, cuda_allocated_bytes=0)))
+    words = page(tmp_path, results).words()
+    assert "peak RSS, GiB (exact)" in words
+    assert "CUDA peak, GiB (exact)" not in words
+
+
 def test_an_empty_run(tmp_path: Path) -> None:
     found = page(tmp_path, [])
     assert "A run without cells" in found.words()

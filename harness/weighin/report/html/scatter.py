@@ -44,13 +44,14 @@ class Plot:
 
 def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
     """Return plots with titles: one per memory figure of a group in which all repeats of two or
-    more rows ended ok.
+    more rows ended ok. A figure that is zero in all of them gets no plot.
     """
     plots = []
     for title, group in style.scenes(rows):
         good = [row for row in group if row["ok"] == row["repeats"] and row["ready_s"] is not None]
         for key, words in _FIGURES:
-            if len(measured := [row for row in good if row[key] is not None]) > 1:
+            measured = [row for row in good if row[key] is not None]
+            if len(measured) > 1 and any(row[key] for row in measured):
                 plots.append((title, _plot(measured, key, words)))
     return plots
 
