@@ -47,44 +47,36 @@ def main() -> None:
     settle_math()
     adopt_orphans()
     own_bytes = _import_simulation()
+    from weighin.predict.gpu_context import GpuContext
     from weighin.predict.preload import PRELOADED
 
+    gpu = GpuContext()
     hide_once = cache(
         PRELOADED.hide
     )  # after the import of the model's class, which may import these modules
-    context_once = cache(_create_context)
     while (line := parent.receive()) is not None:
         request = json.loads(line)
         with suppress(Exception):  # the fork imports the class again, and answers with the error
             import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
         with suppress(Exception):  # the fork answers with this error, too
             hide_once()
-        if _cell(request).needs_gpu and torch.cuda.is_available():
-            context_once()
+        if needs_gpu := _cell(request).needs_gpu:
+            gpu.create()
         now = memory_of(read_status())
         file_bytes = now.file_bytes - PRELOADED.file_bytes
         request["baseline"] = asdict(replace(now, file_bytes=file_bytes))
-        request["own_bytes"] = own_bytes + PRELOADED.anon_bytes
+        hidden_bytes = PRELOADED.anon_bytes + gpu.hidden_bytes(needs_gpu=needs_gpu)
+        request["own_bytes"] = own_bytes + hidden_bytes
+        request["kernels_bytes"] = gpu.kernels_bytes
         parent.send("answer", **_answer_in_fork(request))
 
 
 def _import_simulation() -> int:
     """Import the modules that only a prediction needs; return their memory in bytes."""
     before = memory_of(read_status()).anon_bytes
-    from weighin.predict import preload, simulate, sparse  # noqa: F401
+    from weighin.predict import gpu_context, preload, simulate, sparse  # noqa: F401
 
     return memory_of(read_status()).anon_bytes - before
-
-
-def _create_context() -> None:
-    """Create the CUDA context, as a measured process does before the load.
-
-    The context takes RAM, too. Without a GPU, a prediction leaves this RAM out.
-    """
-    with suppress(RuntimeError):  # the GPU may have no memory left
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def _cell(request: dict[str, Any]) -> Cell:
@@ -176,8 +168,17 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     no_processes.refuse()
-    read_ahead_bytes = request["read_ahead_bytes"]
-    predicted = run(cell, builder, checkpoint, strategy, baseline, own_bytes, read_ahead_bytes, use)
+    predicted = run(
+        cell,
+        builder,
+        checkpoint,
+        strategy,
+        baseline,
+        own_bytes,
+        request["read_ahead_bytes"],
+        request["kernels_bytes"],
+        use,
+    )
     del manifest
     no_processes.check()
     return asdict(predicted)

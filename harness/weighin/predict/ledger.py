@@ -187,6 +187,14 @@ class Ledger:
             self.update()
 
     @contextmanager
+    def pinning(self, count: int, nbytes: int) -> Iterator[None]:
+        """Count ``count`` page-locked blocks in the context, for buffers of code that is not run."""
+        for _ in range(count):
+            self._pin(nbytes)
+        yield
+        self._free_pinned[_pinned_size(nbytes)] += count
+
+    @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
         """Count ``nbytes`` more anonymous memory in the context, for buffers of code that is not
         run.
@@ -244,13 +252,23 @@ class Ledger:
 
     @property
     def anon_bytes(self) -> int:
-        """The anonymous memory that the process would have now in a real load."""
-        return self.own_anon_bytes - self.other_anon_bytes + self.tensor_bytes
+        """The anonymous memory that the process would have now in a real load.
+
+        Page-locked memory is not anonymous: the CUDA driver shares it, and the kernel counts it as
+        shared memory.
+        """
+        tensors = self.tensor_bytes - self.pinned_bytes
+        return self.own_anon_bytes - self.other_anon_bytes + tensors
 
     @property
     def tensor_bytes(self) -> int:
-        """The anonymous memory of large tensors now; ``own_anon_bytes`` contains the small tensors."""
+        """The unreclaimable memory of large tensors now; ``own_anon_bytes`` contains the small ones."""
         return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory of the process now, which takes RAM as anonymous memory does."""
+        return self.baseline.shmem_bytes + self.pinned_bytes
 
     @property
     def file_bytes(self) -> int:

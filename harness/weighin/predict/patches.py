@@ -169,6 +169,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     because they fill tensors that exist already.
     """
     from weighin.loader import fill, small
+    from weighin.loader.direct_io import PIECE_BYTES
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.pieces import Fill
 
@@ -187,8 +188,10 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     @contextmanager
     def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
         yield
-        buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
-        with ledger.holding(buffers):
+        buffers = fill.buffer_bytes(stretches, disk.threads, gpu=False)
+        all_buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
+        pinned = (all_buffers - buffers) // PIECE_BYTES
+        with ledger.holding(buffers), ledger.pinning(pinned, PIECE_BYTES):
             for stretch in stretches:
                 fresh = ledger.work["fresh_bytes"]
                 for tensor in stretch.members:

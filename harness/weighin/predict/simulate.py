@@ -44,6 +44,7 @@ def run(
     baseline: Memory,
     own_bytes: int,
     read_ahead_bytes: int,
+    kernels_bytes: int = 0,
     use: UseToFollow | None = None,
 ) -> Prediction:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
@@ -52,6 +53,7 @@ def run(
         baseline: the memory of the parent process, of which this process is a fork.
         own_bytes: the anonymous memory of this process that a measured process would not have.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
+        kernels_bytes: the part of ``own_bytes`` that CUDA takes when a GPU first reads the model.
         use: the use that follows the load; None if the run ends when the model is ready.
     """
     device = torch.device(cell.device)
@@ -76,7 +78,7 @@ def run(
         with safetensors_reads(ledger, load.__globals__):
             model = load(job)
         ledger.work["modules"] += len(sys.modules) - modules
-    loaded = _ready(ledger, model, cell, read_ahead_bytes)
+    loaded = _ready(ledger, model, cell, read_ahead_bytes, kernels_bytes)
     if use is None:
         return loaded
     if use.inputs and device.type == "cpu":
@@ -85,7 +87,8 @@ def run(
         inputs = use.inputs and use.inputs.to(device)
         used = follow(ledger, model, replace(use, inputs=inputs))
     most = used.all_most_bytes
-    in_use = _floor(most + most // _USE_SHARE + _USE_BYTES, loaded.in_flight_bytes)
+    most += most // _USE_SHARE + _USE_BYTES + ledger.shared_bytes
+    in_use = _floor(most, loaded.in_flight_bytes)
     return replace(
         loaded,
         use=used,
@@ -101,7 +104,13 @@ def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes: int) -> Prediction:
+def _ready(
+    ledger: Ledger,
+    model: torch.nn.Module,
+    cell: Cell,
+    read_ahead_bytes: int,
+    kernels_bytes: int,
+) -> Prediction:
     """Read every tensor of the loaded model, and return the prediction of the load.
 
     The file pages that the disk is reading stay in RAM, because the kernel cannot reclaim them.
@@ -112,6 +121,8 @@ def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes:
             ledger.read(tensor)
         if torch.device(cell.device).type == "cpu":
             _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
+        else:
+            ledger.adopt(kernels_bytes)
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     in_flight_bytes = mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes
@@ -134,7 +145,7 @@ def _ready(ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes:
         tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
         in_flight_bytes=in_flight_bytes,
-        floor_bytes=_floor(most_bytes, in_flight_bytes),
+        floor_bytes=_floor(most_bytes + ledger.shared_bytes, in_flight_bytes),
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),
