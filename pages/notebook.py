@@ -1,9 +1,9 @@
-"""Compare the figures that a notebook published with a run of configs/suites/notebook.yaml on a GPU.
+"""Compare the figures that a notebook published with predictions and with a run on a GPU.
 
     python -m pages.notebook RUN
 
-The command prints the comparison as Markdown. ``markdown_predicted`` compares the published GPU figures with
-predicted figures instead, which need no GPU.
+The command prints the comparison of a run of configs/suites/notebook.yaml as Markdown, with the
+reason for each difference of the host's figures.
 """
 
 import sys
@@ -29,20 +29,14 @@ from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
-    "The notebook prints GiB as GB. GPU: the allocator's peak of allocated bytes, exact in both. Host:"
-    " the notebook sampled RSS every 0.1 s from a thread of the process in which all methods ran one"
-    " after the other; ours is the kernel's peak RSS of a fresh process for each method."
+    "GPU: the exact peak of allocated bytes. Host: the notebook sampled RSS every 0.1 s in one process"
+    " for all methods; weighin's peak RSS is the kernel's, of a new process for each method."
 )
 _NAMES: Final = 2
 _HEADINGS: Final = (
-    "method", "strategy", "GPU published GiB", "GPU GiB", "host published GiB",
-    "host: peak RSS above import GiB", "anonymous (sampled) GiB", "file-backed (sampled) GiB",
+    "method", "strategy", "GPU published GB", "measured GiB", "predicted GiB", "host published GB",
+    "host: peak RSS above import GiB", "anonymous (sampled) GiB",
 )  # fmt: skip
-_PREDICTED: Final = (
-    "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
-    "reserved GiB",
-)  # fmt: skip
-CAPTION: Final = "Predicted with the current code each time these pages are generated."
 
 
 class Method(BaseModel):
@@ -74,7 +68,6 @@ class Ours:
     gpu_allocated_bytes: int | None
     host_above_import_bytes: int | None = None
     anon_bytes: int | None = None
-    file_bytes: int | None = None
 
 
 def published() -> Published:
@@ -84,19 +77,9 @@ def published() -> Published:
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
-    """Return the published table beside measured figures, with the reasons for differences, as Markdown."""
-    reasons = [f"- **{name}**: {reason}" for name, reason in differences(results)]
+    """Return the published table beside measured and predicted figures, as Markdown; takes 10 s."""
     caption = escaped(captions.shared(series(results), results))
-    lines = [
-        ABOUT,
-        "",
-        *table_lines(_HEADINGS, rows(results), names=_NAMES),
-        "",
-        *reasons,
-        "",
-        caption,
-    ]
-    return "\n".join(lines)
+    return "\n".join([*table_lines(_HEADINGS, rows(results), names=_NAMES), "", caption, "", ABOUT])
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
@@ -107,14 +90,16 @@ def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
-    """Yield a row for each method, with its published figures and its measured figures."""
+    """Yield a row for each method, with its published, measured and predicted figures."""
+    predictions = {one.strategy: one for one in predict([*_planned(published())])}
     for method, ours in _rows(results):
         yield [
             *_words(method),
             f"{method.gpu_gib:.1f}",
-            _both(ours.gpu_allocated_bytes),
+            _gib(ours.gpu_allocated_bytes),
+            _gib(_predicted(method, predictions[method.strategy])),
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
-            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes)),
         ]
 
 
@@ -151,9 +136,7 @@ def _measured(method: Method, result: Result | None) -> Ours:
     above = None
     if peaks.rss_bytes is not None and baseline is not None:
         above = peaks.rss_bytes - baseline.rss_bytes
-    return Ours(
-        peaks.cuda_allocated_bytes, above, peaks.anon_sampled_bytes, peaks.file_sampled_bytes
-    )
+    return Ours(peaks.cuda_allocated_bytes, above, peaks.anon_sampled_bytes)
 
 
 def _words(method: Method) -> tuple[str, str]:
@@ -165,22 +148,6 @@ def _gib(size: int | None) -> str:
     return scaled(size, GIB, 3)
 
 
-def _both(size: int | None) -> str:
-    """Return a size in GiB with one digit, as the notebook prints it, and then with three digits."""
-    return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"
-
-
-def markdown_predicted() -> str:
-    """Return the published table with predicted CUDA peaks, which takes 10 s."""
-    table = published()
-    predictions = {one.strategy: one for one in predict([*_planned(table)])}
-    rows = [
-        [*_words(method), f"{method.gpu_gib:.1f}", *_peaks(method, predictions[method.strategy])]
-        for method in table.methods
-    ]
-    return "\n".join([*table_lines(_PREDICTED, rows, names=_NAMES), "", CAPTION])
-
-
 def _planned(table: Published) -> Iterator[Planned]:
     spec = model(table.model)
     for name in dict.fromkeys(method.strategy for method in table.methods):
@@ -189,15 +156,19 @@ def _planned(table: Published) -> Iterator[Planned]:
         yield Planned.of(cell, info)
 
 
-def _peaks(method: Method, prediction: Prediction) -> list[str]:
-    """Return the predicted CUDA peaks of a load or of one of its phases; "-" without a prediction."""
+def _predicted(method: Method, prediction: Prediction) -> int | None:
+    """Return the predicted peak of allocated bytes of a load or of one of its phases."""
     phases = [phase for phase in prediction.phases if phase.name == method.phase]
     owners: Sequence[Prediction | PredictedPhase] = phases if method.phase else [prediction]
-    kinds = ("allocated", "requested", "reserved")
-    return [
-        _gib(next((getattr(one, f"cuda_{kind}_bytes") for one in owners), None)) for kind in kinds
-    ]
+    return owners[0].cuda_allocated_bytes if owners else None
+
+
+def main() -> None:
+    results = run_folder.read(Path(sys.argv[1])).results
+    print(markdown_notebook(results), "", sep="\n")
+    for name, reason in differences(results):
+        print(f"- **{name}**: {reason}")
 
 
 if __name__ == "__main__":
-    print(markdown_notebook(run_folder.read(Path(sys.argv[1])).results))
+    main()

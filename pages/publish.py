@@ -3,7 +3,8 @@
 ``make publish`` prints its plan with durations, measures every run of results/published/runs.yaml
 into results/publishing, and moves the new runs into place when all are complete. If the command is
 stopped, the next call resumes it. The command refuses to start while other programs use the
-machine. ``make publish ARGS=--status`` measures and writes nothing. ::
+machine, and leaves out the runs on a GPU if there is none. ``make publish ARGS=--status`` measures
+and writes nothing. ::
 
     .venv/bin/python -m pages.publish [--status | --plan | --predict] [--anyway] [RUN ...]
 """
@@ -33,6 +34,7 @@ from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.result import Outcome, Result
+from weighin.run import gpu_check
 from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -73,7 +75,8 @@ def main() -> None:
                 predict(run, PUBLISHED / run.name, PUBLISHED / run.name)
         fill_pages()
         return
-    print("\n".join(plan(runs)))
+    runs, left_out = measurable(runs, gpu_check.look().why)
+    print("\n".join([*left_out, *plan(runs)]))
     if arguments.plan:
         return
     if not arguments.anyway and (why := why_not(os.getloadavg()[0], environment.code())):
@@ -140,6 +143,15 @@ def _in_words(changed: str | None) -> str:
     if changed is None:
         return "cannot tell: git does not know its commit"
     return f"OLDER than the current code ({changed})" if changed else "made with the current code"
+
+
+def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:
+    """Return the runs that this machine can measure, and a line for each run that it cannot.
+
+    ``no_gpu`` is the reason why no GPU can be used; empty if one can.
+    """
+    can = [run for run in runs if not no_gpu or not any(one.cell.needs_gpu for one in run.results)]
+    return can, [f"left out, because {no_gpu}: {run.name}" for run in runs if run not in can]
 
 
 def plan(runs: Sequence[Run]) -> list[str]:

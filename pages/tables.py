@@ -7,17 +7,13 @@ The text between the two comments of a block is generated from records. A block 
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
 results. The block of a run in runs.yaml that has no records yet names the command that measures it.
 A block with the key ``agreement`` names several searches, whose RAM floors it compares. A block with
-the key ``checked`` names several runs, whose predictions it compares with their measurements. The
-block ``predicted`` has predicted figures of the notebook's GPU table, because no GPU was available.
+the key ``checked`` names several runs, whose predictions it compares with their measurements.
 ``suite_keys`` fills the blocks with the keys of suites::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
     <!-- end -->
     <!-- results/published/gpt2-xl-survival survival -->
-    ...
-    <!-- end -->
-    <!-- predicted configs/suites/notebook.yaml -->
     ...
     <!-- end -->
 """
@@ -31,7 +27,7 @@ from typing import Final
 
 from pages import suite_keys
 from pages.checked import markdown_checked
-from pages.notebook import markdown_predicted
+from pages.notebook import markdown_notebook
 from pages.run_tables import (
     markdown_agreement,
     markdown_converting,
@@ -51,9 +47,6 @@ _BLOCK: Final = re.compile(
     r".*?<!-- end -->",
     re.DOTALL,
 )
-_PREDICTED: Final = re.compile(
-    r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
-)
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
 _PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
@@ -67,6 +60,7 @@ _PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
     "converting": markdown_converting,
     "uses": lambda results: markdown(after_load.found(results), reasons=False),
     "trained": markdown_trained,
+    "notebook": markdown_notebook,
 }
 
 
@@ -87,10 +81,7 @@ def fill(page: str, root: Path) -> str:
         }
         return f"{first}\n{_content(match['part'], runs, root)}\n<!-- end -->"
 
-    def predicted(match: re.Match[str]) -> str:
-        return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
-
-    return suite_keys.fill(_PREDICTED.sub(predicted, _BLOCK.sub(block, page)))
+    return suite_keys.fill(_BLOCK.sub(block, page))
 
 
 def _is_to_measure(run: str, root: Path) -> bool:

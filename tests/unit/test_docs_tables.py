@@ -1,24 +1,17 @@
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from factories import make_cell, make_result
 from sweeps import a_sweep
 
-from pages import notebook
 from pages.tables import draw, fill
 from weighin.errors import RecordError
-from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
-from weighin.suite.matrix import Planned
-from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
-PREDICTED = "<!-- predicted configs/suites/notebook.yaml -->"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -100,41 +93,3 @@ def test_a_block_has_a_column_for_each_model(tmp_path: Path) -> None:
 def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         fill("<!-- results/published/x -->\n<!-- end -->", tmp_path)
-
-
-def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = notebook.published()
-    sizes = {"requested": 6 * GIB, "allocated": round(6.5 * GIB), "reserved": 7 * GIB}
-    figures: dict[str, Any] = {f"cuda_{kind}_bytes": size for kind, size in sizes.items()}
-    build = PredictedPhase("build", 0, 0, GIB, 2 * GIB, 3 * GIB)
-
-    def predict(planned: Sequence[Planned]) -> list[Prediction]:
-        assert {(one.cell.model.name, one.cell.device) for one in planned} == {
-            (table.model, "cuda")
-        }
-        cannot = {"per_param": "ValueError: odd"}
-        return [
-            Prediction(one.cell, phases=(build,), **figures)
-            if one.cell.strategy not in cannot
-            else Prediction(one.cell, cannot=cannot[one.cell.strategy])
-            for one in planned
-        ]
-
-    monkeypatch.setattr(notebook, "predict", predict)
-    lines = fill(f"{PREDICTED}\nstale\n<!-- end -->\nb", ROOT).splitlines()
-    assert lines[:2] == [
-        PREDICTED,
-        "| method | strategy | published, GB | predicted: allocated GiB | requested GiB | reserved GiB |",
-    ]
-    assert lines[3:5] == [
-        "| the model alone on the GPU | baseline, phase build | 6.4 | 2.000 | 1.000 | 3.000 |",
-        "| model on the GPU, state dict on the GPU, load_state_dict | baseline | 12.8 | 6.500 | 6.000"
-        " | 7.000 |",
-    ]
-    assert lines[-5:] == [
-        "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | - | - |",
-        "",
-        notebook.CAPTION,
-        "<!-- end -->",
-        "b",
-    ]

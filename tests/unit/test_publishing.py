@@ -24,10 +24,11 @@ from weighin.probes import environment
 from weighin.records import run_folder, sources
 from weighin.report import captions
 from weighin.result import Outcome, Result
-from weighin.run import runner
+from weighin.run import gpu_check, runner
 from weighin.suite import registry
 from weighin.suite.commands import read_command_suite
 from weighin.suite.config import read_suite
+from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,6 +216,8 @@ def test_each_command_plans_the_cells_that_were_published(
     monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
     monkeypatch.setattr("weighin.run.machines.Machines.check_ram", lambda *_: None)
+    gpu = gpu_check.Gpu("NVIDIA H200", 139 * GIB)
+    monkeypatch.setattr(gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu,)))
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
         if not run.results or needs_folders(run.command):
@@ -252,6 +255,14 @@ def test_the_programs_that_were_published_are_those_of_the_suite() -> None:
     suite = read_command_suite(ROOT / run.command[-1])
     told = {one.cell.strategy: list(one.cell.command) for one in run.results}
     assert told == {one.name: one.command for one in suite.commands}
+
+
+def test_a_run_on_a_gpu_is_left_out_where_there_is_none() -> None:
+    cpu = publish.Run("cpu", ("bench", "a"), (make_result(),))
+    gpu = publish.Run("gpu", ("bench", "a"), (make_result(make_cell(device="cuda")),))
+    assert publish.measurable([cpu, gpu], "") == ([cpu, gpu], [])
+    left_out = ["left out, because torch finds no CUDA GPU: gpu"]
+    assert publish.measurable([cpu, gpu], "torch finds no CUDA GPU") == ([cpu], left_out)
 
 
 def test_the_plan_says_how_long_each_run_took() -> None:
