@@ -167,3 +167,13 @@ def test_a_block_of_a_run_that_nobody_measured_says_so(tmp_path: Path, part: str
     for result in a_run():
         run_folder.append(published / "x", result)
     assert "4.25" in fill(page, tmp_path)
+
+
+def test_the_gpu_memory_of_a_use_has_a_column_where_there_is_a_gpu() -> None:
+    moved = used("streaming", "to-device", 1.0, 1.0, 0.0)
+    *load, use = moved.phases
+    on_gpu = replace(moved, phases=(*load, replace(use, peak_cuda_allocated_bytes=GIB)))
+    heading, _, row = markdown_table([on_gpu]).splitlines()[:3]
+    cells = dict(zip(heading.split(" | "), row.split(" | "), strict=True))
+    assert cells["CUDA allocated in use GiB |"] == "1.000 |"
+    assert "in use GiB" not in markdown_table([moved])

@@ -24,6 +24,11 @@ def peak_cgroup_bytes(result: Result) -> int | None:
     return largest(phase.peak_cgroup_bytes for phase in result.use_phases)
 
 
+def peak_cuda_allocated_bytes(result: Result) -> int | None:
+    """Return the peak of the CUDA allocator during the use; None without a use or a GPU."""
+    return largest(phase.peak_cuda_allocated_bytes for phase in result.use_phases)
+
+
 def anon_bytes(result: Result) -> int | None:
     """Return the process's anonymous memory at the end of the use; None without a use."""
     ended = result.use_phases

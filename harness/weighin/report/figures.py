@@ -108,6 +108,7 @@ COLUMNS: Final = {
         Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "exit code of the first process, or 128 + n if signal n ended the process"),
         Column("use_peak_rss_bytes", _GIB, "peak RSS of use", after_load.peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),
         Column("use_peak_cgroup_bytes", _GIB, "cgroup peak of use", after_load.peak_cgroup_bytes, "exact, kernel", "highest memory charge of the cgroup during the use"),
+        Column("use_peak_cuda_allocated_bytes", _GIB, "CUDA allocated in use", after_load.peak_cuda_allocated_bytes, "exact, allocator", "peak of the bytes that the allocator gave to tensors on the GPU during the use"),
         Column("use_anon_bytes", _GIB, "", after_load.anon_bytes),
         Column("use_anon_sampled_bytes", _GIB, "", after_load.most_anon_bytes),
         Column("use_child_bytes", _GIB, "forked process", after_load.child_private_bytes, "exact at that instant", "largest private dirty memory of a forked process, after the process wrote every weight"),

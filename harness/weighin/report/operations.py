@@ -94,7 +94,7 @@ ABOVE_IMPORT: Final = "above_import_per_model"
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
 OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
-    "use_child_bytes",
+    "use_peak_cuda_allocated_bytes", "use_child_bytes",
 )  # fmt: skip
 """Columns on the use of a model after its load; left out if all uses were forward passes."""
 _OF_MODELS: Final = (
