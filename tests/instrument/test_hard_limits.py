@@ -87,13 +87,22 @@ def without_whom(message: str) -> tuple[str, float]:
     return found[1], float(found[3])
 
 
-def with_a_killed_child(bench: Bench, limiting: Watched, how: str, **cell: int) -> Result:
+def with_a_killed_child(
+    bench: Bench, limiting: Watched, how: str, timeout_s: float = 120
+) -> Result:
     """Run it until the kernel kills the child alone: a child that ends late leaves no memory to the worker.
 
     The kernel then kills the worker too, and the cell must say so.
     """
     for _ in range(5):
-        result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD, **cell)
+        result = bench(
+            "children",
+            limiting,
+            how=how,
+            mib=400,
+            limit_bytes=LIMIT_OF_A_CHILD,
+            timeout_s=timeout_s,
+        )
         if (result.outcome, result.exit_code) != (Outcome.OOM_KILLED, 128 + 9):
             break
         assert result.oom_kills
