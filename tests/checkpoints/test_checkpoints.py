@@ -18,7 +18,7 @@ WITH_ALL_VERBS = (
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-SAMPLE = [*LAYOUTS[::20], *nightly(*LAYOUTS[10::20])]
+SAMPLE = [*LAYOUTS[::40], *nightly(*LAYOUTS[10::20], *LAYOUTS[20::40])]
 
 Servers = Callable[[bool], ForkServer]
 """Returns the process that runs the verbs, with or without the packages of .venv-zoo."""

@@ -108,7 +108,7 @@ def test_a_model_is_equal_in_every_dtype(
     assert_equal(load_pretrained(tmp_path, **options), reference(tmp_path, **options))
 
 
-@pytest.mark.parametrize("name", by_day(MAKERS, "tied", "one head for each key"))
+@pytest.mark.parametrize("name", by_day(MAKERS, "one head for each key"))
 def test_convert_writes_the_values_under_the_keys_of_the_model(tmp_path: Path, name: str) -> None:
     MAKERS[name](tmp_path)
     target = tmp_path / "model.safetensors"

@@ -130,7 +130,7 @@ def test_a_sudden_end_is_not_taken_for_lack_of_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
+@pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)
 @pytest.mark.parametrize("how", ["hangs_with_the_gil_held", *nightly("sleeps")])
 def test_a_hang_is_ended_in_time_and_keeps_its_timeline(
     bench: Bench, isolation: Watched, how: str, seconds_to_load: Callable[[Watched], float]
@@ -192,8 +192,7 @@ def test_noise_changes_nothing(bench: Bench, isolation: Watched, how: str) -> No
     "how",
     [
         "leaves_a_child_in_another_session",
-        "leaves_a_child_with_its_streams",
-        *nightly("leaves_a_child"),
+        *nightly("leaves_a_child", "leaves_a_child_with_its_streams"),
     ],
 )
 def test_children_that_outlive_the_worker_are_ended(

@@ -140,8 +140,12 @@ def test_a_slow_load_takes_at_least_as_long_as_its_bytes(bench: Bench, process: 
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [
-        ("baseline", "process"),  # buffered reads, of which the last bytes come first
-        pytest.param("safetensors_mmap", "cgroup", marks=pytest.mark.cgroup),  # page faults
+        pytest.param(
+            "baseline", "process", marks=pytest.mark.nightly
+        ),  # buffered reads, the last bytes first
+        pytest.param(
+            "safetensors_mmap", "cgroup", marks=[pytest.mark.cgroup, pytest.mark.nightly]
+        ),  # page faults
         pytest.param("streaming", "docker", marks=pytest.mark.docker),  # direct reads
     ],
 )

@@ -168,7 +168,7 @@ def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
     "isolation",
     [
         pytest.param("cgroup", marks=pytest.mark.cgroup),
-        pytest.param("docker", marks=pytest.mark.docker),
+        pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.nightly]),
     ],
 )
 def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolation: str) -> None:

@@ -202,7 +202,8 @@ ram: [none, 1g]"""
 ALL = "strategies: all\nram: none"
 
 
-@pytest.mark.parametrize("cells", [FEW, *nightly(ALL)], ids=["few strategies", "all strategies"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("cells", [FEW, ALL], ids=["few strategies", "all strategies"])
 def test_all_cells_are_measured_though_a_node_and_the_driver_are_lost(
     command: CommandLine, nodes: Nodes, cells: str
 ) -> None:

@@ -160,6 +160,7 @@ def test_options_without_an_effect_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # by day, commands whose need is known
 def test_a_load_lives_16_mib_above_its_floor_and_not_16_mib_below(weighin: CommandLine) -> None:
     """A shell sets the limit; three starts out of three must succeed."""
     (weighin.folder / "save.py").write_text(

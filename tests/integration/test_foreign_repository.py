@@ -117,6 +117,7 @@ def test_the_first_measurement_passes(runner: Runner) -> None:
     assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 within budget"), text
 
 
+@pytest.mark.nightly  # by day in the action
 def test_a_wasteful_loader_is_over_the_budget(runner: Runner, wasteful: None) -> None:
     bench, check = (line.replace("results/first", "results/worse") for line in commands())
     assert typed(runner, bench)[0] == 0
@@ -154,6 +155,7 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     assert made.read_text() != (runner.folder / BASELINE).read_text()
 
 
+@pytest.mark.nightly
 def test_weights_of_its_own(runner: Runner) -> None:
     suite = runner.folder / ".github" / "weighin.yaml"
     weights = "tests/weights.pt"

@@ -239,7 +239,7 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", isolations("docker"))
+@pytest.mark.parametrize("isolation", isolations("process"))
 def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
     training_checkpoint(command.folder)
     options = ["--model", "from:train.pt", "--key", "model", "-s", "mmap_assign,streaming"]

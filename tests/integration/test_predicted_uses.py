@@ -45,7 +45,8 @@ def test_the_memory_of_a_use_is_predicted_within_1_percent_and_16_mib(
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["adamw", *nightly("write", "fork", "deepcopy")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("use", ["adamw", "write", "fork", "deepcopy"])
 def test_a_load_and_its_use_live_under_their_predicted_floor(
     command: CommandLine, use: str
 ) -> None:

@@ -110,7 +110,8 @@ def test_a_prediction_in_another_format_reads_the_folders_own_dtype(
     assert found["disk_read_bytes"] == pytest.approx(size, rel=0.2)
 
 
-@pytest.mark.parametrize("names", ["safetensors_mmap,baseline", *nightly(ALL)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", ["safetensors_mmap,baseline", ALL])
 def test_every_strategy_keeps_the_dtypes_that_the_model_keeps(
     command: CommandLine, folders: Path, names: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_the_next_run_unmounts_what_a_killed_one_left(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_doctor_unmounts_what_a_run_with_another_lock_left(
     command: CommandLine, paused: Started
 ) -> None:

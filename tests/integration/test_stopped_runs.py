@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_before_its_first_record_leaves_no_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", isolations("cgroup", "docker"))
+@pytest.mark.parametrize("isolation", isolations("docker"))
 def test_a_run_that_was_killed_is_resumed_where_it_was(
     command: CommandLine, hold: Path, isolation: str
 ) -> None:

@@ -1,6 +1,5 @@
 """The notebook's published figures beside those of a run on a GPU."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from weighin.suite.matrix import Planned
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 
-ROOT = Path(__file__).parents[2]
 LIMITLESS = {"ram_limit_bytes": None, "device": "cuda"}
 
 
@@ -114,10 +112,13 @@ def test_cells_that_are_not_the_notebooks_are_not_compared() -> None:
         assert {why for _, why in notebook.differences([one])} == {"not measured."}
 
 
-def test_the_module_prints_the_comparison_of_a_run(tmp_path: Path) -> None:
+def test_the_module_prints_the_comparison_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_folder.append(tmp_path, gpu_cell("baseline", 12.832))
-    command = [sys.executable, "-m", "pages.notebook", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    table, _, reasons = done.stdout.partition("\n\n- **")
-    assert "| baseline | 12.8 | 12.832 | 12.832 |" in table  # measured, and predicted now
+    monkeypatch.setattr(notebook, "predict", foretold)
+    monkeypatch.setattr(sys, "argv", ["pages.notebook", str(tmp_path)])
+    notebook.main()
+    table, _, reasons = capsys.readouterr().out.partition("\n\n- **")
+    assert "| baseline | 12.8 | 12.832 | 6.500 |" in table
     assert reasons.count("not measured.") == len(notebook.published().methods) - 2

@@ -166,8 +166,8 @@ def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> 
         assert torch.equal(value.float(), state[key].float())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("method", [None, "of-another-library", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *nightly(torch.int8)])
+@pytest.mark.parametrize("method", [None, "fp8", *nightly("of-another-library")])
 def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
     tmp_path: Path, method: str | None, dtype: torch.dtype
 ) -> None:
@@ -285,8 +285,8 @@ class NoPhases:
 
 @pytest.mark.usefixtures("torch_threads_restored")
 @pytest.mark.filterwarnings("ignore")  # of from_pretrained, about quantised modules
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("strategy", ["streaming", "transformers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *nightly(torch.float16)])
+@pytest.mark.parametrize("strategy", ["streaming", *nightly("transformers")])
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_the_load_is_measured_and_verified(
     make: Make, name: str, strategy: str, dtype: torch.dtype, tmp_path: Path
@@ -315,7 +315,7 @@ def test_the_load_is_measured_and_verified(
         assert found.dequantised_bytes == sum(sizes.values()) - buffers
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4", "quanto"])
+@pytest.mark.parametrize("name", ["fp8", "quanto", *nightly("compressed int8", "bitsandbytes nf4")])
 def test_a_conversion_copies_codes_as_they_are_or_refuses(
     make: Make, name: str, tmp_path: Path
 ) -> None:
@@ -364,7 +364,7 @@ def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["mxfp4", *nightly("fp8")])
 def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     make: Make, name: str
 ) -> None:
