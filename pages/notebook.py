@@ -79,7 +79,7 @@ def published() -> Published:
 def markdown_notebook(results: Sequence[Result]) -> str:
     """Return the published table beside measured and predicted figures, as Markdown; takes 10 s."""
     caption = escaped(captions.shared(series(results), results))
-    return "\n".join([*table_lines(_HEADINGS, rows(results), names=_NAMES), "", caption, "", ABOUT])
+    return "\n".join([*table_lines(_HEADINGS, rows(results), names=_NAMES), "", ABOUT, "", caption])
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:

@@ -8,9 +8,9 @@ import pytest
 from factories import ENVIRONMENT, make_result, make_skipped
 from sweeps import a_sweep, swept
 from test_floors_report import a_search
-from test_notebook import gpu_cell
+from test_notebook import foretold, gpu_cell
 
-from pages.notebook import markdown_notebook
+from pages import notebook
 from pages.run_tables import markdown_agreement, markdown_relative
 from weighin.records import run_folder
 from weighin.report import captions, floors, passes, survival
@@ -89,9 +89,10 @@ def test_the_table_of_passes_says_them() -> None:
     )
 
 
-def test_the_notebooks_table_says_them_too() -> None:
+def test_the_notebooks_table_says_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "predict", foretold)
     results = [of_commit(gpu_cell("baseline", 12.832), FIRST, "2026-11-23")]
-    assert markdown_notebook(results).endswith(
+    assert notebook.markdown_notebook(results).endswith(
         " · measured 2026-11-23 with weighin commit d71778a29d"
     )
 
