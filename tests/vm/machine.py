@@ -38,7 +38,7 @@ STEPS = (
     "doctor",
 )
 """What the script ``inside`` does, in its order."""
-NIGHTLY_STEPS = ("ordinary-user", "more-loads")
+NIGHTLY_STEPS = ("ordinary-user", "more-loads", "amounts")
 """What it does before in a nightly run: a load imports torch, which takes half a minute there."""
 
 SEARCHED = {

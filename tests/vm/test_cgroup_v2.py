@@ -62,7 +62,7 @@ def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: End
         assert any(said in line for line in lines), machine.out("doctor")
 
 
-@pytest.mark.parametrize("step", ["instrument", *nightly("more-loads")])
+@pytest.mark.parametrize("step", ["instrument", *nightly("more-loads", "amounts")])
 def test_the_tests_of_the_instrument_pass_there(machine: Ended, step: str) -> None:
     said = machine.out(step).splitlines()
     assert re.fullmatch(r"(\d+ passed)(, \d+ skipped)?(, \d+ deselected)? in .*", said[-1]), said
