@@ -155,6 +155,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(
     good = cache.ensure(TIED, "pt")
     content = good.path.read_bytes()
     assert good.path.stat().st_mode & 0o777 == 0o444
+    good.path.chmod(0o644)  # only root could write to it
     harm(good.path)
     again = cache.ensure(TIED, "pt")
     assert again.made
