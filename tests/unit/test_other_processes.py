@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import leftovers
@@ -14,6 +15,7 @@ from scripts import DONE, watched
 from weighin.isolation import cgroup
 from weighin.isolation.cgroup import CgroupRunning
 from weighin.isolation.process import LocalRunning
+from weighin.probes import other_processes
 from weighin.probes.cgroup import MemoryCgroup, start_time
 from weighin.probes.other_processes import OtherProcesses
 from weighin.units import MIB
@@ -52,6 +54,29 @@ def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
         assert others.private_bytes < 100 * MIB
     finally:
         running.close()
+
+
+def test_a_reading_that_waits_for_a_busy_processor_does_not_delay_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a child that holds memory for two seconds is missed: 1 s of waiting counted as 20 s."""
+    now_s = [100.0]
+    read: list[int] = []
+
+    def read_slowly(pid: int) -> int:
+        read.append(pid)
+        now_s[0] += 1.0
+        return MIB
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(other_processes, "read_private", read_slowly)
+    monkeypatch.setattr(other_processes, "mark_of", lambda _: "mark")
+    monkeypatch.setattr(other_processes, "all_pids", lambda: [2**22])
+    others = OtherProcesses(os.getpid(), None)
+    for _ in range(3):
+        others.sample()
+        now_s[0] += 0.2
+    assert len(read) == 3
 
 
 BARE = """

@@ -1,18 +1,17 @@
 """Sample the memory of a worker's child processes, which the worker's own figures leave out."""
 
 import os
-import time
 from pathlib import Path
 from typing import Final
 
 from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, pids_in, read_kernel
 from weighin.probes.process import read_private
+from weighin.probes.process_table import Pause
 
 WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
 """The environment variable that marks a worker; all processes that it starts inherit the mark."""
 _LEAST_LIMIT: Final = 2**61
 _INTERVAL_S: Final = 0.1
-_SHARE: Final = 0.05  # of the time, because the kernel walks the address space of each process
 
 
 class OtherProcesses:
@@ -35,12 +34,11 @@ class OtherProcesses:
             os.getpid(),
             parent_of(pid),
         }  # in a container, the parent is weighin's keeper
-        self._due_s = 0.0
+        self._pause = Pause(_INTERVAL_S)  # the kernel walks the address space of each process
 
     def sample(self) -> None:
         """Read the memory of the child processes; do nothing within 0.1 s of the last reading."""
-        start_s = time.monotonic()
-        if start_s < self._due_s:
+        if not self._pause.begin():
             return
         sizes = []
         for pid in self._pids():
@@ -50,8 +48,7 @@ class OtherProcesses:
                 continue
         self.number = max(self.number, len(sizes))
         self.private_bytes = max(self.private_bytes, sum(sizes))
-        now_s = time.monotonic()
-        self._due_s = now_s + max(_INTERVAL_S, (now_s - start_s) / _SHARE)
+        self._pause.end()
 
     def _pids(self) -> list[int]:
         found: list[int] = []
