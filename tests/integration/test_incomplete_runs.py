@@ -136,6 +136,7 @@ def test_predict_check_says_it(stopped: CommandLine) -> None:
     assert f"note: {SAID}" in ended.err.splitlines()
 
 
+@pytest.mark.nightly
 def test_recommend_says_that_its_figures_are_from_a_part_of_a_run(stopped: CommandLine) -> None:
     ended = stopped.run("recommend", "gpt2-tiny", "--results", "run", "--json", "-")
     assert ended.code == 0, ended.err

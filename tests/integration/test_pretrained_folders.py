@@ -50,6 +50,7 @@ def outcomes(
     return {one["cell"]["strategy"]: (one["outcome"], one["message"]) for one in results}
 
 
+@pytest.mark.nightly
 def test_tied_weights_may_be_missing_from_the_file(command: CommandLine, folders: Path) -> None:
     ended = outcomes(command, folders / "tied-llama")
     assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended

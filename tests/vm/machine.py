@@ -34,12 +34,11 @@ STEPS = (
     "killed",
     "floor",
     "outer-limit",
-    "namespaces",
     "doctor",
 )
 """What the script ``inside`` does, in its order."""
-NIGHTLY_STEPS = ("ordinary-user", "more-loads", "amounts")
-"""What it does before in a nightly run: a load imports torch, which takes half a minute there."""
+NIGHTLY_STEPS = ("ordinary-user", "more-loads", "amounts", "namespaces")
+"""What it does also in a nightly run: a load imports torch, which takes half a minute there."""
 
 SEARCHED = {
     "model": "weighin.models.gpt2:gpt2",

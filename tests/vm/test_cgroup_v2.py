@@ -142,6 +142,7 @@ def test_the_limit_of_the_scope_around_is_named_with_its_size(machine: Ended) ->
     assert re.search(r"the limit of 200\.000 MiB of the outer cgroup \S+\.scope", record["message"])
 
 
+@pytest.mark.nightly
 def test_runs_in_two_pid_namespaces_leave_each_others_live_cells_alone(machine: Ended) -> None:
     said = machine.out("namespaces")
     print(said)
