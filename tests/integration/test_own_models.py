@@ -239,6 +239,7 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # by day as a newcomer's first command
 @pytest.mark.parametrize("isolation", isolations("process"))
 def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
     training_checkpoint(command.folder)
