@@ -1,5 +1,6 @@
 """``weighin run``: run any command under limits, and print the memory that the command needed."""
 
+import signal
 from functools import partial
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -188,4 +189,6 @@ def _end(
         from weighin.report.run_json import of_run
 
         _console.write_json(json_file, of_run(task.folder, results, ()))
-    context.exit(0 if result.outcome == "ok" else result.exit_code or 1)
+    # A busy Docker engine may not tell the status of a container that weighin killed.
+    unknown = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
+    context.exit(0 if result.outcome == "ok" else result.exit_code or unknown)
