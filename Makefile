@@ -13,7 +13,6 @@ DRAWS ?= 20000
 SAMPLE ?= 100
 SEED ?= 0
 TESTS ?= tests/unit
-WORKERS ?= auto
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 PEERS := results/loaders-$(shell date +%Y%m%dT%H%M%S)
 BASELINE ?= baseline.yaml
@@ -79,8 +78,8 @@ doctor: .venv/ready  ## Try out what this machine can limit and measure
 test: .venv/ready-dev  ## Run the unit tests, on all processors: minutes
 	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
-test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping; WORKERS=3: processes for all but tests/unit
-	$(BIN)/pytest --ignore tests/unit --numprocesses $(WORKERS) --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
+test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
+	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
 	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance tests/checkpoints/test_conversions.py $(ARGS)

@@ -189,6 +189,6 @@ def _end(
         from weighin.report.run_json import of_run
 
         _console.write_json(json_file, of_run(task.folder, results, ()))
-    # A busy Docker engine may not tell the status of a container that weighin killed.
-    unknown = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
-    context.exit(0 if result.outcome == "ok" else result.exit_code or unknown)
+    # A late shell whose child was killed just before it may end with 0.
+    failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
+    context.exit(0 if result.outcome == "ok" else result.exit_code or failed)
