@@ -44,8 +44,8 @@ def run(
     baseline: Memory,
     own_bytes: int,
     read_ahead_bytes: int,
-    kernels_bytes: int,
-    use: UseToFollow | None,
+    kernels_bytes: int = 0,
+    use: UseToFollow | None = None,
 ) -> Prediction:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
