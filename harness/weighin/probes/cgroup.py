@@ -56,6 +56,12 @@ def parent_of(pid: int) -> int | None:
     return _number(pid, 1)
 
 
+def is_exiting(pid: int) -> bool:
+    """Return whether a process is ending or has ended: the kernel takes its memory and files from it."""
+    flags = _number(pid, 6)
+    return flags is None or bool(flags & _PF_EXITING)
+
+
 def _number(pid: int, index: int) -> int | None:
     """Return a field of /proc/PID/stat after the command's name; None if the process has ended."""
     try:
@@ -153,8 +159,7 @@ def has_left(pid: int, group: Path) -> bool:
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
-    flags = _number(pid, 6)  # on cgroup v1, an exiting process is in the root group
-    return flags is not None and not flags & _PF_EXITING
+    return not is_exiting(pid)  # on cgroup v1, an exiting process is in the root group
 
 
 def pressure_file_of(pid: int) -> Path | None:

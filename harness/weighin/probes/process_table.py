@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import parent_of, read_kernel
+from weighin.probes.cgroup import is_exiting, parent_of, read_kernel
 from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_status
 from weighin.result import OpenFile, Process
@@ -71,9 +71,15 @@ class _Seen:
             return
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Add the files that ``look`` finds, and record all other files as closed."""
+        """Add the files that ``look`` finds, and record all other files as closed.
+
+        If the process is exiting, keep the files of the last reading: the kernel closes all files of
+        a killed process, but the process did not.
+        """
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            self.files = _with_closed(look(self.pid), self.files, maps=look is open_files)
+            found = look(self.pid)
+            if not is_exiting(self.pid):
+                self.files = _with_closed(found, self.files, maps=look is open_files)
 
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
