@@ -12,7 +12,11 @@ from weighin.probes.cgroup import is_exiting
 from weighin.probes.process_table import ProcessTable
 from weighin.units import MIB
 
-READER = ("python3", "-c", "import sys, time; f = open(sys.argv[1], 'rb'); print(1, flush=True); time.sleep(60)")
+READER = (
+    "python3",
+    "-c",
+    "import sys, time; f = open(sys.argv[1], 'rb'); print(1, flush=True); time.sleep(60)",
+)
 
 
 def _keep(table: ProcessTable, pid: int) -> None:
