@@ -34,10 +34,9 @@ STEPS = (
     "killed",
     "floor",
     "outer-limit",
-    "doctor",
 )
 """What the script ``inside`` does, in its order."""
-NIGHTLY_STEPS = ("ordinary-user", "more-loads", "amounts", "namespaces")
+NIGHTLY_STEPS = ("ordinary-user", "loads", "amounts", "namespaces", "doctor")
 """What it does also in a nightly run: a load imports torch, which takes half a minute there."""
 
 SEARCHED = {

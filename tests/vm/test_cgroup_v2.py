@@ -46,6 +46,7 @@ def test_it_is_debians_kernel_with_the_unified_hierarchy_alone(machine: Ended) -
     assert not re.search(r"^cgroup ", text, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: Ended) -> None:
     lines = [" ".join(line.split()) for line in machine.out("doctor").splitlines()]
     whole = "exact for the whole cell, not for a phase: resetting memory.peak needs Linux 6.12"
@@ -62,7 +63,7 @@ def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: End
         assert any(said in line for line in lines), machine.out("doctor")
 
 
-@pytest.mark.parametrize("step", ["instrument", *nightly("more-loads", "amounts")])
+@pytest.mark.parametrize("step", ["instrument", *nightly("loads", "amounts")])
 def test_the_tests_of_the_instrument_pass_there(machine: Ended, step: str) -> None:
     said = machine.out(step).splitlines()
     assert re.fullmatch(r"(\d+ passed)(, \d+ skipped)?(, \d+ deselected)? in .*", said[-1]), said
