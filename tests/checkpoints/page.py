@@ -11,7 +11,7 @@ Answers = Mapping[str, Mapping[str, Verdict]]
 
 
 def text(layouts: Sequence[Layout], answers: Answers) -> str:
-    """Return the page: for each group the layouts that are right, and those that are refused."""
+    """Return the page: for each group the layouts that are read equally, and those that are refused."""
     import datetime
 
     import torch
@@ -27,11 +27,11 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
         " `transformers` and `baseline` are strategies of `weighin bench`; `load` is one of weighin's two Python functions:"
         " `load_pretrained` for the folder of a model, `load_streaming` for any other checkpoint.",
         "",
-        "* **right**: the tensors equal those of `torch.load` or `from_pretrained`, bit by bit.",
+        "* **equal**: what all readers read equals what `torch.load` or `from_pretrained` read, bit by bit.",
         "* **refused**: an error says what the file is, and what to do instead.",
-        "* **right**, but refused by X: X refuses these layouts, and all other readers are right.",
+        "* **equal**, but refused by X: X refuses these layouts; all other readers are equal.",
         "",
-        f"{len(tried)} layouts, {len(states)} answers: {states.count('right')} right,"
+        f"{len(tried)} layouts, {len(states)} answers: {states.count('right')} equal,"
         f" {states.count('refused')} refused, {states.count('WRONG')} wrong.",
     ]
     if untried := [one.name for one in layouts if one.name not in answers]:
@@ -51,7 +51,7 @@ def _answers(members: Sequence[Layout], answers: Answers) -> list[str]:
 
 
 def _who(given: Mapping[str, Verdict]) -> str:
-    """Return who is right and who refuses: "right, but refused by baseline"."""
+    """Return which readers are equal and which refuse: "equal, but refused by baseline"."""
     verbs = {
         state: [verb for verb in VERBS if verb in given and given[verb].state == state]
         for state in ("right", "refused", "WRONG")
@@ -61,10 +61,10 @@ def _who(given: Mapping[str, Verdict]) -> str:
     if not verbs["right"]:
         return "**refused**"
     if not verbs["refused"]:
-        return "**right**"
+        return "**equal**"
     if len(verbs["refused"]) < len(verbs["right"]):
-        return f"**right**, but refused by {', '.join(verbs['refused'])}"
-    return f"**refused**, but right by {', '.join(verbs['right'])}"
+        return f"**equal**, but refused by {', '.join(verbs['refused'])}"
+    return f"**refused**, but equal by {', '.join(verbs['right'])}"
 
 
 def named(layout: Layout) -> str:
